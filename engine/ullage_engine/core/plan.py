@@ -1,0 +1,46 @@
+"""What the scheduler tells the runner to compute, and what the runner answers."""
+
+from dataclasses import dataclass
+
+from ullage_engine.core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence to compute in one step; decode is a chunk of one token."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens whose KV this step computes and stores."""
+    start: int
+    """Position of the first of them."""
+    block_ids: list[int]
+    """Block table covering positions 0 to start + len(token_ids) - 1, in order."""
+    sampling: SamplingParams | None
+    """How to choose the next token after the last of `token_ids`; None: a prompt chunk with more
+    prompt to come, nothing is sampled."""
+    history: list[int]
+    """Prompt and output so far including `token_ids` (penalties need it); never changed."""
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: at most one chunk a sequence; decodes first."""
+
+    chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence."""
+
+    request_id: str
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]

@@ -1,0 +1,1 @@
+"""Where every byte of a device goes."""

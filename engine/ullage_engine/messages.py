@@ -1,0 +1,177 @@
+"""Messages between the server process and its worker (msgpack over a ZeroMQ PAIR on ipc://).
+
+The worker connects and sends `Loading` (any number), then `Ready` once or `StartFailed` once; from
+then on the server sends `Submit` and `Cancel`, the worker `StepDone` after each step and `State` when
+its memory changes. Every `Submit` is answered by tokens ending with a finish, or by one `Rejected`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from ullage_engine.core.request import EngineRequest
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages."""
+
+
+# server → worker ---------------------------------------------------------------------------------
+
+
+class Submit(Message):
+    request: EngineRequest
+
+
+class Cancel(Message):
+    request_id: str
+
+
+class Fault(Message):
+    """Raise torch.OutOfMemoryError inside a coming step."""
+
+    after_steps: int
+
+
+class Shutdown(Message):
+    """Exit with status 0."""
+
+
+# worker → server ---------------------------------------------------------------------------------
+
+
+class Loading(Message):
+    """Progress of the start: stage is weights, arena, warm_up or kv_pool."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache group: bytes of a token over all its layers, and its window (0 grows)."""
+
+    bytes_per_token: int
+    window_tokens: int = 0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory profile of the loaded model; see ullage.inference.v1.MemoryProfile."""
+
+    block_tokens: int
+    groups: list[CacheGroupSpec]
+    state_bytes_per_sequence: int
+    activation_bytes_per_token: int
+    sampler_bytes_per_sequence: int
+    prefill_chunk_tokens: int
+    kv_pool_bytes: int
+
+
+class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the ledger, bytes."""
+
+    name: str
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a running request is predicted to give back."""
+
+    after_s: float
+    num_bytes: int
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker's memory and load at one moment; see ullage.headroom.v1.Headroom."""
+
+    total_bytes: int
+    threshold: float
+    kv_pool_bytes: int
+    kv_free_bytes: int
+    kv_reclaimable_bytes: int
+    kv_committed_bytes: int
+    num_running: int
+    num_waiting: int
+    expected_output_tokens: int
+    decode_tokens_per_second: float
+    prefill_tokens_per_second: float
+    prefill_backlog_tokens: int
+    num_preemptions: int
+    """Since the worker started."""
+    num_oom_events: int
+    """torch.OutOfMemoryError caught since the worker started."""
+    releases: list[ReleaseState]
+    ledger: list[ReservationState]
+    rss_bytes: int
+    """Resident bytes of the worker process (device bytes on CUDA)."""
+    num_steps: int
+
+
+class Ready(Message):
+    """The worker serves."""
+
+    profile: Profile
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    state: WorkerState
+
+
+class StartFailed(Message):
+    """The worker cannot serve; restarting would not help. One line naming field or file."""
+
+    error: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the chosen token and the likeliest alternatives, likeliest first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step gave one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish: Literal["", "stop", "length"]
+    """Empty: more to come."""
+    logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
+
+
+class StepDone(Message):
+    """Output of one step, sent as soon as it is known."""
+
+    outputs: list[TokenOutput]
+
+
+class Rejected(Message):
+    """Admission refused a request; nothing of it is kept."""
+
+    request_id: str
+    needed_bytes: int
+    available_bytes: int
+    never: bool
+    """True: larger than the whole pool or the model's length."""
+    retry_after_s: float
+    message: str
+
+
+class RequestFailed(Message):
+    """Only this request failed after admission, for instance because a step for it alone ran out
+    of memory."""
+
+    request_id: str
+    message: str
+
+
+class State(Message):
+    state: WorkerState
+
+
+ToWorker = Submit | Cancel | Fault | Shutdown
+ToServer = Loading | Ready | StartFailed | StepDone | Rejected | RequestFailed | State

@@ -1,0 +1,1 @@
+"""The server process: gRPC, tokenizer, journal, supervisor; it outlives every worker."""

@@ -1,0 +1,40 @@
+"""Options of every gRPC channel and server, in one place so that both ends agree."""
+
+import grpc
+
+# A tokenizer.json with a 200k vocabulary is about 30 MB; prompts and tokens are far smaller.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_MS = 20_000
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    # A restarted engine must be found again at once, not after gRPC's default of up to 120 s.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+)
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without this a server answers keepalive pings more frequent than 5 minutes with GOAWAY.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to `host:port`; it connects lazily and reconnects by itself."""
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+def new_server() -> grpc.aio.Server:
+    """A server with no service and no port yet."""
+    return grpc.aio.server(options=SERVER_OPTIONS)
