@@ -18,7 +18,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base of all sections: immutable, and an unknown field is an error."""
 
 
-class ModelSection(Strict):
+class ModelSection(Strict, frozen=True, kw_only=True):
     source: str
     """`pkg://package/file`, `file:///path`, `hf://org/name@revision`, `pvc://claim/path`."""
     name: str
@@ -31,12 +31,12 @@ class ModelSection(Strict):
     deterministic: bool = False
 
 
-class ParallelismSection(Strict):
+class ParallelismSection(Strict, frozen=True, kw_only=True):
     tensor: int = 1
     pipeline: int = 1
 
 
-class MemorySection(Strict):
+class MemorySection(Strict, frozen=True, kw_only=True):
     threshold: float = 0.85
     """Share of the device that may be used."""
     safety_reserve: int = 2 << 30
@@ -46,7 +46,7 @@ class MemorySection(Strict):
     """Budget of a CPU device; None is the cgroup's limit."""
 
 
-class BatchingSection(Strict):
+class BatchingSection(Strict, frozen=True, kw_only=True):
     prefill_window: float = 0.006
     decode_window: float = 0.003
     decode_max_batch_tokens: int = 8192
@@ -55,12 +55,12 @@ class BatchingSection(Strict):
     max_sequences: int = 64
 
 
-class LimitsSection(Strict):
+class LimitsSection(Strict, frozen=True, kw_only=True):
     max_output_tokens: int = 4096
     request_timeout: float = 30.0
 
 
-class ServerSection(Strict):
+class ServerSection(Strict, frozen=True, kw_only=True):
     engine_id: str = "engine-0"
     """Unique in the service; the pod's name on Kubernetes."""
     pool: str = "single"
@@ -77,7 +77,7 @@ class ServerSection(Strict):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class EngineConfig(Strict):
+class EngineConfig(Strict, frozen=True, kw_only=True):
     model: ModelSection
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: int = 1

@@ -1,8 +1,9 @@
 """Messages between the server process and its worker (msgpack over a ZeroMQ PAIR on ipc://).
 
 The worker connects and sends `Loading` (any number), then `Ready` once or `StartFailed` once; from
-then on the server sends `Submit` and `Cancel`, the worker `StepDone` after each step and `State` when
-its memory changes. Every `Submit` is answered by tokens ending with a finish, or by one `Rejected`.
+then on the server sends `Submit` and `Cancel`, the worker `StepDone` after each step and `State`
+when its memory changes. Every `Submit` is answered by tokens ending with a finish, by one
+`Rejected` or by one `RequestFailed`.
 """
 
 from typing import Literal
@@ -19,28 +20,28 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # server → worker ---------------------------------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     request: EngineRequest
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     request_id: str
 
 
-class Fault(Message):
+class Fault(Message, frozen=True, kw_only=True):
     """Raise torch.OutOfMemoryError inside a coming step."""
 
     after_steps: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Exit with status 0."""
 
 
 # worker → server ---------------------------------------------------------------------------------
 
 
-class Loading(Message):
+class Loading(Message, frozen=True, kw_only=True):
     """Progress of the start: stage is weights, arena, warm_up or kv_pool."""
 
     stage: str
@@ -108,7 +109,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """The worker serves."""
 
     profile: Profile
@@ -118,7 +119,7 @@ class Ready(Message):
     state: WorkerState
 
 
-class StartFailed(Message):
+class StartFailed(Message, frozen=True, kw_only=True):
     """The worker cannot serve; restarting would not help. One line naming field or file."""
 
     error: str
@@ -143,13 +144,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True, kw_only=True):
     """Output of one step, sent as soon as it is known."""
 
     outputs: list[TokenOutput]
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True, kw_only=True):
     """Admission refused a request; nothing of it is kept."""
 
     request_id: str
@@ -161,7 +162,7 @@ class Rejected(Message):
     message: str
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """Only this request failed after admission, for instance because a step for it alone ran out
     of memory."""
 
@@ -169,7 +170,7 @@ class RequestFailed(Message):
     message: str
 
 
-class State(Message):
+class State(Message, frozen=True, kw_only=True):
     state: WorkerState
 
 

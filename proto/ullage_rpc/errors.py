@@ -9,7 +9,7 @@ ServiceError
 """
 
 from collections.abc import Mapping
-from typing import Never
+from typing import Any, Never
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -60,7 +60,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
     return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> Never:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
     """Ends the call with the error, its details and gRPC's own retry pushback."""
     status = rpc_status.to_status(to_status(error))
     # gRPC's retry logic reads this trailer and not RetryInfo; -1 forbids a retry.
