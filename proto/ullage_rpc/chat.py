@@ -1,0 +1,102 @@
+"""Chat templates: the Jinja dialect that Hugging Face models ship, rendered in a sandbox.
+
+A template comes with a model, so it is code of a stranger: it can neither reach Python's internals
+nor change what it is given.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class ChatTemplateError(Exception):
+    """The template is broken, or refuses these messages; the message is one line."""
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source text.
+        bos_token: text of the beginning-of-sequence token, empty when the model has none.
+        eos_token: text of the end-of-sequence token, empty when the model has none.
+
+    Raises:
+        ChatTemplateError: the source is empty or not valid Jinja.
+    """
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        if not source:
+            raise ChatTemplateError("the model has no chat template; send text or token ids")
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"chat template, line {error.lineno}: {error.message}"
+            ) from error
+        # Templates ask `tools is not none`, which holds for a variable that is merely undefined.
+        self._variables = {
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "tools": None,
+            "documents": None,
+        }
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation; special tokens appear in it as text.
+
+        Args:
+            messages: turns, oldest first, with the keys `role` and `content`.
+            add_generation_prompt: end with the opening of the assistant's turn.
+
+        Raises:
+            ChatTemplateError: the template rejects the messages or fails on them.
+        """
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+            )
+        except Exception as error:  # a stranger's code may raise anything
+            raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+
+
+class _GenerationTag(Extension):
+    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = time.strftime
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
