@@ -17,7 +17,21 @@ from dataclasses import dataclass
 
 import aiohttp
 
-WORDS = "anchor barrel cable deck engine flag gale harbour island jetty keel lantern mast".split()
+WORDS = [
+    "anchor",
+    "barrel",
+    "cable",
+    "deck",
+    "engine",
+    "flag",
+    "gale",
+    "harbour",
+    "island",
+    "jetty",
+    "keel",
+    "lantern",
+    "mast",
+]
 
 
 @dataclass(frozen=True, slots=True)
