@@ -1,0 +1,1 @@
+"""The process runtime: executes the operator's plan on this machine, without Kubernetes."""

@@ -1,0 +1,129 @@
+"""One pod as a process: started, followed, restarted when it crashes, stopped."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from ullage_operator.local.pods import Pod
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+STEADY_S = 60.0
+"""A process that lived this long starts over with the first backoff."""
+MISUSE = 2
+"""Exit status of a process whose configuration can never work."""
+PR_SET_PDEATHSIG = 1
+
+
+class PodFailed(Exception):
+    """A pod whose configuration or model can never work; the message is its own one line."""
+
+
+def die_with_parent() -> None:
+    """Runs in the child: asks the kernel for SIGTERM when the parent is gone, however it went."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class PodProcess:
+    """Owner of one pod's process and log file."""
+
+    def __init__(self, pod: Pod, log_path: Path, on_progress: Callable[[str], None]) -> None:
+        self.pod = pod
+        self.log_path = log_path
+        self.restarts = 0
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._last_error = ""
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def run(self) -> None:
+        """Keeps the process running until `stop`.
+
+        Raises:
+            PodFailed: it exited with the status that says a restart cannot help.
+        """
+        backoff = FIRST_BACKOFF_S
+        while not self._stopping:
+            started = time.monotonic()
+            status = await self._run_once()
+            if self._stopping:
+                return
+            if status == MISUSE:
+                raise PodFailed(self._last_error or f"exit status 2; see {self.log_path}")
+            backoff = FIRST_BACKOFF_S if time.monotonic() - started > STEADY_S else backoff
+            self._on_progress(f"exited with status {status}; restarting in {backoff:.1f} s")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+            self.restarts += 1
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to whatever is left after the grace."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except TimeoutError:
+            # The pod is a session of its own, so this reaches its children too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    async def _run_once(self) -> int:
+        self._process = await asyncio.create_subprocess_exec(
+            *self.pod.command,
+            env={**os.environ, **self.pod.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C in a terminal goes to the whole foreground group; pods are stopped in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            limit=1 << 20,
+        )
+        assert self._process.stdout is not None
+        with self.log_path.open("a", encoding="utf-8") as log:
+            await self._follow(self._process.stdout, log)
+        return await self._process.wait()
+
+    async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
+        async for raw in output:
+            line = raw.decode(errors="replace").rstrip()
+            print(line, file=log, flush=True)
+            if line.startswith("error: "):
+                self._last_error = line.removeprefix("error: ")
+            elif progress := progress_of(line):
+                self._on_progress(progress)
+
+
+class LogLine(msgspec.Struct):
+    """The fields of a JSON log line that tell progress."""
+
+    stage: str = ""
+    percent: float | None = None
+
+
+def progress_of(line: str) -> str:
+    """What to show of a log line: its stage and percentage, or nothing."""
+    if not line.startswith("{"):
+        return ""
+    with contextlib.suppress(msgspec.MsgspecError):
+        log = msgspec.json.decode(line, type=LogLine)
+        percent = "" if log.percent is None else f" {log.percent:.0f} %"
+        return f"{log.stage}{percent}" if log.stage else ""
+    return ""
