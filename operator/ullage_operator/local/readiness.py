@@ -1,0 +1,44 @@
+"""Whether a pod serves: the same probes that the kubelet would make."""
+
+import asyncio
+import contextlib
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ullage_operator.local.pods import Pod
+from ullage_operator.local.ports import LOOPBACK
+from ullage_rpc.channels import open_channel
+
+POLL_S = 0.1
+PROBE_TIMEOUT_S = 2.0
+
+
+async def wait_ready(pod: Pod) -> None:
+    """Returns once the pod answers its readiness probe; it may take for ever."""
+    if "http" in pod.ports:
+        await wait_http(f"http://{LOOPBACK}:{pod.ports['http']}/readyz")
+    else:
+        await wait_grpc(f"{LOOPBACK}:{pod.ports['grpc']}")
+
+
+async def wait_http(url: str) -> None:
+    async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(url)).is_success:
+                    return
+            await asyncio.sleep(POLL_S)
+
+
+async def wait_grpc(target: str) -> None:
+    request = health_pb2.HealthCheckRequest(service="readiness")
+    async with open_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                answer = await stub.Check(request, timeout=PROBE_TIMEOUT_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(POLL_S)
