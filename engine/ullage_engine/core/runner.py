@@ -4,7 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ullage_engine.core.batch import build_batch
 from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.sampler import sample
+from ullage_engine.core.warm_up import warm_up_plans
+from ullage_engine.kernels.buffers import allocate, shaped
+from ullage_engine.kernels.pool import LayerCache, allocate_pool, kv_block_bytes
+from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.llama import Llama
 from ullage_engine.weights.store import LoadedModel
 
 
@@ -36,43 +44,87 @@ class ModelRunner:
         dtype: torch.dtype,
         settings: RunnerSettings,
     ) -> None:
+        self._loaded = loaded
+        self._device = device
+        self._dtype = dtype
         self._settings = settings
+        self._limits = step_limits(settings, dtype.itemsize)
+        self._step_layout = step_arena(loaded.geometry, self._limits)
+        self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
+        self._model: Llama | None = None
+        self._sampling: dict[str, torch.Tensor] = {}
+        self._caches: list[LayerCache] = []
 
     @property
-    def geometry(self) -> object:
-        raise NotImplementedError
+    def geometry(self) -> ModelGeometry:
+        return self._loaded.geometry
 
     @property
     def weights_bytes(self) -> int:
-        raise NotImplementedError
+        return self._loaded.nbytes
 
     @property
     def step_arena_bytes(self) -> int:
         """Bytes that `allocate_arena` takes for activations and gathers."""
-        raise NotImplementedError
+        return self._step_layout.nbytes
 
     @property
     def sampler_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for logits and sampling."""
-        raise NotImplementedError
+        """Bytes that `allocate_arena` takes for logits."""
+        return self._sampler_layout.nbytes
 
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block over all layers."""
-        raise NotImplementedError
+        return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
 
     def allocate_arena(self) -> None:
         """Allocates both arenas, every page touched."""
-        raise NotImplementedError
+        with torch.inference_mode():
+            arena = allocate(self._step_layout, self._dtype, self._device)
+            self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
+            self._model = Llama(self.geometry, self._loaded.tensors, self._limits, arena)
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocates the KV pool, every page touched; blocks are numbered from 0."""
-        raise NotImplementedError
+        with torch.inference_mode():
+            self._caches = allocate_pool(
+                self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
+            )
 
     def warm_up(self) -> None:
-        """Runs the largest steps, so that every buffer libraries make lazily exists."""
-        raise NotImplementedError
+        """Runs the largest steps, so that every buffer libraries make lazily exists.
 
+        Overwrites the KV pool; call it before the first request.
+        """
+        num_blocks = self._caches[0].blocks.shape[1]
+        for plan in warm_up_plans(self._limits, num_blocks, self.geometry.vocab):
+            self.execute(plan)
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
-        raise NotImplementedError
+        assert self._model is not None, "allocate_arena comes first"
+        batch = build_batch(plan, self._limits.block_tokens, self._limits.max_gather_tokens)
+        hidden = self._model.forward(batch, self._caches)
+        if not batch.sampled:
+            return []
+        shape = (len(batch.sampled), self.geometry.vocab)
+        computed = shaped(self._sampling["computed"], *shape)
+        self._model.logits(hidden, batch.sampled_rows, computed)
+        logits = shaped(self._sampling["logits"], *shape).copy_(computed)
+        return sample(logits, batch.sampled)
+
+
+def step_limits(settings: RunnerSettings, itemsize: int) -> StepLimits:
+    """What the settings mean for the largest step."""
+    return StepLimits(
+        max_tokens=settings.max_step_tokens,
+        max_rows=settings.max_sequences,
+        max_model_len=settings.max_model_len,
+        max_gather_tokens=gather_tokens(
+            settings.max_model_len, settings.decode_max_batch_tokens, settings.block_tokens
+        ),
+        block_tokens=settings.block_tokens,
+        itemsize=itemsize,
+    )

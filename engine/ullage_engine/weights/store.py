@@ -1,13 +1,40 @@
-"""Prepared weights."""
+"""Prepared weights: one flat file in the computing type, mapped by every worker.
 
-from collections.abc import Callable
+Preparing reads the checkpoint once, fuses and converts it; a worker that starts again only maps
+the file. Engines that share the folder prepare once: a file lock elects who does it.
+
+The file: magic, length and SHA-256 of the header, the header (JSON), then tensors at aligned
+offsets, counted from the file's start.
+"""
+
+import fcntl
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
+import msgspec
 import torch
 
 from ullage_engine.config import ModelSection
+from ullage_engine.models.dtypes import DTYPES, dtype_name
 from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.layout import TensorPlan, plan_tensors
+from ullage_engine.weights.source import ModelFiles, resolve_source
+
+MAGIC = b"ULLAGEW1"
+
+LAYOUT_VERSION = 1
+"""Raise it when prepared files change in any way."""
+
+ALIGNMENT = 4096
+"""Of every tensor: a page, so that it can be mapped or sent by itself."""
+
+LOCK_POLL_S = 0.05
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
@@ -20,7 +47,33 @@ class LoadedModel:
     geometry: ModelGeometry
     tensors: dict[str, torch.Tensor]
     nbytes: int
-    """Bytes of all tensors."""
+    """Bytes of the prepared file, which is what mapping or copying it takes."""
+
+
+class CheckpointReader(Protocol):
+    """An open checkpoint of either format."""
+
+    @property
+    def geometry(self) -> ModelGeometry: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name."""
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a prepared file says of itself."""
+
+    geometry: ModelGeometry
+    dtype: str
+    nbytes: int
+    """Of the whole file."""
+    tensors: list[StoredTensor]
 
 
 def load_weights(
@@ -30,9 +83,182 @@ def load_weights(
     weights_dir: Path,
     progress: Progress,
 ) -> LoadedModel:
-    """Prepares the weights once in `weights_dir`, then maps them.
+    """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
+
+    On a CPU the tensors are the file's pages; elsewhere they are copied to the device.
 
     Raises:
-        WeightsError: see `ullage_engine.weights.errors`.
+        WeightsError: the source is missing, broken or not supported, or the folder is unusable.
     """
-    raise NotImplementedError
+    files = resolve_source(model.source)
+    path = weights_dir / f"{content_key(files, dtype)}.weights"
+    header = read_header(path)
+    if header is None:
+        header = _prepare_once(files, path, dtype, progress)
+    progress(header.nbytes, header.nbytes)
+    return _map(path, header, device)
+
+
+def content_key(files: ModelFiles, dtype: torch.dtype) -> str:
+    """Names the prepared form of exactly these source files."""
+    digest = hashlib.sha256(f"{LAYOUT_VERSION} {dtype_name(dtype)}\n".encode())
+    for path in _source_files(files):
+        status = path.stat()
+        digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _source_files(files: ModelFiles) -> list[Path]:
+    if files.format == "gguf":
+        return [files.path]
+    return sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
+
+
+def read_header(path: Path) -> Header | None:
+    """The header of a prepared file; None if there is none that can be used."""
+    try:
+        with path.open("rb") as file:
+            return _parse_header(file, path.stat().st_size)
+    except FileNotFoundError:
+        return None
+
+
+def _parse_header(file: BinaryIO, size: int) -> Header | None:
+    if file.read(len(MAGIC)) != MAGIC:
+        return None
+    length = int.from_bytes(file.read(8), "little")
+    digest = file.read(32)
+    encoded = file.read(length) if length < size else b""
+    if hashlib.sha256(encoded).digest() != digest:
+        return None
+    header = msgspec.json.decode(encoded, type=Header)
+    return header if header.nbytes == size else None
+
+
+def _prepare_once(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path, progress):
+            return read_header(path) or _prepare(files, path, dtype, progress)
+    except OSError as error:
+        raise WeightsError(
+            f"server.weights_dir {path.parent}: {error.strerror or error}; "
+            "name a writable folder with room for the weights"
+        ) from error
+
+
+@contextmanager
+def _lock(path: Path, progress: Progress) -> Iterator[None]:
+    """Holds the right to prepare `path`; while another engine does, reports that one's progress.
+
+    The kernel drops the lock of a process that dies.
+    """
+    with path.with_suffix(".lock").open("wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress(*_others_progress(path))
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _others_progress(path: Path) -> tuple[int, int]:
+    try:
+        status = path.with_suffix(".partial").stat()
+    except FileNotFoundError:
+        return 0, 0
+    # The file has its full size from the start; blocks written so far tell how far it is.
+    return min(status.st_blocks * 512, status.st_size), status.st_size
+
+
+def _prepare(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
+    reader = _open_checkpoint(files)
+    plans = plan_tensors(reader.geometry)
+    header, encoded = _lay_out(reader.geometry, plans, dtype)
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            file.truncate(header.nbytes)
+            file.write(encoded)
+            for plan, stored in zip(plans, header.tensors, strict=True):
+                progress(stored.offset, header.nbytes)
+                file.seek(stored.offset)
+                _write_tensor(file, files.path, reader, plan, dtype)
+            file.flush()
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return header
+
+
+def _open_checkpoint(files: ModelFiles) -> CheckpointReader:
+    # Imported when needed: a worker that starts again maps the prepared file and reads neither.
+    if files.format == "gguf":
+        from ullage_engine.weights.gguf import GgufReader
+
+        return GgufReader(files.path)
+    from ullage_engine.weights.safetensors import SafetensorsReader
+
+    return SafetensorsReader(files.path)
+
+
+def _write_tensor(
+    file: BinaryIO, source: Path, reader: CheckpointReader, plan: TensorPlan, dtype: torch.dtype
+) -> None:
+    for name, shape in plan.parts:
+        tensor = reader.read(name)
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(
+                f"{source}: tensor {name!r} has shape {list(tensor.shape)}, but the model's "
+                f"configuration needs {list(shape)}; download the model again"
+            )
+        converted = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
+        file.write(memoryview(converted.numpy()))
+
+
+def _lay_out(
+    geometry: ModelGeometry, plans: list[TensorPlan], dtype: torch.dtype
+) -> tuple[Header, bytes]:
+    """The header and its encoded form, which takes a whole number of pages."""
+    room = ALIGNMENT
+    while True:
+        header = _header(geometry, plans, dtype, room)
+        encoded = _encode(header)
+        if len(encoded) <= room:
+            return header, encoded
+        room = _aligned(len(encoded))
+
+
+def _header(
+    geometry: ModelGeometry, plans: list[TensorPlan], dtype: torch.dtype, offset: int
+) -> Header:
+    tensors = []
+    for plan in plans:
+        tensors.append(StoredTensor(plan.name, offset, plan.shape))
+        offset = _aligned(offset + torch.Size(plan.shape).numel() * dtype.itemsize)
+    return Header(geometry, dtype_name(dtype), offset, tensors)
+
+
+def _encode(header: Header) -> bytes:
+    encoded = msgspec.json.encode(header)
+    digest = hashlib.sha256(encoded).digest()
+    return MAGIC + len(encoded).to_bytes(8, "little") + digest + encoded
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _map(path: Path, header: Header, device: torch.device) -> LoadedModel:
+    dtype = DTYPES[header.dtype]
+    # Private and never written: pages stay shared with every other process that maps the file.
+    storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
+    tensors = {}
+    for stored in header.tensors:
+        end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
+        tensors[stored.name] = (
+            storage[stored.offset : end].view(dtype).view(stored.shape).to(device)
+        )
+    return LoadedModel(header.geometry, tensors, header.nbytes)

@@ -1,0 +1,131 @@
+"""A step plan as index arrays: one flat batch of tokens, decodes first.
+
+Pure arithmetic over lists; the runner turns the arrays into tensors once a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ullage_engine.core.plan import Chunk, StepPlan
+
+GROUP_WASTE_TOKENS = 1024
+"""Padding, in tokens of context, worth one decode group fewer: a group's fixed cost of about 60 µs
+a layer gathers and scores about that many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes of similar length, attended together: rows start to end of the flat batch."""
+
+    start: int
+    end: int
+    num_blocks: int
+    """Blocks gathered for each row; shorter tables repeat their last block."""
+    block_ids: list[int]
+    lengths: list[int]
+    """Context of each row, its own token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Several tokens of one sequence: rows start to end of the flat batch."""
+
+    start: int
+    end: int
+    position: int
+    """Of the first row's token, so how many tokens of KV precede it."""
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Everything the model needs to know of a step."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    decodes: list[DecodeGroup]
+    prefills: list[PrefillSpan]
+    sampled: list[Chunk]
+    """Chunks to sample, in the plan's order."""
+    sampled_rows: list[int]
+    """Row of the last token of each of them."""
+
+
+def build_batch(plan: StepPlan, block_tokens: int, max_gather_tokens: int) -> StepBatch:
+    """Orders the chunks so that every group of decodes is a run of rows."""
+    decodes = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
+    prefills = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
+    decodes.sort(key=lambda chunk: chunk.start, reverse=True)
+    ordered = decodes + prefills
+    last_rows, row = {}, 0
+    for chunk in ordered:
+        row += len(chunk.token_ids)
+        last_rows[chunk.request_id] = row - 1
+    sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+    return StepBatch(
+        token_ids=[token for chunk in ordered for token in chunk.token_ids],
+        positions=[position for chunk in ordered for position in _positions(chunk)],
+        slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens)],
+        decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens),
+        prefills=_prefill_spans(prefills, len(decodes), block_tokens),
+        sampled=sampled,
+        sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
+    )
+
+
+def _positions(chunk: Chunk) -> range:
+    return range(chunk.start, chunk.start + len(chunk.token_ids))
+
+
+def _slots(chunk: Chunk, block_tokens: int) -> list[int]:
+    blocks = chunk.block_ids
+    return [
+        blocks[position // block_tokens] * block_tokens + position % block_tokens
+        for position in _positions(chunk)
+    ]
+
+
+def _num_blocks(chunk: Chunk, block_tokens: int) -> int:
+    return -(-(chunk.start + len(chunk.token_ids)) // block_tokens)
+
+
+def _prefill_spans(chunks: Sequence[Chunk], row: int, block_tokens: int) -> list[PrefillSpan]:
+    spans = []
+    for chunk in chunks:
+        end = row + len(chunk.token_ids)
+        blocks = chunk.block_ids[: _num_blocks(chunk, block_tokens)]
+        spans.append(PrefillSpan(row, end, chunk.start, blocks))
+        row = end
+    return spans
+
+
+def _decode_groups(
+    chunks: Sequence[Chunk], block_tokens: int, max_blocks: int
+) -> list[DecodeGroup]:
+    """Cuts decodes, longest first, into groups that fit the workspace and waste little."""
+    groups, start = [], 0
+    while start < len(chunks):
+        widest = _num_blocks(chunks[start], block_tokens)
+        end, waste = start, 0
+        while end < len(chunks) and (end - start + 1) * widest <= max_blocks:
+            waste += (widest - _num_blocks(chunks[end], block_tokens)) * block_tokens
+            if waste > GROUP_WASTE_TOKENS:
+                break
+            end += 1
+        groups.append(_decode_group(chunks[start:end], start, widest, block_tokens))
+        start = end
+    return groups
+
+
+def _decode_group(
+    chunks: Sequence[Chunk], start: int, num_blocks: int, block_tokens: int
+) -> DecodeGroup:
+    block_ids: list[int] = []
+    for chunk in chunks:
+        own = chunk.block_ids[: _num_blocks(chunk, block_tokens)]
+        block_ids += own
+        # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
+        block_ids += own[-1:] * (num_blocks - len(own))
+    lengths = [chunk.start + 1 for chunk in chunks]
+    return DecodeGroup(start, start + len(chunks), num_blocks, block_ids, lengths)

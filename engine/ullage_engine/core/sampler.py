@@ -1,0 +1,228 @@
+"""Chooses the next token of each row of logits.
+
+Everything about a row depends on that row alone, so a request's tokens do not depend on the batch.
+Order of the filters: penalties, temperature, top-k, top-p over what top-k kept, min-p. All three
+filters keep a prefix of the tokens sorted by (logit descending, id ascending).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ullage_engine.core.noise import uniform
+from ullage_engine.core.plan import Chunk, SampledToken
+from ullage_engine.core.request import SamplingParams
+
+SORT_ROWS = 8
+"""Rows sorted at once, which bounds the temporaries."""
+
+CANDIDATES = (128, 1024)
+"""How many of the likeliest tokens are tried before the whole vocabulary is sorted: sorting 49,152
+logits takes 3.2 ms a row, finding the 128 likeliest 0.06."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How to sample one row."""
+
+    params: SamplingParams
+    history: list[int]
+    num_prompt_tokens: int
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0.0 or self.params.top_k == 1
+
+    @property
+    def is_filtered(self) -> bool:
+        params = self.params
+        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+    @property
+    def is_penalised(self) -> bool:
+        params = self.params
+        additive = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        return additive or params.repetition_penalty != 1.0
+
+
+def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
+    """One token a row of float32 logits [rows, vocab], which penalties change in place."""
+    rows = [
+        Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens)
+        for chunk in chunks
+        if chunk.sampling is not None
+    ]
+    raw = _raw_logprobs(logits, rows)
+    for index, row in enumerate(rows):
+        if row.is_penalised:
+            penalise(logits[index], row)
+    tokens = choose(logits, rows)
+    return [
+        _sampled(chunk.request_id, token, raw.get(index))
+        for index, (chunk, token) in enumerate(zip(chunks, tokens, strict=True))
+    ]
+
+
+def _sampled(request_id: str, token: int, raw: "_RawLogprobs | None") -> SampledToken:
+    if raw is None:
+        return SampledToken(request_id, token, 0.0, [], [])
+    logprob = float(raw.logprobs[token])
+    return SampledToken(request_id, token, logprob, raw.top_ids, raw.top_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _RawLogprobs:
+    """Of one row, before penalties and temperature."""
+
+    logprobs: torch.Tensor  # [vocab]
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+def _raw_logprobs(logits: torch.Tensor, rows: Sequence[Row]) -> dict[int, _RawLogprobs]:
+    """Log-probabilities of the model's own distribution, for rows that report them."""
+    found = {}
+    for index, row in enumerate(rows):
+        if row.params.top_logprobs is None:
+            continue
+        logprobs = torch.log_softmax(logits[index], dim=-1)
+        values, ids = logprobs.topk(min(row.params.top_logprobs, logprobs.shape[0]))
+        found[index] = _RawLogprobs(logprobs, ids.tolist(), values.tolist())
+    return found
+
+
+def penalise(logits: torch.Tensor, row: Row) -> None:
+    """Applies penalties to one row in place.
+
+    Repetition divides positive and multiplies negative logits of every token seen (Keskar et al.,
+    2019); presence and frequency subtract, counting output only, as OpenAI documents them.
+    """
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(np.asarray(row.history))).to(logits.device)
+        old = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    output = np.asarray(row.history[row.num_prompt_tokens :], dtype=np.int64)
+    if output.size and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = (torch.from_numpy(a) for a in np.unique(output, return_counts=True))
+        cost = params.presence_penalty + params.frequency_penalty * counts.float()
+        logits[ids.to(logits.device)] -= cost.to(logits.device)
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """The next token of each row, penalties already applied."""
+    greedy = [index for index, row in enumerate(rows) if row.is_greedy]
+    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    free = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
+    if len(greedy) == len(rows):
+        return _ids(logits.argmax(dim=-1))
+    tokens = dict(zip(greedy, _ids(logits[greedy].argmax(dim=-1)) if greedy else [], strict=True))
+    for some in _few(free):
+        tokens |= zip(some, _choose_any(logits[some], [rows[i] for i in some]), strict=True)
+    for some in _few(filtered):
+        tokens |= _choose_filtered(logits[some], {i: rows[i] for i in some})
+    return [tokens[index] for index in range(len(rows))]
+
+
+def _few(indices: list[int]) -> list[list[int]]:
+    return [indices[start : start + SORT_ROWS] for start in range(0, len(indices), SORT_ROWS)]
+
+
+def _ids(tensor: torch.Tensor) -> list[int]:
+    return [int(value) for value in tensor.tolist()]
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] on the device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _noise(rows: Sequence[Row], like: torch.Tensor) -> torch.Tensor:
+    return _column([uniform(row.params.seed, len(row.history)) for row in rows], like)
+
+
+def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Probabilities at each row's temperature, up to a factor: the likeliest token has 1."""
+    temperature = _column([row.params.temperature for row in rows], logits)
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
+
+
+def _draw(running: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Inverse of the running sums [rows, n]: the first index whose sum exceeds noise * total."""
+    total = running[:, -1:]
+    # Rounding may give the total itself, which no sum exceeds.
+    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, target, right=True)[:, 0]
+
+
+def _choose_any(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    running = _weights(logits, rows).cumsum(-1)
+    return _ids(_draw(running, _noise(rows, logits)))
+
+
+def _choose_filtered(logits: torch.Tensor, rows: dict[int, Row]) -> dict[int, int]:
+    """Tokens by key; rows that a few candidates do not settle try more."""
+    tokens: dict[int, int] = {}
+    keys = list(rows)
+    total = _weights(logits, list(rows.values())).sum(-1, keepdim=True)
+    for width in (*CANDIDATES, logits.shape[1]):
+        pending = [place for place, key in enumerate(keys) if key not in tokens]
+        if not pending:
+            break
+        some = [rows[keys[place]] for place in pending]
+        chosen, settled = _try_candidates(logits[pending], some, total[pending], width)
+        tokens |= {
+            keys[place]: token
+            for place, token, done in zip(pending, chosen, settled, strict=True)
+            if done
+        }
+    return tokens
+
+
+def _try_candidates(
+    logits: torch.Tensor, rows: Sequence[Row], total: torch.Tensor, width: int
+) -> tuple[list[int], list[bool]]:
+    """A token a row from its `width` likeliest, and whether more candidates would change it."""
+    values, ids = likeliest(logits, width)
+    weights = _weights(values, rows)
+    running = weights.cumsum(-1)
+    kept = _num_kept(weights, running, total, rows)
+    # The last candidates may tie with tokens left out, so the kept must all be above the least.
+    safe = (values > values[:, -1:]).sum(-1, keepdim=True)
+    settled = (kept <= safe)[:, 0].tolist() if width < logits.shape[1] else [True] * len(rows)
+    places = torch.arange(running.shape[1], device=running.device)
+    running = torch.where(places < kept, running, running.gather(1, kept - 1))
+    drawn = _draw(running, _noise(rows, logits))
+    return _ids(ids.gather(1, drawn[:, None])[:, 0]), settled
+
+
+def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids of the `width` likeliest tokens, ties by id."""
+    if width >= logits.shape[1]:
+        return torch.sort(logits, dim=-1, descending=True, stable=True)
+    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(-1).values
+    values, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _num_kept(
+    weights: torch.Tensor, running: torch.Tensor, total: torch.Tensor, rows: Sequence[Row]
+) -> torch.Tensor:
+    """How many of the sorted candidates all three filters keep, [rows, 1], at least one."""
+    width = weights.shape[1]
+    top_k = [row.params.top_k if 0 < row.params.top_k < width else width for row in rows]
+    limit = torch.tensor(top_k, device=weights.device)[:, None]
+    limited = [0 < row.params.top_k <= width for row in rows]
+    mass = torch.where(
+        torch.tensor(limited, device=weights.device)[:, None], running.gather(1, limit - 1), total
+    )
+    before = running - weights
+    top_p = _column([row.params.top_p for row in rows], weights)
+    # top_p 1 keeps everything, whatever rounding did to the sums.
+    inside = (before < top_p * mass) | (top_p >= 1.0)
+    nucleus = inside.sum(-1, keepdim=True)
+    likely = (weights >= _column([row.params.min_p for row in rows], weights)).sum(-1, keepdim=True)
+    return torch.minimum(torch.minimum(nucleus, likely), limit).clamp_(min=1)

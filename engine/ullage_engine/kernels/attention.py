@@ -1,0 +1,160 @@
+"""Attention over paged KV, prepared once a step and run once a layer.
+
+Blocks are gathered into a workspace and multiplied there, the query heads of a KV head folded into
+one matrix: on a CPU that is several times faster than `scaled_dot_product_attention` for decodes,
+and for prompts in bfloat16. Views are made once a step, so that a layer is only its operations.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ullage_engine.core.batch import DecodeGroup, PrefillSpan
+from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.memory.arena import prefill_tile_rows
+from ullage_engine.models.geometry import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Buffers that all sequences share, one after another, and what sizes views of them."""
+
+    geometry: ModelGeometry
+    block_tokens: int
+    queries: torch.Tensor
+    gathered: torch.Tensor
+    scores: torch.Tensor
+    mask: torch.Tensor  # [tile, earlier + tile], see fill_mask
+
+    def gather_view(self, num_blocks: int) -> torch.Tensor:
+        """Room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
+        width = self.block_tokens * self.geometry.head_dim
+        return shaped(self.gathered, 2 * self.geometry.num_kv_heads, num_blocks, width)
+
+
+def fill_mask(mask: torch.Tensor) -> None:
+    """Makes the causal mask of a tile of rows after any number of earlier tokens.
+
+    Row i may see column c while c <= i + earlier, where earlier = columns - rows; the mask of a
+    tile with fewer earlier tokens is the same matrix from a later column on.
+    """
+    rows, columns = mask.shape
+    hidden = torch.ones(rows, columns, dtype=torch.bool, device=mask.device)
+    mask.zero_().masked_fill_(hidden.triu_(columns - rows + 1), -math.inf)
+
+
+class DecodeAttention:
+    """One token each of several sequences."""
+
+    def __init__(
+        self,
+        group: DecodeGroup,
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+        attended: torch.Tensor,  # [tokens, heads * head_dim]
+        workspace: Workspace,
+    ) -> None:
+        geometry = workspace.geometry
+        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        rows = group.end - group.start
+        length = group.num_blocks * workspace.block_tokens
+        device = rotated.device
+        self._scale = head_dim**-0.5
+        self._block_ids = torch.tensor(group.block_ids, device=device)
+        self._gathered = workspace.gather_view(len(group.block_ids))
+        keys, values = self._gathered.view(2, kv_heads * rows, length, head_dim)
+        self._keys, self._values = keys.transpose(1, 2), values
+        heads = rotated[: geometry.num_heads, group.start : group.end]
+        self._heads = heads.view(kv_heads, size, rows, head_dim).transpose(1, 2)
+        self._queries = shaped(workspace.queries, kv_heads, rows, size, head_dim)
+        self._folded = self._queries.view(kv_heads * rows, size, head_dim)
+        self._scores = shaped(workspace.scores, kv_heads * rows, size, length)
+        self._masked = self._scores.view(kv_heads, rows, size, length)
+        self._mask = _length_mask(group.lengths, length, rotated)
+        self._out = attended[group.start : group.end].view(rows, kv_heads, size, head_dim)
+        self._out = self._out.transpose(0, 1)
+
+    def run(self, cache: LayerCache) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
+        torch.mul(self._heads, self._scale, out=self._queries)
+        torch.bmm(self._folded, self._keys, out=self._scores)
+        self._masked.add_(self._mask)
+        torch.softmax(self._scores, -1, out=self._scores)
+        torch.bmm(self._scores, self._values, out=self._folded)
+        self._out.copy_(self._queries)
+
+
+def _length_mask(lengths: list[int], padded: int, like: torch.Tensor) -> torch.Tensor:
+    """Zero on each row's context, minus infinity on padding; [rows, 1, padded]."""
+    columns = torch.arange(padded, device=like.device)
+    outside = columns >= torch.tensor(lengths, device=like.device)[:, None, None]
+    return like.new_zeros(outside.shape).masked_fill_(outside, -math.inf)
+
+
+class PrefillAttention:
+    """Consecutive tokens of one sequence, after any number of cached ones."""
+
+    def __init__(
+        self,
+        span: PrefillSpan,
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+        attended: torch.Tensor,  # [tokens, heads * head_dim]
+        workspace: Workspace,
+    ) -> None:
+        geometry = workspace.geometry
+        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        rows = span.end - span.start
+        self._workspace = workspace
+        self._position = span.position
+        self._rows = rows
+        self._block_ids = torch.tensor(span.block_ids, device=rotated.device)
+        self._gathered = workspace.gather_view(len(span.block_ids))
+        self._keys, self._values = self._gathered.view(2, kv_heads, -1, head_dim)
+        heads = rotated[: geometry.num_heads, span.start : span.end]
+        self._heads = heads.view(kv_heads, size, rows, head_dim)
+        out = attended[span.start : span.end].view(rows, kv_heads, size, head_dim)
+        self._out = out.permute(1, 2, 0, 3)
+        # Measured on a CPU: the fused kernel wins in float32, two matrix products in bfloat16.
+        fused = rotated.device.type != "cpu" or rotated.dtype == torch.float32
+        self._attend = self._fused if fused else self._multiplied
+
+    def run(self, cache: LayerCache) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
+        tile = prefill_tile_rows(self._position + self._rows)
+        for start in range(0, self._rows, tile):
+            self._attend(start, min(self._rows, start + tile))
+
+    def _mask(self, rows: int, context: int) -> torch.Tensor:
+        """Mask of the last `context` columns of a tile of rows."""
+        end = self._workspace.mask.shape[1] - self._workspace.mask.shape[0] + rows
+        return self._workspace.mask[:rows, end - context : end]
+
+    def _fused(self, start: int, end: int) -> None:
+        context = self._position + end
+        grouped = (-1, self._workspace.geometry.group_size, -1, -1)
+        self._out[:, :, start:end] = F.scaled_dot_product_attention(
+            self._heads[:, :, start:end],
+            self._keys[:, None, :context].expand(grouped),
+            self._values[:, None, :context].expand(grouped),
+            attn_mask=self._mask(end - start, context),
+        )
+
+    def _multiplied(self, start: int, end: int) -> None:
+        geometry, rows = self._workspace.geometry, end - start
+        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        earlier = self._position + start
+        context = earlier + rows
+        queries = shaped(self._workspace.queries, kv_heads, size, rows, head_dim)
+        folded = queries.view(kv_heads, size * rows, head_dim)
+        scores = shaped(self._workspace.scores, kv_heads, size * rows, context)
+        torch.mul(self._heads[:, :, start:end], head_dim**-0.5, out=queries)
+        torch.bmm(folded, self._keys[:, :context].transpose(1, 2), out=scores)
+        newest = scores.view(kv_heads, size, rows, context)[..., earlier:]
+        newest.add_(self._mask(rows, rows))
+        torch.softmax(scores, -1, out=scores)
+        torch.bmm(scores, self._values[:, :context], out=folded)
+        self._out[:, :, start:end] = queries

@@ -1,0 +1,30 @@
+"""Turns an arena's layout into tensors."""
+
+import torch
+
+from ullage_engine.memory.arena import ArenaLayout
+
+
+def allocate(
+    layout: ArenaLayout, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """One allocation, every page touched; flat views of it by name.
+
+    Four-byte buffers are float32, others `dtype`.
+    """
+    # empty and zero_, because zeros would leave the pages unbacked until first use.
+    storage = torch.empty(layout.nbytes, dtype=torch.uint8, device=device).zero_()
+    return {
+        buffer.name: storage[buffer.offset : buffer.end].view(
+            torch.float32 if buffer.itemsize == 4 else dtype
+        )
+        for buffer in layout.buffers
+    }
+
+
+def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The start of a flat buffer, as a contiguous tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return buffer[:count].view(shape)
