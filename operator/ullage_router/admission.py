@@ -1,0 +1,281 @@
+"""Acts on decisions: shrinks, waits, refuses, or grants a place on an engine."""
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ullage_router.compress import Turn, compress, droppable
+from ullage_router.config import RouterConfig
+from ullage_router.credit import Credit
+from ullage_router.decide import (
+    Facts,
+    Policy,
+    QueueState,
+    Refuse,
+    Run,
+    ShrinkContext,
+    Wait,
+    decide,
+    min_output,
+)
+from ullage_router.engine import Engine
+from ullage_router.engines import Engines
+from ullage_router.errors import refusal
+from ullage_router.queue import Ticket, WaitingRoom
+from ullage_router.stats import MIB, Record, route_of
+from ullage_router.tokenize import Model, TokenizerThreads
+from ullage_rpc.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be continued."""
+
+    model: Model
+    token_ids: list[int]
+    turns: tuple[Turn, ...] = ()
+    """Turns of the conversation; empty when it is not one."""
+    is_spent: bool = False
+    """Shrinking it was tried."""
+
+    @property
+    def can_shrink(self) -> bool:
+        return not self.is_spent and bool(droppable(self.turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the client wants, as far as admission cares."""
+
+    prompt: Prompt
+    asked_tokens: int | None
+    """max_tokens of the request; None when it names none."""
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to send the request to an engine; its credit must be released in the end."""
+
+    engine: Engine
+    credit: Credit
+    prompt: Prompt
+    max_tokens: int
+
+
+class Admission:
+    """The ladder in action.
+
+    Args:
+        config: policy and limits.
+        engines: where requests may go.
+        room: where they wait.
+        threads: where long conversations are rendered anew.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Engines,
+        room: WaitingRoom,
+        threads: TokenizerThreads,
+    ) -> None:
+        routing = config.routing
+        self._policy = Policy(
+            tuple(pool.name for pool in config.pools),
+            routing.large_request_tokens,
+            routing.large_request_kv,
+            routing.ladder,
+        )
+        self._max_output_tokens = config.limits.max_output_tokens
+        self._queue_timeout_s = routing.queue.timeout
+        self._engines = engines
+        self._room = room
+        self._threads = threads
+
+    async def admit(
+        self, wish: Wish, record: Record, refused: Mapping[str, tuple[int, int]]
+    ) -> Grant:
+        """Goes down the ladder until there is a place.
+
+        Args:
+            refused: engines that refused or failed the request, with the report they had then.
+
+        Raises:
+            ServiceError: it can never fit, does not fit now, or there is no engine.
+        """
+        climb = _Climb(self, wish, record, refused)
+        try:
+            return await climb.run()
+        finally:
+            climb.leave_queue()
+
+    def facts(
+        self, wish: Wish, ticket: Ticket | None, state: QueueState, refused: frozenset[str]
+    ) -> Facts:
+        """The request as `decide` sees it at this moment."""
+        most = min(wish.asked_tokens or self._max_output_tokens, self._max_output_tokens)
+        if state is QueueState.OPEN and ticket is None and self._room.is_full:
+            state = QueueState.FULL
+        return Facts(
+            prompt_tokens=len(wish.prompt.token_ids),
+            max_tokens=most,
+            min_tokens=min_output(wish.asked_tokens, most),
+            droppable=wish.prompt.can_shrink,
+            queue=state,
+            ahead=self._room.ahead(ticket),
+            refused_by=refused,
+            draw=random.getrandbits(30),
+        )
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def engines(self) -> Engines:
+        return self._engines
+
+    @property
+    def queue_timeout_s(self) -> float:
+        return self._queue_timeout_s
+
+    def join(self, wait: Wait, priority: int, arrived: float) -> Ticket:
+        return self._room.join(wait.pool, priority, arrived, wait.demand.total)
+
+    async def shrink(self, prompt: Prompt, decision: ShrinkContext, record: Record) -> Prompt:
+        """The prompt shortened as decided, or the same marked as spent."""
+        characters = sum(len(turn["content"]) for turn in prompt.turns)
+        result = await self._threads.run(
+            characters, lambda: compress(prompt.turns, decision.prompt_tokens, prompt.model.render)
+        )
+        is_short = len(result.token_ids) <= decision.prompt_tokens
+        if not is_short and decision.reason != "CONTEXT_TOO_LONG":
+            return replace(prompt, is_spent=True)
+        record.degraded.extend(result.degraded)
+        return Prompt(prompt.model, result.token_ids, tuple(result.turns), is_spent=True)
+
+
+class _Climb:
+    """One request on the ladder."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        wish: Wish,
+        record: Record,
+        refused: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self._admission = admission
+        self._wish = wish
+        self._record = record
+        self._refused = refused
+        self._ticket: Ticket | None = None
+        self._pool = ""
+        self._state = QueueState.OPEN
+
+    def leave_queue(self) -> None:
+        if self._ticket:
+            self._ticket.leave()
+            self._ticket = None
+
+    async def run(self) -> Grant:
+        while True:
+            match self._decide():
+                case Run() as run:
+                    return self._grant(run)
+                case ShrinkContext() as shrink:
+                    await self._shrink(shrink)
+                case Wait() as wait:
+                    await self._wait(wait)
+                case Refuse() as refuse:
+                    raise self._refusal(refuse)
+
+    def _decide(self) -> Run | ShrinkContext | Wait | Refuse:
+        engines = self._admission.engines
+        facts = self._admission.facts(self._wish, self._ticket, self._state, self._refusers())
+        views = engines.views(self._wish.prompt.model)
+        return decide(facts, views, self._admission.policy)
+
+    def _refusers(self) -> frozenset[str]:
+        """Engines that have said nothing new since they refused."""
+        versions = {e.address: e.version for e in self._admission.engines.all()}
+        return frozenset(a for a, seen in self._refused.items() if versions.get(a) == seen)
+
+    def _grant(self, run: Run) -> Grant:
+        record, wish = self._record, self._wish
+        engine = self._admission.engines.at(run.engine)
+        asked = wish.asked_tokens
+        if run.action == "shrink" or (asked and run.max_tokens < asked):
+            record.degraded.append(f"max_tokens={run.max_tokens}")
+        record.predicted_bytes = run.demand.total
+        record.prompt_tokens = len(wish.prompt.token_ids)
+        record.action = self._action(run)
+        record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
+        self._log(logging.INFO)
+        credit = engine.reserve(run.demand.total)
+        return Grant(engine, credit, wish.prompt, run.max_tokens)
+
+    def _action(self, run: Run) -> str:
+        """The furthest step that was taken, for the one word that headers have room for."""
+        if run.action != "accept":
+            return run.action if not (run.action == "shrink" and self._ticket) else "queue"
+        if self._ticket:
+            return "queue"
+        return "shrink" if self._record.degraded and self._wish.prompt.is_spent else "accept"
+
+    async def _shrink(self, decision: ShrinkContext) -> None:
+        self._record.action, self._record.reason = "shrink", decision.reason
+        prompt = await self._admission.shrink(self._wish.prompt, decision, self._record)
+        self._wish = replace(self._wish, prompt=prompt)
+        self._log(logging.INFO)
+
+    async def _wait(self, wait: Wait) -> None:
+        record, ticket = self._record, self._join(wait)
+        started = time.monotonic()
+        try:
+            if not await ticket.turn(self._admission.queue_timeout_s - record.queued_s):
+                self._state = QueueState.SPENT
+        finally:
+            record.queued_s += time.monotonic() - started
+
+    def _join(self, wait: Wait) -> Ticket:
+        """The place in the line of the pool, kept while the pool stays the same."""
+        if self._ticket and self._pool == wait.pool:
+            return self._ticket
+        self.leave_queue()
+        record = self._record
+        record.action, record.reason, record.route = "queue", wait.reason, route_of(wait.pool)
+        record.predict(wait.demand)
+        self._log(logging.INFO)
+        self._pool = wait.pool
+        self._ticket = self._admission.join(wait, self._wish.priority, record.arrived)
+        return self._ticket
+
+    def _refusal(self, refuse: Refuse) -> ServiceError:
+        record = self._record
+        record.action, record.reason = "reject", refuse.reason
+        record.prompt_tokens = len(self._wish.prompt.token_ids)
+        if refuse.demand:
+            record.predict(refuse.demand)
+        self._log(logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        return refusal(refuse)
+
+    def _log(self, level: int) -> None:
+        record = self._record
+        log.log(
+            level,
+            "decided",
+            extra={
+                "request_id": record.request_id,
+                "pred_kv_mb": round((record.predicted_bytes or 0) / MIB, 3),
+                "admission_action": record.action,
+                "route": record.route,
+                "reason": record.reason,
+                "degraded": record.degraded,
+            },
+        )

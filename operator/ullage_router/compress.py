@@ -1,0 +1,84 @@
+"""Making a conversation shorter: cleansing first, then dropping the oldest turns.
+
+The system prompt and the last turn always stay. Summaries and key facts come with a later part.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Turn = dict[str, str]
+KEPT_ROLES = frozenset({"system"})
+
+_INVISIBLE = re.compile("[\u200b\u200c\u2060\ufeff\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_SPACES = re.compile(r"(?<=\S)[ \t]{2,}(?=\S)")
+_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n{3,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A shorter conversation and what was done to it."""
+
+    turns: Sequence[Turn]
+    token_ids: list[int]
+    degraded: tuple[str, ...]
+
+
+def cleanse(text: str) -> str:
+    """The text without invisible characters, runs of blanks and runs of empty lines.
+
+    Indentation stays: it means something in code and lists.
+    """
+    text = _INVISIBLE.sub("", text.replace("\r\n", "\n"))
+    text = _SPACES.sub(" ", _TRAILING.sub("", text))
+    return _BLANK_LINES.sub("\n\n", text)
+
+
+def droppable(turns: Sequence[Turn]) -> list[int]:
+    """Places of the turns that may go, oldest first."""
+    return [i for i, turn in enumerate(turns[:-1]) if turn["role"] not in KEPT_ROLES]
+
+
+def compress(
+    turns: Sequence[Turn], budget: int, render: Callable[[Sequence[Turn]], list[int]]
+) -> Compressed:
+    """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
+    clean = [{**turn, "content": cleanse(turn["content"])} for turn in turns]
+    words = ("cleansed",) if clean != list(turns) else ()
+    ids = render(clean)
+    if len(ids) <= budget:
+        return Compressed(clean, ids, words)
+    dropped, kept = _fewest_dropped(clean, budget, render)
+    return Compressed(kept, render(kept), (*words, f"dropped_messages={dropped}"))
+
+
+def _fewest_dropped(
+    turns: Sequence[Turn], budget: int, render: Callable[[Sequence[Turn]], list[int]]
+) -> tuple[int, list[Turn]]:
+    """By bisection: every turn more that goes makes the prompt shorter."""
+    choices = _choices(turns)
+    low, high = 0, len(choices) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(render(_without(turns, choices[middle]))) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return len(choices[low]), _without(turns, choices[low])
+
+
+def _choices(turns: Sequence[Turn]) -> list[list[int]]:
+    """What may be dropped together, fewest first: what remains begins with a user's turn."""
+    places = droppable(turns)
+    cuts = [n for n in range(1, len(places) + 1) if _begins_well(turns, places[n:])]
+    return [places[:n] for n in cuts] or [places]
+
+
+def _begins_well(turns: Sequence[Turn], rest: Sequence[int]) -> bool:
+    return not rest or turns[rest[0]]["role"] == "user"
+
+
+def _without(turns: Sequence[Turn], places: Sequence[int]) -> list[Turn]:
+    gone = frozenset(places)
+    return [turn for i, turn in enumerate(turns) if i not in gone]

@@ -1,0 +1,62 @@
+"""Bytes reserved on an engine for requests that its reports may not include yet.
+
+The rule: bytes are reserved when a request is sent. The engine counts the request from the moment
+it answers Accepted, but a report that is already under way may not. So the reservation ends with
+the second report after Accepted, or when the request ends, whichever comes first: until then bytes
+may count twice, but never not at all.
+"""
+
+from dataclasses import dataclass
+
+REPORTS_AFTER_ACCEPTED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Credit:
+    """One request in flight."""
+
+    size: int
+    counted_from: int | None = None
+    """Number of the report that must include the request; None before Accepted."""
+
+
+class CreditBook:
+    """The requests in flight on one engine."""
+
+    def __init__(self) -> None:
+        self._open: set[Credit] = set()
+        self._counted: set[Credit] = set()
+
+    @property
+    def total(self) -> int:
+        """Bytes that no report is sure to include."""
+        return sum(credit.size for credit in self._open)
+
+    @property
+    def inflight(self) -> int:
+        """Requests sent and not ended."""
+        return len(self._open) + len(self._counted)
+
+    def reserve(self, size: int) -> Credit:
+        credit = Credit(size)
+        self._open.add(credit)
+        return credit
+
+    def accepted(self, credit: Credit, last_report: int) -> None:
+        """The engine took the request; `last_report` is the newest report's number."""
+        credit.counted_from = last_report + REPORTS_AFTER_ACCEPTED
+
+    def reported(self, number: int) -> None:
+        """A report arrived; it includes every request accepted long enough before."""
+        counted = {c for c in self._open if c.counted_from is not None and number >= c.counted_from}
+        self._open -= counted
+        self._counted |= counted
+
+    def release(self, credit: Credit) -> None:
+        """The request ended."""
+        self._open.discard(credit)
+        self._counted.discard(credit)
+
+    def check_integrity(self) -> None:
+        assert not self._open & self._counted
+        assert self.total >= 0

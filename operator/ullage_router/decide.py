@@ -1,0 +1,381 @@
+"""Where a request may run, what must be changed for that, or why it may not: a pure function.
+
+    decide(facts, engines, policy) -> Run | ShrinkContext | Wait | Refuse
+
+A request has a home pool: the first one, or the large pool when it is large. At home it runs on the
+engine with the most headroom of two drawn ones. When it does not fit, the rungs of the ladder are
+tried in their order; a request that others wait before may only wait, go to another pool or be
+refused. A clear answer comes first: what can never fit is invalid at once, and a service without a
+ready engine is unavailable.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from ullage_router.config import LARGE_POOL, Rung
+from ullage_router.predict import Demand, Profile, most_tokens, predict
+
+MAX_RETRY_AFTER_S = 30
+UNKNOWN_RETRY_AFTER_S = 5
+MIN_OUTPUT_TOKENS = 16
+
+Action = Literal["accept", "shrink", "queue", "route4", "reject"]
+
+
+class Standing(Enum):
+    """Whether an engine takes requests."""
+
+    USABLE = "usable"
+    RECOVERING = "recovering"
+    """Connected, with a worker that is not ready yet: worth waiting for."""
+    UNUSABLE = "unusable"
+
+
+class QueueState(Enum):
+    """What the queue holds for this request."""
+
+    OPEN = "open"
+    FULL = "full"
+    SPENT = "spent"
+    """It has waited as long as it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Memory that an engine predicts to get back."""
+
+    after_s: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine at one moment."""
+
+    id: str
+    pool: str
+    standing: Standing
+    available: int
+    """Reported headroom less the credit of requests that the report cannot include, bytes."""
+    capacity: int
+    """KV pool, bytes."""
+    profile: Profile
+    expected_output: int
+    max_model_len: int
+    health: float = 1.0
+    load: int = 0
+    """Requests running and waiting."""
+    releases: tuple[Release, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence it can ever hold, tokens."""
+        return min(self.max_model_len, most_tokens(self.profile, self.capacity))
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about the request and those before it."""
+
+    prompt_tokens: int
+    max_tokens: int
+    """Most output tokens wanted."""
+    min_tokens: int
+    """Fewest output tokens that still make an answer: shrinking stops here."""
+    droppable: bool = False
+    """The conversation has turns that may be dropped."""
+    queue: QueueState = QueueState.OPEN
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
+    refused_by: frozenset[str] = frozenset()
+    """Engines that refused it since their last report."""
+    draw: int = 0
+    """Chance, from outside, so that the same input gives the same decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    pools: tuple[str, ...]
+    """In order of preference."""
+    large_request_tokens: int
+    large_request_kv: int
+    ladder: tuple[Rung, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Send it to this engine."""
+
+    action: Action
+    reason: str
+    pool: str
+    engine: str
+    max_tokens: int
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkContext:
+    """Drop turns until the prompt has at most this many tokens, then decide again.
+
+    With the reason CONTEXT_TOO_LONG a prompt that gets closer is better than nothing.
+    """
+
+    reason: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for this pool."""
+
+    reason: str
+    pool: str
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the client."""
+
+    kind: Literal["invalid", "busy", "unavailable"]
+    reason: str
+    message: str
+    demand: Demand | None = None
+    available: int = 0
+    retry_after_s: int | None = None
+
+
+Decision = Run | ShrinkContext | Wait | Refuse
+
+
+def min_output(asked: int | None, max_tokens: int) -> int:
+    """How far the output may be shrunk: to a quarter of what was asked for, not below 16 tokens."""
+    return min(max_tokens, max(MIN_OUTPUT_TOKENS, (asked or 0) // 4))
+
+
+def decide(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
+    """One decision; the caller acts on it and asks again after ShrinkContext and Wait."""
+    able = [e for e in engines if _room(facts, e) >= facts.min_tokens]
+    if not engines:
+        return Refuse(
+            "unavailable",
+            "NO_ENGINE",
+            "no engine is known yet; retry when one has started",
+            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+        )
+    if not able:
+        return _never_fits(facts, engines, policy)
+    home, reason = _home(facts, able, policy)
+    return _Ladder(facts, able, policy, home, reason).climb()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """One climb: the request, the engines that can ever hold it, its home pool and why."""
+
+    facts: Facts
+    engines: Sequence[EngineView]
+    policy: Policy
+    home: str
+    home_reason: str
+
+    def climb(self) -> Decision:
+        if not any(e.standing is not Standing.UNUSABLE for e in self.engines):
+            return self._unavailable()
+        if run := self._full(self.home, self.home_reason):
+            return run
+        if not self._usable(self.home) and "route" in self.policy.ladder and (run := self._spill()):
+            return run  # memory may come back in a moment, a lost engine may not
+        for rung in self.policy.ladder:
+            if decision := self._try(rung):
+                return decision
+        return self._reject()
+
+    def _try(self, rung: Rung) -> Decision | None:
+        match rung:
+            case "shrinkContext":
+                return self._shrink_context()
+            case "shrinkOutput":
+                return self._shrunk(self.home)
+            case "queue":
+                return self._wait()
+            case "route":
+                return self._spill()
+            case "reject":
+                return self._reject()
+
+    def _full(self, pool: str, reason: str) -> Run | None:
+        fits = [e for e in self._free(pool) if self._demand(e).total <= e.available]
+        if not fits:
+            return None
+        engine = _pick(fits, self.facts.draw)
+        room = _room(self.facts, engine)
+        return self._run(engine, min(self.facts.max_tokens, room), reason)
+
+    def _shrink_context(self) -> ShrinkContext | None:
+        """A prompt that fits the freest engine, if any turn may go and any room is left."""
+        free = self._free(self.home)
+        if not (self.facts.droppable and free):
+            return None
+        engine = max(free, key=lambda e: e.available)
+        output = min(self.facts.max_tokens, max(1, engine.expected_output))
+        target = most_tokens(engine.profile, engine.available) - output
+        return ShrinkContext("KV_HEADROOM", target) if target > 0 else None
+
+    def _shrunk(self, pool: str) -> Run | None:
+        """The longest output, not below the least that makes an answer, that fits the freest."""
+        free = self._free(pool)
+        if not free:
+            return None
+        engine = max(free, key=lambda e: (e.available, e.id))
+        output = most_tokens(engine.profile, engine.available) - self.facts.prompt_tokens
+        output = min(output, self.facts.max_tokens, _room(self.facts, engine))
+        if output < self.facts.min_tokens:
+            return None
+        return self._run(engine, output, "KV_HEADROOM")
+
+    def _wait(self) -> Wait | None:
+        if self.facts.queue is not QueueState.OPEN:
+            return None
+        hopeful = [e for e in self._pool(self.home) if e.standing is not Standing.UNUSABLE]
+        if not hopeful:
+            return None
+        reason = "KV_HEADROOM" if self._usable(self.home) else "NOT_READY"
+        return Wait(reason, self.home, self._least(hopeful))
+
+    def _spill(self) -> Run | None:
+        """Another pool that has room now, shrunk there only where shrinking comes before."""
+        ladder = self.policy.ladder
+        shrink = "shrinkOutput" in ladder[: ladder.index("route")]
+        for pool in dict.fromkeys(e.pool for e in self.engines if e.pool != self.home):
+            if run := self._full(pool, "SPILL") or (self._shrunk(pool) if shrink else None):
+                return run
+        return None
+
+    def _reject(self) -> Refuse:
+        engines = self._usable(self.home)
+        if not engines:
+            return self._unavailable()
+        demand, available = self._least(engines), max(e.available for e in engines)
+        reason = {QueueState.FULL: "QUEUE_FULL", QueueState.SPENT: "QUEUE_TIMEOUT"}.get(
+            self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN, "KV_HEADROOM"
+        )
+        needed = demand.total + self.facts.ahead.get(self.home, 0)
+        retry = min(retry_after(e, needed) for e in engines)
+        return Refuse("busy", reason, _busy(reason, demand, available), demand, available, retry)
+
+    def _unavailable(self) -> Refuse:
+        return Refuse(
+            "unavailable",
+            "NO_ENGINE",
+            f"no engine of pool {self.home} is ready; retry when one is",
+            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+        )
+
+    def _run(self, engine: EngineView, max_tokens: int, reason: str) -> Run:
+        action: Action = "shrink" if max_tokens < self.facts.max_tokens else "accept"
+        if engine.pool != self.policy.pools[0]:
+            action = "route4"
+        demand = predict(
+            engine.profile, self.facts.prompt_tokens, max_tokens, engine.expected_output
+        )
+        return Run(action, reason, engine.pool, engine.id, max_tokens, demand)
+
+    def _demand(self, engine: EngineView) -> Demand:
+        return _demand(self.facts, engine)
+
+    def _least(self, engines: Sequence[EngineView]) -> Demand:
+        return min((self._demand(e) for e in engines), key=lambda d: d.total)
+
+    def _pool(self, pool: str) -> list[EngineView]:
+        return [e for e in self.engines if e.pool == pool]
+
+    def _usable(self, pool: str) -> list[EngineView]:
+        return [e for e in self._pool(pool) if e.standing is Standing.USABLE]
+
+    def _free(self, pool: str) -> list[EngineView]:
+        """Engines that this request may take now, before whom nobody waits."""
+        if pool in self.facts.ahead:
+            return []
+        return [e for e in self._usable(pool) if e.id not in self.facts.refused_by]
+
+
+def retry_after(engine: EngineView, needed: int) -> int:
+    """Whole seconds, 1 to 30, until releases are predicted to make `needed` bytes available."""
+    available = engine.available
+    for release in sorted(engine.releases, key=lambda r: r.after_s):
+        available += release.size
+        if available >= needed:
+            return max(1, min(MAX_RETRY_AFTER_S, math.ceil(release.after_s)))
+    return MAX_RETRY_AFTER_S if engine.releases else UNKNOWN_RETRY_AFTER_S
+
+
+def _home(facts: Facts, able: Sequence[EngineView], policy: Policy) -> tuple[str, str]:
+    """(pool, reason): the first pool that can ever hold it, or the large one for large requests."""
+    pools = [pool for pool in policy.pools if any(e.pool == pool for e in able)]
+    if LARGE_POOL in pools and _is_large(facts, able[0], policy):
+        return LARGE_POOL, "LARGE_REQUEST"
+    return pools[0], "FITS" if pools[0] == policy.pools[0] else "CAPACITY"
+
+
+def _is_large(facts: Facts, engine: EngineView, policy: Policy) -> bool:
+    return (
+        facts.prompt_tokens > policy.large_request_tokens
+        or _demand(facts, engine).kv_bytes > policy.large_request_kv
+    )
+
+
+def _demand(facts: Facts, engine: EngineView) -> Demand:
+    room = max(1, _room(facts, engine))
+    return predict(
+        engine.profile, facts.prompt_tokens, min(facts.max_tokens, room), engine.expected_output
+    )
+
+
+def _room(facts: Facts, engine: EngineView) -> int:
+    """Output tokens that an empty engine would have room for."""
+    return engine.longest - facts.prompt_tokens
+
+
+def _pick(fits: Sequence[EngineView], draw: int) -> EngineView:
+    """Power of two choices: a burst that sees the same reports spreads over several engines."""
+    if len(fits) == 1:
+        return fits[0]
+    ordered = sorted(fits, key=lambda e: e.id)
+    first = draw % len(ordered)
+    second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
+    pair = (ordered[first], ordered[second])
+    return max(pair, key=lambda e: (e.available * e.health, -e.load, e.id))
+
+
+def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
+    longest = max(e.longest for e in engines)
+    if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
+        wish = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
+        return ShrinkContext("CONTEXT_TOO_LONG", max(1, longest - wish))
+    context = max(e.max_model_len for e in engines)
+    if facts.prompt_tokens + facts.min_tokens > context:
+        message = (
+            f"the prompt has {facts.prompt_tokens} tokens and the answer needs {facts.min_tokens}, "
+            f"but the context is {context} tokens; shorten the prompt or lower max_tokens"
+        )
+        return Refuse("invalid", "CONTEXT_TOO_LONG", message)
+    engine = max(engines, key=lambda e: e.longest)
+    demand = predict(engine.profile, facts.prompt_tokens, facts.min_tokens, facts.min_tokens)
+    message = (
+        f"the request needs {demand.total} bytes of KV and the largest pool has {engine.capacity}; "
+        f"shorten the prompt to at most {max(0, longest - facts.min_tokens)} tokens"
+    )
+    return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
+
+
+def _busy(reason: str, demand: Demand, available: int) -> str:
+    what = f"the request needs {demand.total} bytes of KV and {max(0, available)} are available"
+    return {
+        "QUEUE_FULL": f"{what}, and the queue is full; retry after Retry-After",
+        "QUEUE_TIMEOUT": f"{what} after the longest wait; retry after Retry-After",
+    }.get(reason, f"{what}; retry after Retry-After")

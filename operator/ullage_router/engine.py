@@ -1,0 +1,202 @@
+"""One engine as the router sees it: its channel, its last report, the credit given on it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_router.credit import Credit, CreditBook
+from ullage_router.decide import EngineView, Release, Standing
+from ullage_router.predict import Profile
+from ullage_router.tokenize import Model
+from ullage_rpc.channels import open_channel
+
+HEARTBEAT_S = 1.0
+STALE_AFTER_S = 3 * HEARTBEAT_S
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+GET_MODEL_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+LoadModel = Callable[[inference_pb2.GetModelResponse], Awaitable[Model]]
+
+
+class WrongModel(Exception):
+    """The engine serves another model, or one that cannot be used."""
+
+
+class Engine:
+    """Follows one engine and remembers what it said last.
+
+    Args:
+        address: `ip:port`.
+        pool: the configured pool it was found in.
+        model_name: the model it must serve.
+        load_model: makes a Model of what the engine answers to GetModel.
+        on_change: called after every report, every loss and whenever credit comes back.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        pool: str,
+        model_name: str,
+        load_model: LoadModel,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.pool = pool
+        self.is_listed = True
+        """The address is still in DNS."""
+        self.headroom: headroom_pb2.Headroom | None = None
+        self.description: inference_pb2.GetModelResponse | None = None
+        self.model: Model | None = None
+        self._model_name = model_name
+        self._load_model = load_model
+        self._on_change = on_change
+        self._heard_at = 0.0
+        self._is_connected = False
+        self._book = CreditBook()
+        self._channel = open_channel(address)
+        self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._task = asyncio.create_task(self._follow(), name=f"follow {address}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    @property
+    def id(self) -> str:
+        """The engine's own name, or its address until that is known."""
+        return self.headroom.engine if self.headroom else self.address
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every report."""
+        return (self.headroom.epoch, self.headroom.sequence) if self.headroom else (0, 0)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last report."""
+        return time.monotonic() - self._heard_at
+
+    @property
+    def state(self) -> str:
+        """connecting, loading, ready, draining, stale or gone."""
+        if self.headroom is None or self.model is None or not self._is_connected:
+            return "connecting" if self.is_listed else "gone"
+        if self.age_s > STALE_AFTER_S:
+            return "stale"
+        if self.headroom.draining:
+            return "draining"
+        return "ready" if self.headroom.ready else "loading"
+
+    @property
+    def is_over(self) -> bool:
+        """Out of DNS, silent and without requests: nothing is lost by closing it."""
+        return not (self.is_listed or self._is_connected or self._book.inflight)
+
+    @property
+    def credit_bytes(self) -> int:
+        return self._book.total
+
+    @property
+    def inflight(self) -> int:
+        return self._book.inflight
+
+    def view(self, fingerprint: str) -> EngineView | None:
+        """What `decide` needs; None as long as the engine never introduced itself.
+
+        Args:
+            fingerprint: of the model whose token ids the request has; others cannot serve it.
+        """
+        told, described = self.headroom, self.description
+        if told is None or described is None or self.model is None:
+            return None
+        standings = {"ready": Standing.USABLE, "loading": Standing.RECOVERING}
+        is_same = self.model.fingerprint == fingerprint
+        return EngineView(
+            id=self.address,
+            pool=self.pool,
+            standing=standings.get(self.state, Standing.UNUSABLE) if is_same else Standing.UNUSABLE,
+            available=told.headroom_bytes - self._book.total,
+            capacity=told.kv_pool_bytes or described.profile.kv_pool_bytes,
+            profile=to_profile(described.profile),
+            expected_output=told.expected_output_tokens,
+            max_model_len=described.max_model_len,
+            health=told.health,
+            load=told.requests_running + told.requests_waiting,
+            releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
+        )
+
+    def reserve(self, size: int) -> Credit:
+        """Credit for a request that is about to be sent."""
+        return self._book.reserve(size)
+
+    def accepted(self, credit: Credit) -> None:
+        """The engine answered Accepted to the request."""
+        self._book.accepted(credit, self.version[1])
+
+    def release(self, credit: Credit) -> None:
+        """The request ended, one way or another."""
+        self._book.release(credit)
+        self._on_change()
+
+    async def _follow(self) -> None:
+        """Follows the engine's reports for ever, through every loss of it."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            before = self.version
+            try:
+                await self._watch()
+            except grpc.aio.AioRpcError as error:
+                log.info("engine lost", extra={"engine": self.id, "reason": error.details()})
+            except WrongModel as error:
+                log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
+            except Exception:  # a bug here must not end the watch of a working engine
+                log.exception("engine lost", extra={"engine": self.id})
+            self._is_connected = False
+            self._on_change()
+            backoff_s = FIRST_BACKOFF_S if self.version != before else 2 * backoff_s
+            await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
+
+    async def _watch(self) -> None:
+        request = headroom_pb2.WatchHeadroomRequest()
+        # Waiting for the connection, the call starts in the moment the engine is back.
+        async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=True):
+            if self.headroom is None or self.headroom.epoch != push.headroom.epoch:
+                await self._introduce()
+                log.info("engine found", extra={"engine": push.headroom.engine, "pool": self.pool})
+            self._heard(push.headroom)
+
+    def _heard(self, headroom: headroom_pb2.Headroom) -> None:
+        self.headroom = headroom
+        self._heard_at = time.monotonic()
+        self._is_connected = True
+        self._book.reported(headroom.sequence)
+        self._on_change()
+
+    async def _introduce(self) -> None:
+        """Asks the engine for its model, once an epoch."""
+        request = inference_pb2.GetModelRequest()
+        described = await self.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
+        if described.model != self._model_name:
+            raise WrongModel(f"serves {described.model!r}, wanted {self._model_name!r}")
+        try:
+            self.model = await self._load_model(described)
+        except ValueError as error:
+            raise WrongModel(str(error)) from error
+        self.description = described
+
+
+def to_profile(wire: inference_pb2.MemoryProfile) -> Profile:
+    """The profile as the predictor takes it."""
+    per_token = sum(group.bytes_per_token for group in wire.groups)
+    return Profile(max(1, wire.block_tokens), per_token, wire.state_bytes_per_sequence)

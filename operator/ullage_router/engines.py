@@ -1,0 +1,141 @@
+"""All engines of all pools: found by DNS, followed one by one."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.config import PoolSection
+from ullage_router.decide import EngineView
+from ullage_router.engine import Engine
+from ullage_router.tokenize import Model, fingerprint, load_model
+
+RESOLVE_INTERVAL_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Engines:
+    """The engines behind the pools' targets.
+
+    Args:
+        pools: in order of preference.
+        model_name: the model that engines must serve.
+        on_change: called when any engine's memory or state may have changed.
+    """
+
+    def __init__(
+        self, pools: Iterable[PoolSection], model_name: str, on_change: Callable[[], None]
+    ) -> None:
+        self._pools = tuple(pools)
+        self._model_name = model_name
+        self._on_change = on_change
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._models: dict[str, Model] = {}
+        self._loading = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Resolves once and goes on in the background."""
+        await self._resolve()
+        self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    def all(self) -> list[Engine]:
+        return list(self._engines.values())
+
+    @property
+    def model(self) -> Model | None:
+        """The model of the first engine that is ready, or of any that introduced itself."""
+        known = [engine for engine in self._engines.values() if engine.model]
+        ready = [engine for engine in known if engine.state == "ready"]
+        return (ready or known)[0].model if known else None
+
+    @property
+    def is_ready(self) -> bool:
+        return any(engine.state == "ready" for engine in self._engines.values())
+
+    def views(self, model: Model) -> list[EngineView]:
+        """Every engine that ever introduced itself, in order of the pools."""
+        views = (engine.view(model.fingerprint) for engine in self._engines.values())
+        order = [pool.name for pool in self._pools]
+        return sorted((v for v in views if v), key=lambda v: (order.index(v.pool), v.id))
+
+    def at(self, address: str) -> Engine:
+        """The engine of a view."""
+        return next(e for e in self._engines.values() if e.address == address)
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        for pool in self._pools:
+            answers = await asyncio.gather(*(resolve(target) for target in pool.targets))
+            if all(answer is not None for answer in answers):
+                self._update(pool.name, {a for answer in answers if answer for a in answer})
+            else:  # a name server in trouble must not cost a working engine
+                self._add(pool.name, {a for answer in answers if answer for a in answer})
+        await self._forget()
+
+    def _update(self, pool: str, addresses: set[str]) -> None:
+        for (name, address), engine in self._engines.items():
+            if name == pool:
+                engine.is_listed = address in addresses
+        self._add(pool, addresses)
+
+    def _add(self, pool: str, addresses: set[str]) -> None:
+        for address in sorted(addresses):
+            if (pool, address) not in self._engines:
+                self._engines[pool, address] = Engine(
+                    address, pool, self._model_name, self._load, self._on_change
+                )
+
+    async def _forget(self) -> None:
+        """Closes engines that left DNS and fell silent."""
+        for key, engine in list(self._engines.items()):
+            if engine.is_over:
+                del self._engines[key]
+                await engine.close()
+                self._on_change()
+
+    async def _load(self, response: inference_pb2.GetModelResponse) -> Model:
+        """The model that an engine described, built once for all engines."""
+        key = fingerprint(response)
+        async with self._loading:
+            if key not in self._models:
+                self._models[key] = await asyncio.to_thread(load_model, response)
+        return self._models[key]
+
+
+async def resolve(target: str) -> set[str] | None:
+    """`ip:port` of every A record of a target; None when the name server does not answer."""
+    host, _, port = target.rpartition(":")
+    if _is_address(host):
+        return {target}
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, int(port), family=socket.AF_INET)
+    except socket.gaierror as error:
+        # A headless Service without pods has no records, and that is an answer.
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return set()
+        log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
+        return None
+    return {":".join(map(str, address[:2])) for *_, address in found}
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True

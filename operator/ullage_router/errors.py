@@ -1,0 +1,114 @@
+"""Errors of the router: all are ServiceError (`ullage_rpc.errors`); here is what HTTP says of them.
+
+gRPC status         HTTP  type
+INVALID_ARGUMENT    400   invalid_request_error   (413 with the reason BODY_TOO_LARGE)
+NOT_FOUND           404   not_found_error
+RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After
+UNAVAILABLE         503   service_unavailable     with Retry-After
+DEADLINE_EXCEEDED   504   timeout_error
+CANCELLED           499   the client has gone; only seen in logs and metrics
+anything else       500   server_error
+"""
+
+import math
+
+import grpc
+
+from ullage_router.decide import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S, Refuse
+from ullage_rpc.errors import ServiceError
+
+CLIENT_CLOSED = 499
+
+_STATUSES = {
+    grpc.StatusCode.OK: (200, ""),
+    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+    grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
+}
+_KINDS = {
+    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+    "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable": grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def http_status(error: ServiceError) -> int:
+    """The HTTP status that says the same."""
+    if error.reason == "BODY_TOO_LARGE":
+        return 413
+    return _STATUSES.get(error.code, (500, ""))[0]
+
+
+def error_type(error: ServiceError) -> str:
+    """`type` of the OpenAI envelope."""
+    return _STATUSES.get(error.code, (500, "server_error"))[1]
+
+
+def retry_after_s(error: ServiceError) -> int | None:
+    """Whole seconds for Retry-After; a refusal that may pass always has one."""
+    if error.retry_after_s is not None:
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(error.retry_after_s)))
+    if http_status(error) in (429, 503):
+        return UNKNOWN_RETRY_AFTER_S
+    return None
+
+
+def refusal(refuse: Refuse) -> ServiceError:
+    """A decision to refuse, as an error."""
+    metadata = {}
+    if refuse.kind == "invalid":
+        metadata["field"] = "input"
+    if refuse.demand:
+        metadata |= {
+            "needed_bytes": str(refuse.demand.total),
+            "available_bytes": str(max(0, refuse.available)),
+        }
+    return ServiceError(
+        _KINDS[refuse.kind],
+        refuse.reason,
+        refuse.message,
+        metadata=metadata,
+        retry_after_s=refuse.retry_after_s,
+    )
+
+
+def no_engine() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_ENGINE",
+        "no engine is known yet; retry when one has started",
+        retry_after_s=UNKNOWN_RETRY_AFTER_S,
+    )
+
+
+def draining() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "DRAINING",
+        "this router is stopping; retry, another one will answer",
+        retry_after_s=1,
+    )
+
+
+def deadline(timeout_s: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "DEADLINE",
+        f"no token within the time limit of {timeout_s:g} s; shorten the prompt or retry later",
+    )
+
+
+def unknown_model(name: str, served: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "MODEL_NOT_FOUND",
+        f"model {name!r} is not served here; use {served!r}",
+        metadata={"field": "model"},
+    )
+
+
+def broken_stream(reason: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")

@@ -1,0 +1,70 @@
+"""InferenceService of the router: the same way through it as over HTTP."""
+
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_router.errors import retry_after_s
+from ullage_router.stats import Record
+from ullage_router.stream import Call, Generation, Pipeline
+from ullage_rpc.errors import ServiceError, abort
+
+log = logging.getLogger(__name__)
+
+TRACE_KEYS = frozenset({"traceparent", "tracestate"})
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Response = inference_pb2.GenerateResponse
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate and GetModel.
+
+    Args:
+        pipeline: serves requests.
+        timeout_s: time limit of a request; a client's own deadline may be sooner.
+    """
+
+    def __init__(self, pipeline: Pipeline, timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_s = timeout_s
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[Response]:
+        record = Record(request.request_id or uuid.uuid4().hex)
+        call = Call(request, record, self._limit_s(context), _trace(context))
+        try:
+            async with self._pipeline.serve(call) as generation:
+                async for response in _responses(generation):
+                    yield response
+        except ServiceError as error:
+            error.retry_after_s = retry_after_s(error)
+            await abort(context, error)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        try:
+            return self._pipeline.model(request.model).description
+        except ServiceError as error:
+            await abort(context, error)
+
+    def _limit_s(self, context: Context) -> float:
+        remaining = context.time_remaining()
+        return self._timeout_s if remaining is None else min(self._timeout_s, remaining)
+
+
+async def _responses(generation: Generation) -> AsyncIterator[Response]:
+    yield Response(accepted=generation.accepted)
+    async for event in generation.events():
+        yield event
+
+
+def _trace(context: Context) -> tuple[tuple[str, str], ...]:
+    metadata = context.invocation_metadata() or ()
+    return tuple((key, str(value)) for key, value in metadata if key in TRACE_KEYS)

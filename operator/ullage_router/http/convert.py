@@ -1,0 +1,182 @@
+"""From an OpenAI body to the GenerateRequest that both protocols share."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.http.schemas import (
+    MAX_UINT32,
+    ChatMessage,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+)
+from ullage_router.validate import ROLES, wrong
+from ullage_rpc.errors import ServiceError, invalid
+
+Request = inference_pb2.GenerateRequest
+T = TypeVar("T", bound=Common)
+
+# Newer OpenAI clients say developer where older ones say system.
+ROLE_ALIASES = {"developer": "system"}
+
+_AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    return _parse(_CHAT, body)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    return _parse(_COMPLETION, body)
+
+
+def from_chat(chat: ChatRequest) -> Request:
+    """The same request in the wire's form."""
+    request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
+    # Set even when empty, so that the check names `messages` and not the missing input.
+    request.messages.SetInParent()
+    for i, message in enumerate(chat.messages):
+        request.messages.messages.append(_message(i, message))
+    if chat.top_logprobs and not chat.logprobs:
+        raise wrong("top_logprobs", chat.top_logprobs, "0, or any up to 20 with logprobs: true")
+    if chat.logprobs:
+        request.output.top_logprobs = chat.top_logprobs or 0
+    request.output.echo = bool(chat.echo)
+    return request
+
+
+def from_completion(completion: CompletionRequest) -> Request:
+    """The same request in the wire's form."""
+    request = _from_common(completion, completion.max_tokens)
+    _set_prompt(request, completion.prompt)
+    if completion.logprobs is not None:
+        if completion.echo:
+            raise wrong("logprobs", completion.logprobs, "null together with echo")
+        request.output.top_logprobs = completion.logprobs
+    request.output.echo = bool(completion.echo)
+    return request
+
+
+def _parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        parsed = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise invalid("body", "body: the JSON is not valid UTF-8; encode it as UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise invalid("body", f"body: {error}; send one JSON object") from error
+    except RecursionError as error:
+        raise invalid("body", "body: the JSON is nested too deeply; flatten it") from error
+    if refused := parsed.refused():
+        name, value = refused
+        raise invalid(name, f"{name} is {_short(value)}, which is not supported; leave it out")
+    return parsed
+
+
+def _validation_error(text: str) -> ServiceError:
+    if match := _AT.match(text):
+        field = match["path"] or "body"
+        return invalid(field, f"{field}: {_lower(match['what'])}")
+    if match := _MISSING.search(text):
+        return invalid(match["name"], f"{match['name']} is missing; it is required")
+    return invalid("body", f"body: {_lower(text)}")
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _from_common(common: Common, max_tokens: int | None) -> Request:
+    sampling = inference_pb2.SamplingParams(
+        temperature=common.temperature,
+        top_p=common.top_p,
+        # vLLM says -1 for all.
+        top_k=None if common.top_k is None else min(max(common.top_k, 0), MAX_UINT32),
+        min_p=common.min_p,
+        repetition_penalty=common.repetition_penalty,
+        presence_penalty=common.presence_penalty,
+        frequency_penalty=common.frequency_penalty,
+        # OpenAI's seeds are signed, the wire's are not.
+        seed=None if common.seed is None else common.seed % (1 << 64),
+    )
+    stop = inference_pb2.StopConditions(
+        max_tokens=None if max_tokens is None else min(max_tokens, MAX_UINT32),
+        stop_token_ids=common.stop_token_ids or (),
+        ignore_eos=bool(common.ignore_eos),
+    )
+    texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
+    stop.stop_strings.extend(_utf8("stop", text) for text in texts)
+    output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
+    model = _utf8("model", common.model)
+    return Request(model=model, sampling=sampling, stop=stop, output=output)
+
+
+def _message(i: int, message: ChatMessage) -> inference_pb2.Message:
+    role = ROLE_ALIASES.get(message.role, message.role)
+    if role not in ROLES:
+        raise wrong(f"messages[{i}].role", message.role, ", ".join(ROLES))
+    if message.tool_calls:
+        field = f"messages[{i}].tool_calls"
+        raise invalid(field, f"{field} is not supported; send text only")
+    return inference_pb2.Message(role=role, content=_content(f"messages[{i}].content", message))
+
+
+def _content(field: str, message: ChatMessage) -> str:
+    if message.content is None:
+        raise wrong(field, "null", "a string or a list of text parts")
+    if isinstance(message.content, str):
+        return _utf8(field, message.content)
+    texts = []
+    for j, part in enumerate(message.content):
+        if part.type != "text":
+            raise wrong(f"{field}[{j}].type", part.type, "text")
+        if part.text is None:
+            raise wrong(f"{field}[{j}].text", "missing", "a string")
+        texts.append(_utf8(f"{field}[{j}].text", part.text))
+    return "".join(texts)
+
+
+def _set_prompt(request: Request, prompt: str | list[str | int | list[int]]) -> None:
+    """One prompt: a text, token ids, or a list of one of these."""
+    if isinstance(prompt, str):
+        request.text = _utf8("prompt", prompt)
+        return
+    if all(isinstance(item, int) for item in prompt):
+        _set_tokens(request, prompt)
+        return
+    if len(prompt) > 1:
+        raise wrong("prompt", f"a list of {len(prompt)} prompts", "one prompt a request")
+    only = prompt[0]
+    if isinstance(only, list):
+        _set_tokens(request, only)
+    else:
+        request.text = _utf8("prompt", str(only))
+
+
+def _set_tokens(request: Request, ids: list[int] | list[str | int | list[int]]) -> None:
+    request.token_ids.SetInParent()
+    request.token_ids.ids.extend(token for token in ids if isinstance(token, int))
+
+
+def _utf8(field: str, text: str) -> str:
+    """The text, which must be without unpaired surrogates: they have no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{field} has an unpaired surrogate; send valid Unicode"
+        raise invalid(field, message) from error
+    return text

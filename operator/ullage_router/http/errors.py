@@ -1,0 +1,46 @@
+"""Errors and decisions as HTTP says them: the OpenAI envelope and the x-ullage headers."""
+
+import msgspec
+
+from ullage_router.errors import error_type, http_status, retry_after_s
+from ullage_router.stats import Record
+from ullage_rpc.errors import ServiceError
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def envelope(error: ServiceError) -> bytes:
+    """{"error": {"message", "type", "param", "code"}}."""
+    body = {
+        "message": error.message,
+        "type": error_type(error),
+        "param": error.metadata.get("field"),
+        "code": error.reason,
+    }
+    return msgspec.json.encode({"error": body})
+
+
+def error_headers(error: ServiceError) -> Headers:
+    """Retry-After where coming back helps."""
+    seconds = retry_after_s(error)
+    headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
+    if http_status(error) == 413:
+        headers.append((b"connection", b"close"))
+    return headers
+
+
+def decision_headers(record: Record) -> Headers:
+    """The request's id, and what was decided when something was."""
+    headers = [(b"x-request-id", record.request_id.encode())]
+    if not record.action:
+        return headers
+    headers += [
+        (b"x-ullage-action", record.action.encode()),
+        (b"x-ullage-route", record.route.encode()),
+        (b"x-ullage-degraded", ", ".join(record.degraded).encode()),
+    ]
+    if record.predicted_bytes is not None:
+        headers.append((b"x-ullage-predicted-kv-bytes", str(record.predicted_bytes).encode()))
+    if record.engine:
+        headers.append((b"x-ullage-engine", record.engine.encode()))
+    return headers

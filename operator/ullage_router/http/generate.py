@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.http import convert
+from ullage_router.http.answers import ChatFormat, Collected, CompletionFormat, Format, Wanted
+from ullage_router.http.body import ClientGone, discard, read_body, while_connected
+from ullage_router.http.schemas import Common
+from ullage_router.http.sse import Writer
+from ullage_router.stats import Record
+from ullage_router.stream import Call, Generation, Pipeline
+from ullage_rpc.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A body in both its forms."""
+
+    body: Common
+    request: inference_pb2.GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What tells the two endpoints apart."""
+
+    parse: Callable[[bytes], Parsed]
+    format: Callable[[Wanted], Format]
+
+
+def _parse_chat(body: bytes) -> Parsed:
+    chat = convert.parse_chat(body)
+    return Parsed(chat, convert.from_chat(chat))
+
+
+def _parse_completion(body: bytes) -> Parsed:
+    completion = convert.parse_completion(body)
+    return Parsed(completion, convert.from_completion(completion))
+
+
+CHAT = Dialect(_parse_chat, ChatFormat)
+COMPLETION = Dialect(_parse_completion, CompletionFormat)
+
+
+class GenerateEndpoint:
+    """An ASGI application for one path.
+
+    Args:
+        pipeline: serves requests.
+        model: the served name, which answers carry.
+        timeout_s: time limit of a request.
+        dialect: chat or completions.
+    """
+
+    def __init__(self, pipeline: Pipeline, model: str, timeout_s: float, dialect: Dialect) -> None:
+        self._pipeline = pipeline
+        self._model = model
+        self._timeout_s = timeout_s
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        record = Record(request_id(headers))
+        writer = Writer(send, record)
+        try:
+            body = await read_body(headers, receive)
+            parsed = self._dialect.parse(body)
+        except ClientGone:
+            return
+        except ServiceError as error:
+            self._pipeline.refused(record, error)
+            await self._refuse(writer, error, receive)
+            return
+        parsed.request.session_id = headers.get("x-session-id", "")
+        trace = tuple((name, headers[name]) for name in TRACE_HEADERS if name in headers)
+        call = Call(parsed.request, record, self._timeout_s, trace)
+        await while_connected(receive, self._answer(call, parsed.body, writer))
+
+    async def _refuse(self, writer: Writer, error: ServiceError, receive: Receive) -> None:
+        is_unread = error.reason == "BODY_TOO_LARGE"
+        await writer.error(error, more_body=is_unread)
+        if is_unread:
+            await discard(receive)
+            await writer.finish()
+
+    async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
+        try:
+            async with self._pipeline.serve(call) as generation:
+                form = self._dialect.format(self._wanted(call, body))
+                if body.stream:
+                    await _stream(generation, form, writer)
+                else:
+                    await _whole(generation, form, writer)
+        except ServiceError as error:
+            await writer.error(error)
+        except OSError:  # the client went between two writes
+            log.debug("client gone", extra={"request_id": call.record.request_id})
+        except Exception:
+            log.exception("request failed", extra={"request_id": call.record.request_id})
+            await writer.error(
+                ServiceError(
+                    grpc.StatusCode.INTERNAL,
+                    "INTERNAL",
+                    f"the router failed; its log names request {call.record.request_id}",
+                )
+            )
+
+    def _wanted(self, call: Call, body: Common) -> Wanted:
+        return Wanted(
+            id=call.record.request_id,
+            model=self._model,
+            created=int(time.time()),
+            logprobs=call.request.output.HasField("top_logprobs"),
+            token_ids=call.request.output.return_token_ids,
+            usage=body.wants_usage,
+        )
+
+
+async def _stream(generation: Generation, form: Format, writer: Writer) -> None:
+    await writer.start_stream()
+    opening = form.opening(generation.accepted)
+    async for event in generation.events():
+        if event.HasField("finished"):
+            await writer.chunks(*opening, *form.closing(event.finished))
+        elif chunk := form.piece(event.delta):
+            await writer.chunks(*opening, chunk)
+            opening = []
+    await writer.end_stream()
+
+
+async def _whole(generation: Generation, form: Format, writer: Writer) -> None:
+    parts, finished = Collected(), inference_pb2.Finished()
+    async for event in generation.events():
+        if event.HasField("finished"):
+            finished = event.finished
+        else:
+            parts.add(event.delta)
+    await writer.whole(form.whole(generation.accepted, parts, finished))
+
+
+def request_id(headers: Headers) -> str:
+    """The client's id when it is printable and short, otherwise a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

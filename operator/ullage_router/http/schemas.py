@@ -1,0 +1,145 @@
+"""The bodies of OpenAI's chat and completion requests, as typed structures.
+
+Fields that this service does not know are ignored, as OpenAI-compatible servers do; known fields
+that it cannot honour and that would change the meaning of the answer are refused by name.
+"""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+MAX_UINT32 = (1 << 32) - 1
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that would change the answer and that are not served yet."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
+        "n": (1,),
+        "best_of": (1,),
+        "suffix": ("",),
+        "tool_choice": ("none", "auto"),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "add_generation_prompt": (True,),
+        "min_tokens": (0,),
+        "length_penalty": (1.0,),
+        "modalities": (["text"],),
+        "truncate_prompt_tokens": (),
+    }
+    """Values that ask for nothing; null, false and empty ones never do."""
+
+    n: object = None
+    best_of: object = None
+    suffix: object = None
+    logit_bias: object = None
+    tools: object = None
+    tool_choice: object = None
+    functions: object = None
+    function_call: object = None
+    response_format: object = None
+    modalities: object = None
+    audio: object = None
+    prediction: object = None
+    web_search_options: object = None
+    use_beam_search: object = None
+    length_penalty: object = None
+    min_tokens: object = None
+    bad_words: object = None
+    allowed_token_ids: object = None
+    prompt_logprobs: object = None
+    include_stop_str_in_output: object = None
+    skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
+    truncate_prompt_tokens: object = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    add_generation_prompt: object = None
+    continue_final_message: object = None
+    chat_template: object = None
+    chat_template_kwargs: object = None
+    documents: object = None
+    prompt_embeds: object = None
+
+    def refused(self) -> tuple[str, object] | None:
+        """The first field that asks for something, with its value."""
+        for name in Unsupported.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not self._is_neutral(name, value):
+                return name, value
+        return None
+
+    def _is_neutral(self, name: str, value: object) -> bool:
+        if name == "response_format":
+            return isinstance(value, dict) and value.get("type") == "text"
+        neutral = self.NEUTRAL.get(name, ())
+        if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+            return True
+        is_switch = name not in ("n", "best_of", "skip_special_tokens", "add_generation_prompt")
+        return is_switch and value in (False, [], {})
+
+
+class Common(Unsupported, frozen=True, kw_only=True):
+    """What chat and completions share; null means the default."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: AtLeastOne | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | Token | list[Token]]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None

@@ -1,0 +1,190 @@
+"""`ullage-router`: one process, one event loop, HTTP and gRPC side by side."""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import uvicorn
+import uvloop
+
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_router.config import ConfigError, RouterConfig, read_config
+from ullage_router.grpc.service import InferenceServicer
+from ullage_router.http.app import build_app
+from ullage_router.service import RouterService
+from ullage_rpc import logs
+from ullage_rpc.channels import new_server
+from ullage_rpc.health import Health
+from ullage_rpc.metrics import serve_metrics
+
+READY_INTERVAL_S = 0.2
+DRAIN_MARGIN_S = 2.0
+BACKLOG = 2048
+
+EPILOG = """examples:
+  ullage-router --config router.yaml
+  curl localhost:8000/stats
+
+The configuration names the model, the pools and their targets:
+  model: smollm2-135m
+  pools: [{name: single, targets: ["127.0.0.1:9001"]}]
+"""
+
+log = logging.getLogger(__name__)
+
+
+class CannotListen(Exception):
+    """A port is taken or not allowed; the message names it."""
+
+
+class _HTTPServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: this process drains both protocols."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Router:
+    """A running router.
+
+    http_port, grpc_port: where it listens, also when the configuration says 0.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.service = RouterService(config)
+        self._health = Health()
+        self._grpc = new_server()
+        self._http = _HTTPServer(self._http_config())
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop_metrics: Callable[[], None] | None = None
+        self.http_port = 0
+        self.grpc_port = 0
+
+    async def start(self) -> None:
+        """Returns when both protocols are served.
+
+        Raises:
+            CannotListen: a port cannot be used.
+        """
+        config = self._config
+        listener = _listen(config.http.host, config.http.port)
+        self.http_port = listener.getsockname()[1]
+        servicer = InferenceServicer(self.service.pipeline, config.limits.request_timeout)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
+        name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+        await self._health.attach(self._grpc, [name])
+        self.grpc_port = _bind(self._grpc, config.grpc.host, config.grpc.port)
+        self._stop_metrics = _start_metrics(self.service, config)
+        await self.service.start()
+        await self._grpc.start()
+        self._tasks = [
+            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+            asyncio.create_task(self._keep_readiness(), name="readiness"),
+        ]
+        ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
+        log.info("listening", extra={**ports, "metrics_port": config.metrics.port})
+
+    async def stop(self) -> None:
+        """Takes no more requests, lets those begun end and closes everything."""
+        http, readiness = self._tasks
+        readiness.cancel()
+        self.service.pipeline.drain()
+        await self._health.set_ready(False)
+        log.info("draining", extra={"inflight": self.service.pipeline.inflight})
+        self._http.should_exit = True
+        grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
+        await asyncio.gather(http, self._grpc.stop(grace_s))
+        await self.service.close()
+        if self._stop_metrics:
+            await asyncio.to_thread(self._stop_metrics)
+
+    async def _keep_readiness(self) -> None:
+        while True:
+            await self._health.set_ready(self.service.is_ready)
+            await asyncio.sleep(READY_INTERVAL_S)
+
+    def _http_config(self) -> uvicorn.Config:
+        grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
+        return uvicorn.Config(
+            build_app(self.service),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(grace_s),
+        )
+
+
+async def serve(config: RouterConfig) -> None:
+    """Serves until SIGINT or SIGTERM, then drains."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    router = Router(config)
+    await router.start()
+    await stop.wait()
+    await router.stop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotListen(f"http: {host}:{port}: {error.strerror}; choose another port") from error
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise CannotListen(f"grpc: {host}:{port}: cannot listen; choose another port") from error
+
+
+def _start_metrics(service: RouterService, config: RouterConfig) -> Callable[[], None]:
+    host, port = config.metrics.host, config.metrics.port
+    try:
+        return serve_metrics(service.metrics.registry, port, host)
+    except OSError as error:
+        message = f"metrics: {host}:{port}: {error.strerror}; choose another port"
+        raise CannotListen(message) from error
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ullage-router",
+        description="Routes requests for a language model to the engine whose memory they fit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="router.yaml")
+    version = f"%(prog)s {importlib.metadata.version('ullage')}"
+    parser.add_argument("--version", action="version", version=version)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 after a clean stop, 2 when the configuration cannot be used."""
+    options = _arguments(argv)
+    try:
+        config = read_config(options.config)
+        logs.configure(config.log_level)
+        uvloop.run(serve(config))
+    except (ConfigError, CannotListen) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Puts the router's parts together and shows what they hold."""
+
+import logging
+
+from ullage_router.admission import Admission
+from ullage_router.config import RouterConfig
+from ullage_router.engine import Engine
+from ullage_router.engines import Engines
+from ullage_router.metrics import Metrics, largest
+from ullage_router.queue import WaitingRoom
+from ullage_router.stats import Record, Stats, route_of
+from ullage_router.stream import Pipeline
+from ullage_router.tokenize import TokenizerThreads
+
+log = logging.getLogger(__name__)
+
+
+class RouterService:
+    """Everything but the two protocols."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.stats = Stats()
+        self.metrics = Metrics()
+        self.room = WaitingRoom(config.routing.queue.max_requests)
+        self.engines = Engines(config.pools, config.model, self.room.wake)
+        self._threads = TokenizerThreads()
+        admission = Admission(config, self.engines, self.room, self._threads)
+        self.pipeline = Pipeline(config, self.engines, admission, self._threads, self._ended)
+        self._watch()
+
+    async def start(self) -> None:
+        await self.engines.start()
+
+    async def close(self) -> None:
+        await self.engines.close()
+        self._threads.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """An engine takes requests and this router is not stopping."""
+        return self.engines.is_ready and not self.pipeline.is_draining
+
+    def snapshot(self) -> dict[str, object]:
+        """The body of /stats."""
+        queue = self.config.routing.queue
+        return {
+            "model": self.config.model,
+            "ready": self.is_ready,
+            "engines": [_engine_json(engine) for engine in self.engines.all()],
+            "inflight": self.pipeline.inflight,
+            "queue": {
+                "waiting": len(self.room),
+                "by_pool": dict(self.room.lengths()),
+                "max_requests": queue.max_requests,
+                "timeout": queue.timeout,
+            },
+            "memory": {
+                "threshold": self.config.memory.threshold,
+                "safety_reserve": self.config.memory.safety_reserve,
+            },
+            "decisions": self.stats.counts(),
+            "latest": self.stats.latest(),
+        }
+
+    def _ended(self, record: Record) -> None:
+        self.stats.ended(record)
+        self.metrics.ended(record)
+        log.info("answered", extra=record.as_json())
+
+    def _watch(self) -> None:
+        all_engines, watch = self.engines.all, self.metrics.watch
+        watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
+        watch("queue_requests", "Requests waiting for memory", lambda: len(self.room))
+        watch(
+            "engines_ready",
+            "Engines that take requests",
+            lambda: sum(engine.state == "ready" for engine in all_engines()),
+        )
+        watch(
+            "stale_engines",
+            "Engines whose last report is too old",
+            lambda: sum(engine.state == "stale" for engine in all_engines()),
+        )
+        watch(
+            "headroom_age_seconds",
+            "Age of the oldest last report among engines",
+            lambda: largest(engine.age_s for engine in all_engines() if engine.headroom),
+        )
+        watch(
+            "credit_bytes",
+            "Bytes reserved for requests that no report includes yet",
+            lambda: sum(engine.credit_bytes for engine in all_engines()),
+        )
+
+
+def _engine_json(engine: Engine) -> dict[str, object]:
+    base: dict[str, object] = {
+        "id": engine.id,
+        "address": engine.address,
+        "pool": engine.pool,
+        "route": route_of(engine.pool),
+        "state": engine.state,
+        "inflight": engine.inflight,
+        "credit_bytes": engine.credit_bytes,
+    }
+    told = engine.headroom
+    if told is None:
+        return base
+    return base | {
+        "headroom_age_s": round(engine.age_s, 3),
+        "health": round(told.health, 4),
+        "headroom_bytes": told.headroom_bytes,
+        "kv_pool_bytes": told.kv_pool_bytes,
+        "kv_free_bytes": told.kv_free_bytes,
+        "kv_reclaimable_bytes": told.kv_reclaimable_bytes,
+        "kv_committed_bytes": told.kv_committed_bytes,
+        "total_bytes": told.total_bytes,
+        "requests_running": told.requests_running,
+        "requests_waiting": told.requests_waiting,
+        "expected_output_tokens": told.expected_output_tokens,
+        "decode_tokens_per_second": round(told.decode_tokens_per_second, 2),
+        "ledger": [
+            {
+                "name": line.name,
+                "reserved_bytes": line.reserved_bytes,
+                "allocated_bytes": line.allocated_bytes,
+            }
+            for line in told.ledger
+        ],
+    }

@@ -1,0 +1,100 @@
+"""What was decided: one record a request, the latest of them and counts of all."""
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from ullage_router.config import LARGE_POOL
+from ullage_router.predict import Demand
+
+MIB = 1 << 20
+KEPT_DECISIONS = 50
+LARGE_ROUTE = "tp2pp2"
+
+
+def route_of(pool: str) -> str:
+    """The word for a pool in headers, logs and metrics."""
+    return LARGE_ROUTE if pool == LARGE_POOL else pool
+
+
+@dataclass(slots=True)
+class Record:
+    """One request on its way; filled by whoever learns something about it."""
+
+    request_id: str
+    arrived: float = field(default_factory=time.monotonic)
+    arrived_unix: float = field(default_factory=time.time)
+    prompt_tokens: int = 0
+    predicted_bytes: int | None = None
+    """None until a prediction could be made."""
+    action: str = ""
+    """Empty until something was decided."""
+    route: str = ""
+    reason: str = ""
+    engine: str = ""
+    degraded: list[str] = field(default_factory=list)
+    status: int = 0
+    """HTTP status that the client was told, or would be; 499 when it had gone."""
+    error: str = ""
+    """Reason of the error that the client was told."""
+    queued_s: float = 0.0
+    ttft_s: float | None = None
+    output_tokens: int = 0
+    ended: float | None = None
+
+    def predict(self, demand: Demand) -> None:
+        self.predicted_bytes = demand.total
+
+    @property
+    def predicted_mib(self) -> float:
+        return round((self.predicted_bytes or 0) / MIB, 3)
+
+    @property
+    def duration_s(self) -> float:
+        return (self.ended or time.monotonic()) - self.arrived
+
+    def as_json(self) -> dict[str, object]:
+        seconds = self.duration_s - (self.ttft_s or 0.0)
+        speed = (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
+        return {
+            "request_id": self.request_id,
+            "time": self.arrived_unix,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_bytes": self.predicted_bytes,
+            "action": self.action,
+            "route": self.route,
+            "reason": self.reason,
+            "engine": self.engine,
+            "degraded": list(self.degraded),
+            "status": self.status,
+            "error": self.error,
+            "queued_s": round(self.queued_s, 4),
+            "ttft_s": self.ttft_s and round(self.ttft_s, 4),
+            "output_tokens": self.output_tokens,
+            "tokens_per_second": speed and round(speed, 2),
+            "duration_s": round(self.duration_s, 4),
+        }
+
+
+class Stats:
+    """Counts since start and the latest records."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._latest: deque[Record] = deque(maxlen=KEPT_DECISIONS)
+
+    def ended(self, record: Record) -> None:
+        """A request got its last word."""
+        if record.action:
+            self._counts[record.action, record.route, record.reason] += 1
+        self._latest.append(record)
+
+    def counts(self) -> list[dict[str, object]]:
+        return [
+            {"action": action, "route": route, "reason": reason, "count": count}
+            for (action, route, reason), count in sorted(self._counts.items())
+        ]
+
+    def latest(self) -> list[dict[str, object]]:
+        """Newest first."""
+        return [record.as_json() for record in reversed(self._latest)]

@@ -1,0 +1,354 @@
+"""A request's life in the router: validate, tokenise, admit, send, relay.
+
+The first token decides: an engine that fails before it is replaced by another, unseen by the
+client; one that fails after it ends the answer with an error, never silently. When the time limit
+passes after the first token the answer ends there with the reason TIMEOUT.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router import errors, validate
+from ullage_router.admission import Admission, Grant, Prompt, Wish
+from ullage_router.config import RouterConfig
+from ullage_router.engines import Engines
+from ullage_router.stats import Record
+from ullage_router.tokenize import Model, PromptError, TokenizerThreads
+from ullage_rpc.errors import ServiceError, from_rpc_error, invalid
+
+MAX_ENGINE_FAILURES = 3
+# Failures that another engine may not have; anything else is the request's own.
+ANOTHER_ENGINE_MAY = frozenset(
+    {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
+Event = inference_pb2.GenerateResponse
+EngineCall = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request with what came along with it."""
+
+    request: inference_pb2.GenerateRequest
+    record: Record
+    timeout_s: float
+    """From arrival to the last token."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Passed on to the engine: the trace."""
+
+    @property
+    def remaining_s(self) -> float:
+        return self.record.arrived + self.timeout_s - time.monotonic()
+
+
+class Generation:
+    """An answer that has begun.
+
+    accepted
+        what was decided, complete
+    events()
+        Delta any number of times, then Finished; or ServiceError
+    """
+
+    def __init__(self, grant: Grant, stream: EngineCall, call: Call, first: Event) -> None:
+        self.accepted = inference_pb2.Accepted()
+        self._grant = grant
+        self._stream = stream
+        self._call = call
+        self._first = first
+        self._is_closed = False
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Raises ServiceError when the engine fails now that tokens were sent."""
+        record = self._call.record
+        if self._call.request.output.echo:
+            yield Event(delta=inference_pb2.Delta(text=self._prompt_text()))
+        event: Event | None = self._first
+        while event is not None:
+            if event.HasField("finished"):
+                _check_ending(event.finished)
+                record.output_tokens = event.finished.usage.completion_tokens
+                yield event
+                return
+            record.output_tokens += event.delta.num_tokens
+            yield event
+            event = await self._next()
+        raise errors.broken_stream("the engine ended it without a last word")
+
+    def _prompt_text(self) -> str:
+        request, prompt = self._call.request, self._grant.prompt
+        return request.text or prompt.model.decode(prompt.token_ids)
+
+    async def _next(self) -> Event | None:
+        try:
+            return await _read(self._stream)
+        except ServiceError as error:
+            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        return self._timed_out()
+
+    def _timed_out(self) -> Event:
+        usage = inference_pb2.Usage(
+            prompt_tokens=self.accepted.prompt_tokens,
+            completion_tokens=self._call.record.output_tokens,
+        )
+        reason = inference_pb2.FINISH_REASON_TIMEOUT
+        return Event(finished=inference_pb2.Finished(reason=reason, usage=usage))
+
+    def close(self) -> None:
+        """Ends the engine's work on it; harmless when it has ended."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stream.cancel()
+            self._grant.engine.release(self._grant.credit)
+
+
+class Pipeline:
+    """Serves requests of either protocol.
+
+    Args:
+        config: limits and the model's name.
+        engines: where the model and its tokenizer come from.
+        admission: where a request may run.
+        threads: where long prompts are tokenised.
+        on_end: told every record once its request has its last word.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Engines,
+        admission: Admission,
+        threads: TokenizerThreads,
+        on_end: Callable[[Record], None],
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._admission = admission
+        self._threads = threads
+        self._on_end = on_end
+        self._inflight = 0
+        self._is_draining = False
+
+    @property
+    def inflight(self) -> int:
+        return self._inflight
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def drain(self) -> None:
+        """Refuses new requests; those begun go on."""
+        self._is_draining = True
+
+    def model(self, name: str) -> Model:
+        """The served model.
+
+        Raises:
+            ServiceError: it has another name, or no engine has described it yet.
+        """
+        if name not in ("", self._config.model):
+            raise errors.unknown_model(name, self._config.model)
+        if self._engines.model is None:
+            raise errors.no_engine()
+        return self._engines.model
+
+    @contextlib.asynccontextmanager
+    async def serve(self, call: Call) -> AsyncIterator[Generation]:
+        """An answer that has its first token; leaving the block ends it.
+
+        Raises:
+            ServiceError: the request is refused or failed before the first token.
+        """
+        record = call.record
+        self._inflight += 1
+        try:
+            generation = await self._begin(call)
+            try:
+                yield generation
+            finally:
+                generation.close()
+            record.status = 200
+        except ServiceError as error:
+            record.status, record.error = errors.http_status(error), error.reason
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
+            raise
+        except BaseException:
+            record.status, record.error = 500, "INTERNAL"
+            raise
+        finally:
+            self._inflight -= 1
+            record.ended = time.monotonic()
+            self._on_end(record)
+
+    def refused(self, record: Record, error: ServiceError) -> None:
+        """Counts a request that never became a Call."""
+        record.status, record.error = errors.http_status(error), error.reason
+        record.ended = time.monotonic()
+        self._on_end(record)
+
+    async def _begin(self, call: Call) -> Generation:
+        if self._is_draining:
+            raise errors.draining()
+        try:
+            async with asyncio.timeout(max(0.0, call.remaining_s)):
+                return await self._first_token(call)
+        except TimeoutError as error:
+            raise errors.deadline(call.timeout_s) from error
+
+    async def _first_token(self, call: Call) -> Generation:
+        model = self.model(call.request.model)
+        validate.check(call.request)
+        wish = await self._wish(model, call.request)
+        refused: dict[str, tuple[int, int]] = {}
+        failures = 0
+        while True:
+            grant = await self._admission.admit(wish, call.record, refused)
+            try:
+                return await self._send(call, grant)
+            except ServiceError as error:
+                failures += error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED
+                if error.code not in ANOTHER_ENGINE_MAY or failures >= MAX_ENGINE_FAILURES:
+                    raise _as_told(error, call) from error
+                refused[grant.engine.address] = grant.engine.version
+                call.record.degraded.clear()
+
+    async def _wish(self, model: Model, request: inference_pb2.GenerateRequest) -> Wish:
+        stop = request.stop
+        return Wish(
+            prompt=await self._prompt(model, request),
+            asked_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+            priority=request.priority,
+        )
+
+    async def _prompt(self, model: Model, request: inference_pb2.GenerateRequest) -> Prompt:
+        kind = request.WhichOneof("input")
+        if kind == "token_ids":
+            ids = list(request.token_ids.ids)
+            validate.check_tokens(ids, model.vocab_size)
+            return Prompt(model, ids)
+        try:
+            if kind == "text":
+                text = request.text
+                ids = await self._threads.run(len(text), lambda: model.encode(text))
+                validate.check_tokens(ids, model.vocab_size)
+                return Prompt(model, ids)
+            turns = tuple({"role": m.role, "content": m.content} for m in request.messages.messages)
+            size = sum(len(turn["content"]) for turn in turns)
+            ids = await self._threads.run(size, lambda: model.render(turns))
+        except PromptError as error:
+            raise invalid("messages", f"messages: {error}") from error
+        validate.check_tokens(ids, model.vocab_size, "messages")
+        return Prompt(model, ids, turns)
+
+    async def _send(self, call: Call, grant: Grant) -> Generation:
+        """Sends the request and waits for its first token.
+
+        Raises:
+            ServiceError: the engine refused or failed.
+        """
+        engine, request = grant.engine, _for_engine(call, grant)
+        stream = engine.stub.Generate(
+            request, timeout=max(0.001, call.remaining_s), metadata=call.metadata
+        )
+        try:
+            accepted = await _expect(stream)
+            engine.accepted(grant.credit)
+            first = await _expect(stream)
+            if first.HasField("finished"):
+                _check_ending(first.finished)
+        except BaseException:
+            stream.cancel()
+            engine.release(grant.credit)
+            raise
+        call.record.ttft_s = time.monotonic() - call.record.arrived
+        generation = Generation(grant, stream, call, first)
+        _fill(generation.accepted, accepted.accepted, call, grant)
+        return generation
+
+
+def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(
+        request_id=call.record.request_id,
+        model=call.request.model,
+        token_ids=inference_pb2.TokenIds(ids=grant.prompt.token_ids),
+        sampling=call.request.sampling,
+        stop=call.request.stop,
+        session_id=call.request.session_id,
+        priority=call.request.priority,
+        output=call.request.output,
+    )
+    request.stop.max_tokens = grant.max_tokens
+    request.output.echo = False  # the router has the prompt's text and prepends it itself
+    return request
+
+
+def _fill(
+    accepted: inference_pb2.Accepted, told: inference_pb2.Accepted, call: Call, grant: Grant
+) -> None:
+    record = call.record
+    accepted.CopyFrom(told)
+    accepted.request_id = record.request_id
+    accepted.engine = record.engine
+    accepted.prompt_tokens = len(grant.prompt.token_ids)
+    accepted.predicted_bytes = record.predicted_bytes or 0
+    accepted.max_tokens = grant.max_tokens
+    accepted.action = record.action
+    accepted.route = record.route
+    del accepted.degraded[:], accepted.prompt_token_ids[:]
+    accepted.degraded.extend(record.degraded)
+    if call.request.output.return_token_ids:
+        accepted.prompt_token_ids.extend(grant.prompt.token_ids)
+
+
+async def _expect(stream: EngineCall) -> Event:
+    event = await _read(stream)
+    if event is None:
+        raise errors.broken_stream("the engine ended it before its first token")
+    return event
+
+
+async def _read(stream: EngineCall) -> Event | None:
+    """The engine's next message; None when it has no more."""
+    try:
+        event = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return event if isinstance(event, Event) else None
+
+
+def _check_ending(finished: inference_pb2.Finished) -> None:
+    """An engine that drains may cut an answer off; nobody asked for that here."""
+    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
+        raise errors.broken_stream("the engine cancelled it")
+
+
+def _as_told(error: ServiceError, call: Call) -> ServiceError:
+    """What the client is told when no engine could serve the request."""
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.deadline(call.timeout_s)
+    if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "NO_ENGINE",
+            f"{MAX_ENGINE_FAILURES} engines failed, the last with: {error.message}; retry",
+            retry_after_s=error.retry_after_s or 1,
+        )
+    return error

@@ -1,0 +1,100 @@
+"""Checks the values of a GenerateRequest, whichever protocol brought it."""
+
+import math
+
+from ullage.inference.v1 import inference_pb2
+from ullage_rpc.errors import ServiceError, invalid
+
+ROLES = ("system", "user", "assistant")
+MAX_REQUEST_ID_BYTES = 128
+MAX_SESSION_ID_BYTES = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_TOP_LOGPROBS = 20
+
+# field: (least, most, whether the least is excluded)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "repetition_penalty": (0, math.inf, True),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+}
+
+
+def check(request: inference_pb2.GenerateRequest) -> None:
+    """Raises ServiceError INVALID_ARGUMENT that names the first wrong field."""
+    _check_identity(request)
+    _check_input(request)
+    _check_sampling(request.sampling)
+    _check_stop(request.stop)
+    if request.output.HasField("top_logprobs"):
+        top = request.output.top_logprobs
+        _require(top <= MAX_TOP_LOGPROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
+
+
+def _check_identity(request: inference_pb2.GenerateRequest) -> None:
+    size = len(request.request_id.encode())
+    _require(size <= MAX_REQUEST_ID_BYTES, "request_id", f"{size} bytes", "at most 128 bytes")
+    size = len(request.session_id.encode())
+    _require(size <= MAX_SESSION_ID_BYTES, "session_id", f"{size} bytes", "at most 256 bytes")
+    _require(abs(request.priority) <= 100, "priority", request.priority, "-100 to 100")
+
+
+def _check_input(request: inference_pb2.GenerateRequest) -> None:
+    match request.WhichOneof("input"):
+        case None:
+            raise invalid("input", "the request has no input; send token_ids, text or messages")
+        case "token_ids":
+            _require(bool(request.token_ids.ids), "prompt", "no token", "at least one token")
+        case "text":
+            _require(bool(request.text), "prompt", "an empty text", "at least one character")
+        case "messages":
+            _check_messages(request.messages)
+
+
+def _check_messages(messages: inference_pb2.Messages) -> None:
+    _require(bool(messages.messages), "messages", "an empty list", "at least one message")
+    for i, message in enumerate(messages.messages):
+        _require(message.role in ROLES, f"messages[{i}].role", message.role, ", ".join(ROLES))
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
+    for name, (least, most, is_open) in _RANGES.items():
+        if sampling.HasField(name):
+            value = getattr(sampling, name)
+            is_right = math.isfinite(value) and least <= value <= most
+            wanted = f"{'above ' if is_open else ''}{least:g} to {most:g}"
+            _require(is_right and not (is_open and value == least), name, value, wanted)
+
+
+def _check_stop(stop: inference_pb2.StopConditions) -> None:
+    if stop.HasField("max_tokens"):
+        _require(stop.max_tokens >= 1, "max_tokens", stop.max_tokens, "at least 1")
+    count = len(stop.stop_strings)
+    _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", "at most 16 strings")
+    for text in stop.stop_strings:
+        size = len(text.encode())
+        wanted = "1 to 256 bytes a string"
+        _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", wanted)
+
+
+def check_tokens(ids: list[int], vocab_size: int, field: str = "prompt") -> None:
+    """Raises ServiceError when a token is not in the vocabulary or there is none."""
+    _require(bool(ids), field, "no token", "at least one token")
+    largest = max(ids)
+    _require(largest < vocab_size, field, f"token {largest}", f"tokens below {vocab_size}")
+
+
+def _require(is_right: bool, field: str, value: object, wanted: str) -> None:
+    if not is_right:
+        raise wrong(field, value, wanted)
+
+
+def wrong(field: str, value: object, wanted: str) -> ServiceError:
+    """INVALID_ARGUMENT with the field, its value and what is possible."""
+    shown = value if isinstance(value, str) else repr(value)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    return invalid(field, f"{field} is {shown}; possible: {wanted}")
