@@ -1,0 +1,139 @@
+"""CEL validation rules of a schema (`x-kubernetes-validations`), transition rules included.
+
+Kubernetes' own CEL functions beyond the standard ones are given as far as quantities go:
+`isQuantity`, `quantity`, and on it `isGreaterThan`, `isLessThan`, `compareTo`, `sign`.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import celpy
+from celpy import celtypes
+from ullage_kubeapi.status import cause
+
+Schema = Mapping[str, Any]
+_ABSENT = object()
+_SUFFIXES = {"": 1, "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
+_SUFFIXES |= {s: Decimal(1000) ** (i + 1) for i, s in enumerate("kMGTPE")}
+_SUFFIXES |= {f"{s}i": Decimal(1024) ** (i + 1) for i, s in enumerate("KMGTPE")}
+
+
+def quantity(text: str) -> Decimal:
+    """A Kubernetes quantity as a number; ValueError where it is none."""
+    digits = text.rstrip("numkKMGTPEi") if not text[-1:].isdigit() else text
+    suffix = text[len(digits) :]
+    try:
+        return Decimal(digits) * _SUFFIXES[suffix]
+    except (InvalidOperation, KeyError) as error:
+        raise ValueError(f"{text!r} is not a quantity") from error
+
+
+class _Quantity(celtypes.DoubleType):
+    """A quantity inside a CEL expression."""
+
+
+def _cel_quantity(text: Any) -> celtypes.DoubleType:
+    return _Quantity(float(quantity(str(text))))
+
+
+def _is_quantity(text: Any) -> celtypes.BoolType:
+    try:
+        quantity(str(text))
+    except ValueError:
+        return celtypes.BoolType(False)
+    return celtypes.BoolType(True)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "quantity": _cel_quantity,
+    "isQuantity": _is_quantity,
+    "isGreaterThan": lambda a, b: celtypes.BoolType(a > b),
+    "isLessThan": lambda a, b: celtypes.BoolType(a < b),
+    "compareTo": lambda a, b: celtypes.IntType((a > b) - (a < b)),
+    "sign": lambda a: celtypes.IntType((a > 0) - (a < 0)),
+}
+
+
+@functools.lru_cache(maxsize=512)
+def _program(expression: str) -> celpy.Runner:
+    environment = celpy.Environment()
+    return environment.program(environment.compile(expression), functions=_FUNCTIONS)
+
+
+def compile_all(schema: Schema, path: str = "") -> Iterator[dict[str, str]]:
+    """A cause for each rule that does not compile."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        try:
+            _program(rule["rule"])
+        except celpy.CELParseError as error:
+            yield cause("FieldValueInvalid", path, f"compilation failed: {error}")
+    for name, member in schema.get("properties", {}).items():
+        yield from compile_all(member, f"{path}.{name}")
+    for keyword in ("items", "additionalProperties"):
+        if isinstance(schema.get(keyword), Mapping):
+            yield from compile_all(schema[keyword], f"{path}[]")
+
+
+def violations(
+    value: Any, schema: Schema, old: Any = _ABSENT, path: str = ""
+) -> Iterator[dict[str, str]]:
+    """A cause for each rule that `value` breaks; rules with `oldSelf` need an old value."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" in rule["rule"] and old is _ABSENT and not rule.get("optionalOldSelf"):
+            continue
+        message = _broken(rule, value, old, schema)
+        if message:
+            at = f"{path}{rule['fieldPath']}" if "fieldPath" in rule else path
+            kind = "object" if isinstance(value, Mapping) else value
+            reason = rule.get("reason", "FieldValueInvalid")
+            yield cause(reason, at, f'Invalid value: "{kind}": {message}')
+    yield from _below(value, schema, old, path)
+
+
+def _broken(rule: Mapping[str, str], value: Any, old: Any, schema: Schema) -> str:
+    names = {"self": celpy.json_to_cel(_typed(value, schema))}
+    if old is not _ABSENT:
+        names["oldSelf"] = celpy.json_to_cel(_typed(old, schema))
+    try:
+        if _program(rule["rule"]).evaluate(names):
+            return ""
+        if "messageExpression" in rule:
+            return str(_program(rule["messageExpression"]).evaluate(names))
+    except celpy.CELEvalError as error:
+        return f"{rule.get('message', 'rule error')}: {rule['rule']}: {error.args[0]}"
+    return rule.get("message") or f"failed rule: {rule['rule']}"
+
+
+def _typed(value: Any, schema: Schema) -> Any:
+    """`value` with whole numbers as floats where the schema says number: CEL tells them apart."""
+    if isinstance(value, Mapping):
+        known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+        other = extra if isinstance(extra, Mapping) else {}
+        return {name: _typed(member, known.get(name, other)) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_typed(item, schema.get("items", {})) for item in value]
+    return float(value) if schema.get("type") == "number" else value
+
+
+def _below(value: Any, schema: Schema, old: Any, path: str) -> Iterator[dict[str, str]]:
+    if isinstance(value, Mapping):
+        known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+        for name, member in value.items():
+            below = known.get(name) or (extra if isinstance(extra, Mapping) else None)
+            if below is not None and member is not None:
+                before = old.get(name, _ABSENT) if isinstance(old, Mapping) else _ABSENT
+                yield from violations(member, below, before, f"{path}.{name}" if path else name)
+    elif isinstance(value, list) and "items" in schema:
+        for index, item in enumerate(value):
+            # Items of a list have no old value unless the list is a map, as at the real server.
+            before = _old_item(item, old, schema.get("x-kubernetes-list-map-keys"))
+            yield from violations(item, schema["items"], before, f"{path}[{index}]")
+
+
+def _old_item(item: Any, old: Any, keys: list[str] | None) -> Any:
+    if not keys or not isinstance(old, list):
+        return _ABSENT
+    identity = [item.get(key) for key in keys]
+    return next((o for o in old if [o.get(key) for key in keys] == identity), _ABSENT)

@@ -1,0 +1,369 @@
+"""The API server over HTTP: one aiohttp application in a thread of its own.
+
+It keeps no secrets and checks no tokens; it listens on loopback only. Tests may make it fail
+(`inject`), forget its history (`compact`), and read what was asked of it (`requests`).
+"""
+
+import asyncio
+import contextlib
+import copy
+import json
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+from ullage_kubeapi import patches, resources, watching
+from ullage_kubeapi.collector import Collector
+from ullage_kubeapi.listtypes import ListTypes
+from ullage_kubeapi.objects import Object, Objects
+from ullage_kubeapi.routes import Target, target
+from ullage_kubeapi.selectors import matcher
+from ullage_kubeapi.status import ApiError, bad_request, expired, no_such_path
+from ullage_kubeapi.tables import dig, table
+from ullage_kubeapi.writes import Request, Writer, Written, list_types
+
+VERSION = {"major": "1", "minor": "35", "gitVersion": "v1.35.0", "platform": "linux/amd64"}
+
+
+@dataclass
+class Fault:
+    """Answers `times` requests that match with `status`; status 0 drops the connection."""
+
+    method: str
+    path: re.Pattern[str]
+    status: int
+    times: int
+
+    def strikes(self, method: str, path: str) -> bool:
+        if self.times and method == self.method and self.path.search(path):
+            self.times -= 1
+            return True
+        return False
+
+
+class ApiServer:
+    """A running server: `with running() as api`."""
+
+    def __init__(self, bookmark_interval: float) -> None:
+        self.objects = Objects()
+        self.requests: list[tuple[str, str, int]] = []
+        self.url = ""
+        self._writer = Writer(self.objects)
+        self._collector = Collector(self.objects, self._writer)
+        self._bookmark_interval = bookmark_interval
+        self._faults: list[Fault] = []
+        for namespace in ("default", "kube-system"):
+            where = Request(self.objects.resources["", "v1", "namespaces"], "", namespace, "test")
+            self._writer.create(where, {"metadata": {"name": namespace}})
+
+    def inject(self, method: str, path: str, status: int, times: int = 1) -> Fault:
+        """Makes the next `times` requests fail whose path matches the regular expression."""
+        fault = Fault(method, re.compile(path), status, times)
+        self._faults.append(fault)
+        return fault
+
+    def compact(self) -> None:
+        """Forgets all events so far: a watch or a page from before is answered with 410."""
+        self.objects.compact()
+
+    def writes(self) -> list[tuple[str, str, int]]:
+        """The requests so far that could change something."""
+        return [request for request in list(self.requests) if request[0] not in ("GET", "HEAD")]
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """A kubeconfig file for this server."""
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": self.url}}],
+            "users": [{"name": "test", "user": {"token": "test"}}],
+            "contexts": [
+                {
+                    "name": "test",
+                    "context": {"cluster": "test", "user": "test", "namespace": "default"},
+                }
+            ],
+        }
+        path = folder / "kubeconfig.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    async def serve(self, started: Callable[[], None], stop: asyncio.Event) -> None:
+        app = web.Application(client_max_size=8 * 2**20)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        collecting = asyncio.create_task(self._collector.run())
+        started()
+        await stop.wait()
+        self.objects.close()
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+        await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            response = await self._dispatch(request)
+        except ApiError as error:
+            response = web.json_response(error.body(), status=error.code)
+        except (json.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+            body = bad_request(f"the body is not valid: {error}")
+            response = web.json_response(body.body(), status=400)
+        self.requests.append((request.method, request.path_qs, response.status))
+        return response
+
+    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        for fault in self._faults:
+            if fault.strikes(request.method, request.path_qs):
+                if fault.status == 0 and request.transport is not None:
+                    request.transport.abort()
+                raise ApiError(fault.status or 500, "Injected", "injected by the test")
+        document = self._discovery(request.path.rstrip("/"))
+        if document is not None:
+            return web.json_response(document)
+        return await self._resource(request, target(request.path, self.objects))
+
+    def _discovery(self, path: str) -> dict[str, Any] | None:
+        known = list(self.objects.resources.values())
+        if path == "/version":
+            return VERSION
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "/apis":
+            return resources.group_list(known)
+        if path == "/openapi/v3":
+            return resources.openapi_index(known)
+        if path.startswith("/openapi/v3/"):
+            return resources.openapi_document(path.removeprefix("/openapi/v3/"), known)
+        found = re.fullmatch(r"/api/(v1)|/apis/([^/]+/[^/]+)", path)
+        if found is None:
+            return None
+        group_version = found[1] or found[2]
+        matching = [resource for resource in known if resource.api_version == group_version]
+        if not matching:
+            raise no_such_path()
+        return resources.resource_list(group_version, matching)
+
+    async def _resource(self, request: web.Request, where: Target) -> web.StreamResponse:
+        verbs: dict[str, Callable[[web.Request, Target], Awaitable[web.StreamResponse]]] = {
+            "GET": self._get if where.name else self._list,
+            "POST": self._post,
+            "PUT": self._put,
+            "PATCH": self._patch,
+            "DELETE": self._delete,
+        }
+        if request.method not in verbs:
+            raise ApiError(405, "MethodNotAllowed", f"{request.method} is not allowed here")
+        return await verbs[request.method](request, where)
+
+    def _request(self, http: web.Request, where: Target) -> Request:
+        agent = http.headers.get("User-Agent", "unknown").split("/")[0]
+        return Request(
+            resource=where.resource,
+            namespace=where.namespace,
+            name=where.name,
+            manager=http.query.get("fieldManager") or agent,
+            subresource=where.subresource,
+            field_validation=http.query.get("fieldValidation") or "Warn",
+            dry_run=http.query.get("dryRun") == "All",
+            force=http.query.get("force") == "true",
+        )
+
+    async def _get(self, http: web.Request, where: Target) -> web.StreamResponse:
+        live = self._writer.live(self._request(http, where))
+        if where.subresource == "scale":
+            return web.json_response(_scale(live, where))
+        return self._reply(http, where, live)
+
+    def _reply(
+        self, http: web.Request, where: Target, obj: Object, status: int = 200
+    ) -> web.Response:
+        if "as=Table" in http.headers.get("Accept", "") and http.method == "GET":
+            body = table(where.resource, [obj], obj["metadata"]["resourceVersion"])
+        else:
+            body = watching.served(obj, where.resource)
+        return web.json_response(body, status=status)
+
+    async def _list(self, http: web.Request, where: Target) -> web.StreamResponse:
+        query = http.query
+        selector = matcher(query.get("labelSelector", ""), query.get("fieldSelector", ""))
+        if query.get("watch") in ("true", "1"):
+            return await self._watch(http, where, selector)
+        found = [o for o in self.objects.listed(where.resource, where.namespace) if selector(o)]
+        page, meta = self._page(query, found)
+        if "as=Table" in http.headers.get("Accept", ""):
+            return web.json_response(table(where.resource, page, meta["resourceVersion"]))
+        body = {
+            "kind": f"{where.resource.kind}List",
+            "apiVersion": where.resource.api_version,
+            "metadata": meta,
+            "items": [watching.served(obj, where.resource) for obj in page],
+        }
+        return web.json_response(body)
+
+    def _page(
+        self, query: Mapping[str, str], found: list[Object]
+    ) -> tuple[list[Object], dict[str, Any]]:
+        """One page; the continue token is "revision:offset" and dies with compaction."""
+        revision, offset = self.objects.revision, 0
+        if token := query.get("continue"):
+            revision, offset = (int(part) for part in token.split(":"))
+            if revision < self.objects.oldest:
+                raise expired(revision, self.objects.oldest)
+        limit = int(query.get("limit") or 0) or len(found)
+        page, left = found[offset : offset + limit], len(found) - offset - limit
+        meta: dict[str, Any] = {"resourceVersion": str(revision)}
+        if left > 0:
+            meta |= {"continue": f"{revision}:{offset + limit}", "remainingItemCount": left}
+        return page, meta
+
+    async def _watch(
+        self, http: web.Request, where: Target, selector: Callable[[Mapping[str, Any]], bool]
+    ) -> web.StreamResponse:
+        query = http.query
+        watch = watching.Watch(
+            resource=where.resource,
+            namespace=where.namespace,
+            selector=selector,
+            since=query.get("resourceVersion", ""),
+            bookmarks=query.get("allowWatchBookmarks") in ("true", "1"),
+            initial_events=query.get("sendInitialEvents") in ("true", "1"),
+            timeout=float(query.get("timeoutSeconds") or 1800),
+            bookmark_interval=self._bookmark_interval,
+        )
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(http)
+        lines = watching.stream(self.objects, watch)
+        with contextlib.suppress(ConnectionError):
+            async with contextlib.aclosing(lines):
+                async for line in lines:
+                    await response.write(line)
+        return response
+
+    async def _body(self, http: web.Request) -> Any:
+        text = (await http.read()).decode()
+        is_yaml = "yaml" in http.content_type
+        body = yaml.safe_load(text) if is_yaml else json.loads(text or "{}")
+        if not isinstance(body, dict | list):
+            raise bad_request("the body is not an object")
+        return body
+
+    def _written(self, http: web.Request, where: Target, written: Written) -> web.Response:
+        response = self._reply(http, where, written.obj, 201 if written.created else 200)
+        for warning in written.warnings:
+            response.headers.add("Warning", f"299 - {json.dumps(warning)}")
+        return response
+
+    async def _post(self, http: web.Request, where: Target) -> web.StreamResponse:
+        body = await self._body(http)
+        return self._written(http, where, self._writer.create(self._request(http, where), body))
+
+    async def _put(self, http: web.Request, where: Target) -> web.StreamResponse:
+        request, body = self._request(http, where), await self._body(http)
+        if where.subresource == "scale":
+            return self._rescale(http, where, body)
+        if where.resource.is_custom and not body.get("metadata", {}).get("resourceVersion"):
+            raise bad_request("metadata.resourceVersion: must be specified for an update")
+        return self._written(http, where, self._writer.update(request, body))
+
+    async def _patch(self, http: web.Request, where: Target) -> web.StreamResponse:
+        request, body = self._request(http, where), await self._body(http)
+        if "apply-patch" in http.content_type:
+            if not http.query.get("fieldManager"):
+                raise bad_request("fieldManager is required for apply patch")
+            return self._written(http, where, self._writer.apply(request, body))
+        live = self._writer.live(request)
+        if where.subresource == "scale":
+            changed = _patched(http.content_type, _scale(live, where), body, ListTypes(None))
+            return self._rescale(http, where, changed)
+        types = list_types(where.resource)
+        if where.resource.is_custom and "strategic" in http.content_type:
+            raise ApiError(415, "UnsupportedMediaType", "custom resources take no strategic patch")
+        changed = _patched(http.content_type, copy.deepcopy(live), body, types)
+        return self._written(http, where, self._writer.update(request, changed))
+
+    def _rescale(self, http: web.Request, where: Target, scale: Object) -> web.Response:
+        request = replace(self._request(http, where), subresource="")
+        changed = copy.deepcopy(self._writer.live(request))
+        *parents, last = where.resource.scale_paths["specReplicasPath"].strip(".").split(".")
+        node = changed
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = scale["spec"]["replicas"]
+        written = self._writer.update(request, changed)
+        return web.json_response(_scale(written.obj, where))
+
+    async def _delete(self, http: web.Request, where: Target) -> web.StreamResponse:
+        options = await self._body(http) if http.can_read_body else {}
+        for name in ("propagationPolicy", "gracePeriodSeconds"):
+            if name in http.query:
+                options[name] = http.query[name]
+        request = self._request(http, where)
+        if where.name:
+            doomed = self._writer.delete(request, options)
+            return self._reply(http, where, doomed)
+        selector = matcher(http.query.get("labelSelector", ""), http.query.get("fieldSelector", ""))
+        for obj in self.objects.listed(where.resource, where.namespace):
+            if selector(obj):
+                each = replace(
+                    request,
+                    name=obj["metadata"]["name"],
+                    namespace=obj["metadata"].get("namespace", ""),
+                )
+                self._writer.delete(each, options)
+        return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+
+def _patched(content_type: str, live: Object, body: Any, types: ListTypes) -> Object:
+    if content_type == "application/json-patch+json":
+        return patches.json_patch(live, body)
+    if content_type == "application/merge-patch+json":
+        return patches.merge_patch(live, body)
+    if content_type == "application/strategic-merge-patch+json":
+        return patches.strategic_merge_patch(live, body, types)
+    raise ApiError(415, "UnsupportedMediaType", f"the patch type {content_type} is not known")
+
+
+def _scale(live: Object, where: Target) -> dict[str, Any]:
+    paths, meta = where.resource.scale_paths, live["metadata"]
+    status: dict[str, Any] = {"replicas": dig(live, paths["statusReplicasPath"]) or 0}
+    if "labelSelectorPath" in paths:
+        status["selector"] = dig(live, paths["labelSelectorPath"]) or ""
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": {
+            k: meta[k] for k in ("name", "namespace", "uid", "resourceVersion") if k in meta
+        },
+        "spec": {"replicas": dig(live, paths["specReplicasPath"]) or 0},
+        "status": status,
+    }
+
+
+@contextlib.contextmanager
+def running(bookmark_interval: float = 5.0) -> Iterator[ApiServer]:
+    """A server in a thread, stopped when the block ends."""
+    server = ApiServer(bookmark_interval)
+    loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    thread = threading.Thread(
+        target=loop.run_until_complete, args=(server.serve(started.set, stop),), daemon=True
+    )
+    thread.start()
+    if not started.wait(10):
+        raise RuntimeError("the test API server did not start within 10 s")
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
