@@ -1,0 +1,93 @@
+"""`ullage-engine`: serves one model until it is told to stop."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from ullage_engine.config import ConfigError, EngineConfig, read_config
+from ullage_engine.core.worker_env import worker_env
+from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
+from ullage_engine.server.ipc import EndpointError
+from ullage_engine.server.policy import RestartPolicy
+from ullage_engine.server.supervisor import GaveUpError
+from ullage_rpc import logs
+
+EXAMPLES = """\
+examples:
+  ullage-engine --config engine.yaml
+  ullage-engine --config engine.yaml --grpc-port 9100 --metrics-port 9190
+  grpcurl -plaintext localhost:9000 ullage.headroom.v1.HeadroomService/GetHeadroom
+
+SIGINT or SIGTERM lets running requests end; a second one does not wait for them.
+exit status: 0 stopped, 1 workers kept dying, 2 wrong configuration or model
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the engine; the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = _config(options)
+        logs.configure(config.server.log_level)
+        uvloop.run(_serve(config, options.config))
+    except (ConfigError, AppError, EndpointError) as error:
+        return _fail(str(error), 2)
+    except GaveUpError as error:
+        return _fail(str(error), 1)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ullage-engine",
+        description="Serve one model over gRPC within a fixed memory budget.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="configuration file, YAML")
+    parser.add_argument("--grpc-port", type=int, help="instead of server.grpc_port")
+    parser.add_argument("--metrics-port", type=int, help="instead of server.metrics_port")
+    parser.add_argument("--version", action="version", version=f"ullage {version('ullage')}")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> EngineConfig:
+    config = read_config(options.config)
+    given = {"grpc_port": options.grpc_port, "metrics_port": options.metrics_port}
+    changes = {name: port for name, port in given.items() if port is not None}
+    server = msgspec.structs.replace(config.server, **changes)
+    return msgspec.structs.replace(config, server=server)
+
+
+async def _serve(config: EngineConfig, config_path: Path) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await EngineApp(config, _launch(config, config_path), RestartPolicy()).run(stop, hurry)
+
+
+def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
+    threads = config.server.threads or len(os.sched_getaffinity(0))
+    base = [sys.executable, "-m", "ullage_engine.core.worker", "--config", str(config_path)]
+    return WorkerLaunch(
+        command=lambda endpoint: [*base, "--endpoint", endpoint],
+        environment=worker_env(threads),
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,225 @@
+"""The server process put together: what is started in which order, and how it ends.
+
+gRPC and metrics are up before the model is found, so that probes and people see a process that
+loads and not one that is absent.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_engine.config import EngineConfig
+from ullage_engine.detokenizer import TokenBytes, UnsupportedDecoder
+from ullage_engine.server.admin import AdminService
+from ullage_engine.server.board import Board
+from ullage_engine.server.headroom import HeadroomService
+from ullage_engine.server.journal import Journal
+from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.policy import RestartPolicy
+from ullage_engine.server.service import InferenceService, Language
+from ullage_engine.server.supervisor import GaveUpError, StartError, Supervisor, WorkerCommand
+from ullage_engine.tokenizer import TokenizerError, load_tokenizer
+from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.source import resolve_source
+from ullage_rpc.channels import new_server
+from ullage_rpc.chat import ChatTemplate, ChatTemplateError
+from ullage_rpc.errors import ServiceError
+from ullage_rpc.health import Health
+from ullage_rpc.metrics import serve_metrics
+
+log = logging.getLogger("ullage.engine")
+
+_SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    headroom_pb2.DESCRIPTOR.services_by_name["HeadroomService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+# Ended requests have this long to send their last message.
+_LAST_MESSAGES_S = 1.0
+
+
+class AppError(Exception):
+    """The server cannot start: configuration or model; one line."""
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """How this engine's worker is started."""
+
+    command: WorkerCommand
+    environment: Mapping[str, str]
+
+
+class EngineApp:
+    """One engine: services, supervisor and health; made, run once, and gone."""
+
+    def __init__(self, config: EngineConfig, launch: WorkerLaunch, policy: RestartPolicy) -> None:
+        self._config = config
+        self._board = Board()
+        self._journal = Journal()
+        self._health = Health()
+        self._metrics = EngineMetrics(config.model.name)
+        self._supervisor = Supervisor(
+            command=launch.command,
+            environment=launch.environment,
+            run_dir=Path(config.server.run_dir),
+            board=self._board,
+            journal=self._journal,
+            metrics=self._metrics,
+            policy=policy,
+        )
+        self._inference = InferenceService(
+            config, self._board, self._journal, self._supervisor, self._metrics
+        )
+        self.port = 0
+        """Of gRPC, once `run` has bound it."""
+        self.listening = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        """Serves until `stop`, then drains; `hurry` cuts the draining short.
+
+        Raises:
+            AppError: the configuration or the model cannot be served.
+            GaveUpError: workers keep dying.
+        """
+        async with self._listening():
+            self._inference.speak(await self._load_language())
+            supervising = asyncio.create_task(self._supervisor.run())
+            following = asyncio.create_task(self._follow_readiness())
+            try:
+                await _first_of(stop.wait(), supervising)
+                if not supervising.done():
+                    await self._drain(hurry)
+            finally:
+                following.cancel()
+                await self._health.set_ready(False)
+                await self._supervisor.stop()
+                await self._end(supervising)
+
+    async def _end(self, supervising: asyncio.Task[None]) -> None:
+        """Every open request gets its answer before the sockets close."""
+        try:
+            await supervising
+        except StartError as error:
+            raise AppError(str(error)) from error
+        except GaveUpError as error:
+            lost = _engine_lost(str(error))
+            self._journal.end_all(lambda entry: entry.fail(lost))
+            raise
+        finally:
+            await self._journal.emptied(_LAST_MESSAGES_S)
+
+    async def _drain(self, hurry: asyncio.Event) -> None:
+        """Takes nothing new and lets the open requests end, up to the time one may take."""
+        await self._health.set_ready(False)
+        self._board.drain()
+        log.info("draining", extra={"open_requests": len(self._journal)})
+        await _first_of(hurry.wait(), self._journal.emptied(self._config.limits.request_timeout))
+        self._journal.end_all(lambda entry: entry.end("cancelled"))
+        unanswered = await self._journal.emptied(_LAST_MESSAGES_S)
+        log.info("drained", extra={"unanswered_requests": unanswered})
+
+    @contextlib.asynccontextmanager
+    async def _listening(self) -> AsyncIterator[None]:
+        server = self._config.server
+        _make_run_dir(Path(server.run_dir))
+        grpc_server = new_server()
+        await self._health.attach(grpc_server, _SERVICES)
+        self._add_services(grpc_server)
+        stop_metrics = self._serve_metrics()
+        try:
+            self.port = _bind(grpc_server, server.host, server.grpc_port)
+            await grpc_server.start()
+            log.info("listening", extra={"host": server.host, "grpc_port": self.port})
+            self.listening.set()
+            yield
+        finally:
+            await grpc_server.stop(grace=_LAST_MESSAGES_S)
+            await asyncio.to_thread(stop_metrics)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        board, journal = self._board, self._journal
+        admin = AdminService(self._config, board, journal, self._supervisor)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
+        headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
+            HeadroomService(self._config, board), server
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+
+    def _serve_metrics(self) -> Callable[[], None]:
+        server = self._config.server
+        try:
+            return serve_metrics(self._metrics.registry, server.metrics_port, server.host)
+        except OSError as error:
+            address = f"{server.host}:{server.metrics_port}"
+            raise AppError(
+                f"server.metrics_port: cannot listen on {address} ({error.strerror}); "
+                "choose a free port"
+            ) from error
+
+    async def _load_language(self) -> Language:
+        source = self._config.model.source
+        try:
+            # Off the event loop: a large vocabulary takes seconds, a download minutes.
+            return await asyncio.to_thread(_load_language, source)
+        except (WeightsError, TokenizerError, UnsupportedDecoder, ChatTemplateError) as error:
+            raise AppError(str(error)) from error
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            ready = self._board.serving and not self._board.draining
+            await self._health.set_ready(ready)
+            await self._board.changed(within_s=60.0)
+
+
+def _load_language(source: str) -> Language:
+    tokenizer = load_tokenizer(resolve_source(source).path)
+    chat = None
+    if tokenizer.chat_template:
+        chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    return Language(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+
+
+def _make_run_dir(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AppError(
+            f"server.run_dir: cannot make {path} ({error.strerror}); name a writable directory"
+        ) from error
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise AppError(
+            f"server.grpc_port: cannot listen on {host}:{port}; choose a free port and own host"
+        )
+    return bound
+
+
+def _engine_lost(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", message, retry_after_s=5.0)
+
+
+async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
+    """Returns when one of them is done; tasks go on, bare coroutines are cancelled."""
+    given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
+    try:
+        await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future, is_kept in given.items():
+            if not is_kept:
+                future.cancel()

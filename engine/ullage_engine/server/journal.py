@@ -1,0 +1,190 @@
+"""The requests that are not finished: all that is needed to go on with them under a new worker.
+
+An entry holds the request as it was accepted (its seed too), every token received so far and what
+the client has not been sent yet. The unsent part is bounded by the request's max_tokens, and a
+client that reads slowly gets it in fewer, larger pieces.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from ullage_engine.core.request import EngineRequest
+from ullage_engine.detokenizer import Detokenizer, TokenBytes
+from ullage_engine.messages import TokenLogprobs, TokenOutput
+from ullage_engine.server.job import Job
+from ullage_rpc.errors import ServiceError
+
+Reason = Literal["stop", "length", "timeout", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended well."""
+
+    reason: Reason
+    stop_string: str = ""
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new for the client since the last update."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class Entry:
+    """One request, from its acceptance to its last message."""
+
+    def __init__(self, job: Job, token_bytes: TokenBytes) -> None:
+        self.job = job
+        self.output_ids: list[int] = []
+        self.finish: Finish | None = None
+        self.failure: ServiceError | None = None
+        self.submitted = False
+        """A worker has been sent it."""
+        self.resumes = 0
+        self.stalled_resumes = 0
+        """Resumes since the last token."""
+        self.accepted_at = time.monotonic()
+        self.last_token_at: float | None = None
+        self._preemptions_before = 0
+        self._preemptions_now = 0
+        self._detokenizer = Detokenizer(token_bytes, job.stop_strings)
+        self._update = Update()
+        self._news = asyncio.Event()
+
+    @property
+    def key(self) -> str:
+        """The worker's name for the request, unique in this process."""
+        return self.job.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    @property
+    def preemptions(self) -> int:
+        return self._preemptions_before + self._preemptions_now
+
+    def engine_request(self) -> EngineRequest:
+        """The request for a worker: the prompt and all output received so far."""
+        request = self.job.request
+        return msgspec.structs.replace(request, token_ids=request.token_ids + self.output_ids)
+
+    def resume(self) -> None:
+        """The worker is gone; the request goes to the next one."""
+        self.resumes += 1
+        self.stalled_resumes += 1
+        self._preemptions_before, self._preemptions_now = self.preemptions, 0
+
+    def take(self, output: TokenOutput) -> None:
+        """Takes what a step produced; a stop string may end the request before the worker does."""
+        self.stalled_resumes = 0
+        self._preemptions_now = output.num_preemptions
+        logprobs = output.logprobs or []
+        last = len(output.token_ids) - 1
+        for place, token_id in enumerate(output.token_ids):
+            self._update.logprobs.extend(logprobs[place : place + 1])
+            # The token that ends the answer is counted, but it is not text.
+            self._take_token(token_id, is_text=output.finish != "stop" or place < last)
+            if self.is_over:
+                return
+        if output.finish:
+            self.end(output.finish)
+        self._news.set()
+
+    def end(self, reason: Reason) -> None:
+        """Ends the request with the text so far; does nothing if it is over."""
+        if self.is_over:
+            return
+        piece = self._detokenizer.flush()
+        self._update.text += piece.text
+        if piece.stop_string:
+            self._finish(Finish("stop", piece.stop_string))
+        else:
+            self._finish(Finish(reason))
+
+    def fail(self, error: ServiceError) -> None:
+        """Ends the request with an error; does nothing if it is over."""
+        if not self.is_over:
+            self.failure = error
+            self._news.set()
+
+    async def next_update(self) -> Update:
+        """Waits for news; the finish comes once, in the last update.
+
+        Raises:
+            ServiceError: the request failed.
+        """
+        await self._news.wait()
+        self._news.clear()
+        update, self._update = self._update, Update()
+        if self.failure is not None:
+            raise self.failure
+        update.finish = self.finish
+        return update
+
+    def _take_token(self, token_id: int, is_text: bool) -> None:
+        self.output_ids.append(token_id)
+        self._update.token_ids.append(token_id)
+        if not is_text:
+            return
+        piece = self._detokenizer.push(token_id)
+        self._update.text += piece.text
+        if piece.stop_string:
+            self._finish(Finish("stop", piece.stop_string))
+
+    def _finish(self, finish: Finish) -> None:
+        self.finish = finish
+        self._news.set()
+
+
+class Journal:
+    """All open entries, oldest first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        self._empty.clear()
+
+    def close(self, entry: Entry) -> None:
+        """Forgets an entry: its client has been told everything, or is gone."""
+        self._entries.pop(entry.key, None)
+        if not self._entries:
+            self._empty.set()
+
+    def get(self, key: str) -> Entry | None:
+        """An open entry; None when it is closed, as after a cancel that crossed its tokens."""
+        return self._entries.get(key)
+
+    def unfinished(self) -> list[Entry]:
+        """Entries that still need a worker, oldest first."""
+        return [entry for entry in self._entries.values() if not entry.is_over]
+
+    def end_all(self, end: Callable[[Entry], None]) -> None:
+        for entry in self.unfinished():
+            end(entry)
+
+    async def emptied(self, within_s: float) -> int:
+        """Waits until no entry is open; how many are when the time is up."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+        return len(self._entries)

@@ -1,0 +1,222 @@
+"""InferenceService: one Generate call from validation to its last message."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc as rpc
+from ullage_engine.config import EngineConfig
+from ullage_engine.detokenizer import TokenBytes
+from ullage_engine.memory import predictor
+from ullage_engine.server import answers
+from ullage_engine.server.board import Board
+from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
+from ullage_engine.server.journal import Entry, Finish, Journal, Update
+from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.supervisor import Supervisor
+from ullage_engine.tokenizer import ModelTokenizer
+from ullage_rpc.chat import ChatTemplate, ChatTemplateError
+from ullage_rpc.errors import ServiceError, abort, invalid
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# A client's own deadline is met with this much to spare, so that the partial answer arrives.
+DEADLINE_MARGIN_S = 0.1
+# Tokenising takes about 1 ms per 10 kB; longer texts leave the event loop.
+LONG_TEXT_CHARACTERS = 20_000
+RETRY_AFTER_LOADING_S = 2.0
+MAX_OPEN_REQUESTS = 1024
+
+
+@dataclass(frozen=True)
+class Language:
+    """How the served model reads and writes."""
+
+    tokenizer: ModelTokenizer
+    token_bytes: TokenBytes
+    chat: ChatTemplate | None
+    """None: the model has no chat template."""
+
+
+class InferenceService(rpc.InferenceServiceServicer):
+    """Accepts requests into the journal and streams what the worker makes of them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        board: Board,
+        journal: Journal,
+        supervisor: Supervisor,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._config = config
+        self._board = board
+        self._journal = journal
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._keys = itertools.count(1)
+        self._language: Language | None = None
+
+    def speak(self, language: Language) -> None:
+        """The tokenizer is loaded; until then nothing is accepted."""
+        self._language = language
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: Context
+    ) -> pb.GetModelResponse:
+        try:
+            check_model(request.model, self._config.model.name)
+            return answers.model_response(
+                self._config.model.name, self._loaded().tokenizer, self._board
+            )
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        try:
+            language = self._accepting()
+            job = await self._job(request, language)
+        except ServiceError as error:
+            self._metrics.refused(error.reason)
+            await abort(context, error)
+        entry = Entry(job, language.token_bytes)
+        outcome = "cancelled"
+        self._journal.open(entry)
+        self._supervisor.submit(entry)
+        try:
+            finish = await self._stream(entry, language, context)
+            outcome = finish.reason
+        except ServiceError as error:
+            outcome = error.reason
+            await abort(context, error)
+        finally:
+            self._close(entry, outcome)
+
+    def _close(self, entry: Entry, outcome: str) -> None:
+        if not entry.is_over:  # the client went away
+            entry.end("cancelled")
+            self._supervisor.cancel(entry)
+        self._journal.close(entry)
+        self._metrics.ended(entry, outcome)
+
+    def _loaded(self) -> Language:
+        if self._language is None or self._board.ready is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NO_ENGINE",
+                "the model is loading; come back",
+                retry_after_s=RETRY_AFTER_LOADING_S,
+            )
+        return self._language
+
+    def _accepting(self) -> Language:
+        if self._board.draining:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "DRAINING",
+                "this engine is stopping; use another",
+                retry_after_s=RETRY_AFTER_LOADING_S,
+            )
+        if len(self._journal) >= MAX_OPEN_REQUESTS:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "QUEUE_FULL",
+                f"{MAX_OPEN_REQUESTS} requests are open; come back",
+                retry_after_s=RETRY_AFTER_LOADING_S,
+            )
+        return self._loaded()
+
+    def _limits(self, language: Language) -> ModelLimits:
+        ready = self._board.ready
+        assert ready is not None
+        return ModelLimits(
+            name=self._config.model.name,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            eos_token_ids=language.tokenizer.eos_token_ids,
+        )
+
+    async def _job(self, request: pb.GenerateRequest, language: Language) -> Job:
+        limits = self._limits(language)
+        check_request(request, limits)
+        prompt_ids = await _prompt_ids(request, language)
+        key = f"{self._config.server.engine_id}-{self._board.epoch:x}-{next(self._keys)}"
+        return build_job(request, prompt_ids, key, limits, self._config.limits)
+
+    async def _stream(self, entry: Entry, language: Language, context: Context) -> Finish:
+        """Sends the whole answer; Accepted goes out with the first news, when admission is sure."""
+        deadline = asyncio.get_running_loop().time() + self._time_limit(context)
+        update = await self._next_update(entry, deadline)
+        if not update.token_ids and update.finish and update.finish.reason == "timeout":
+            raise _no_token_in_time()
+        await context.write(self._accepted(entry))
+        if entry.job.echo:
+            prompt = language.tokenizer.decode(entry.job.request.token_ids)
+            update.text = prompt + update.text
+        while True:
+            if update.token_ids or update.text:
+                await context.write(answers.delta(update, entry.job, language.token_bytes))
+            if update.finish:
+                await context.write(answers.finished(entry, update.finish, self._board))
+                return update.finish
+            update = await self._next_update(entry, deadline)
+
+    async def _next_update(self, entry: Entry, deadline: float) -> Update:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await entry.next_update()
+        except TimeoutError:
+            entry.end("timeout")
+            self._supervisor.cancel(entry)
+            return await entry.next_update()
+
+    def _time_limit(self, context: Context) -> float:
+        limit = self._config.limits.request_timeout
+        remaining = context.time_remaining()
+        return limit if remaining is None else min(limit, remaining - DEADLINE_MARGIN_S)
+
+    def _accepted(self, entry: Entry) -> pb.GenerateResponse:
+        ready, state = self._board.ready, self._board.state
+        assert ready is not None and state is not None
+        request = entry.job.request
+        num_tokens = predictor.expected_length(
+            request, state.expected_output_tokens, ready.max_model_len
+        )
+        charged = predictor.sequence_bytes(ready.profile, num_tokens)
+        return answers.accepted(entry.job, self._config.server.engine_id, charged)
+
+
+async def _prompt_ids(request: pb.GenerateRequest, language: Language) -> list[int]:
+    if request.WhichOneof("input") == "token_ids":
+        return list(request.token_ids.ids)
+    if request.WhichOneof("input") == "text":
+        encode, text = language.tokenizer.encode_text, request.text
+    else:
+        encode, text = language.tokenizer.encode_rendered, _render(request.messages, language)
+    if len(text) < LONG_TEXT_CHARACTERS:
+        return encode(text)
+    return await asyncio.to_thread(encode, text)
+
+
+def _render(messages: pb.Messages, language: Language) -> str:
+    if language.chat is None:
+        raise invalid("messages", "the model has no chat template; send text or token_ids")
+    turns = [{"role": turn.role, "content": turn.content} for turn in messages.messages]
+    try:
+        return language.chat.render(turns)
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error)) from error
+
+
+def _no_token_in_time() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "DEADLINE",
+        "no token was produced within the time limit; allow more time or send less",
+    )

