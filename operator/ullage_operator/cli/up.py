@@ -1,0 +1,183 @@
+"""`ullage up`: serve a manifest on this machine until Ctrl-C."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ullage_operator.cli.manifest import read_service
+from ullage_operator.errors import LocalFailure
+from ullage_operator.local.plan import LocalPlan, plan_local
+from ullage_operator.local.ports import LOOPBACK, PortBusy
+from ullage_operator.local.process import PodFailed, PodProcess
+from ullage_operator.local.runtime import LocalRuntime, write_files
+from ullage_operator.local.view import StartView
+
+HELP = """examples:
+  ullage up -f examples/smollm2.yaml
+  ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
+  ullage up -f service.yaml --run-dir ./run                    (keeps configuration and logs)
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "up",
+        help="serve a manifest on this machine until Ctrl-C",
+        description="Serves an LLMService on this machine: the operator's own plan, as processes.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
+    parser.add_argument("--http-port", type=port, default=8000, help="OpenAI HTTP (8000)")
+    parser.add_argument("--grpc-port", type=port, default=9000, help="gRPC (9000)")
+    parser.add_argument("--run-dir", type=Path, help="configuration and logs, kept afterwards")
+    parser.add_argument("--state-file", type=Path, help="also write state.json here when ready")
+    parser.add_argument("--verbose", action="store_true", help="log at debug level")
+    parser.set_defaults(run=run)
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 means any."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    service = read_service(options.file)
+    with run_directory(options.run_dir) as run_dir:
+        try:
+            plan = plan_local(
+                service,
+                run_dir,
+                http_port=options.http_port,
+                grpc_port=options.grpc_port,
+                log_level="debug" if options.verbose else "info",
+            )
+        except PortBusy as error:
+            raise LocalFailure(str(error)) from error
+        write_files(plan.files)
+        asyncio.run(serve(plan, run_dir, options.state_file))
+    return 0
+
+
+@contextlib.contextmanager
+def run_directory(chosen: Path | None) -> Iterator[Path]:
+    """The chosen folder, which is kept, or a fresh one that is removed at the end."""
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        yield chosen.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="ullage-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
+    """Runs the plan until SIGINT or SIGTERM.
+
+    Raises:
+        LocalFailure: a pod can never work; everything is stopped by then.
+    """
+    console = Console(highlight=False)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    view = StartView([pod.name for pod in plan.pods], console)
+    runtime = LocalRuntime(plan.pods, run_dir, view.update)
+    async with runtime.running() as followed:
+        with view:
+            ready = asyncio.create_task(runtime.ready())
+            await first_of(followed, ready, stop)
+        if ready.done() and not stop.is_set():
+            announce(plan, runtime, run_dir, state_file, console, view.seconds)
+            await first_of(followed, None, stop)
+        ready.cancel()
+        console.print("stopping ...")
+
+
+async def first_of(
+    followed: "asyncio.Task[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
+) -> None:
+    """Returns when one of them is done; a failed pod is raised."""
+    stopped = asyncio.create_task(stop.wait())
+    waited: set[asyncio.Task[Any]] = {followed, stopped} | ({ready} if ready else set())
+    done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    try:
+        for task in done - {stopped}:
+            task.result()
+    except PodFailed as error:
+        raise LocalFailure(str(error)) from error
+
+
+def announce(
+    plan: LocalPlan,
+    runtime: LocalRuntime,
+    run_dir: Path,
+    state_file: Path | None,
+    console: Console,
+    seconds: float,
+) -> None:
+    state = service_state(plan, runtime.processes, run_dir)
+    for path in (run_dir / "state.json", state_file):
+        if path:
+            write_atomically(path, json.dumps(state, indent=2))
+    url, model = state["http_url"], state["model"]
+    console.print(f"ready in {seconds:.1f} s: {model}")
+    console.print(f"  HTTP     {url}/v1", soft_wrap=True)
+    console.print(f"  gRPC     {state['grpc_target']}")
+    console.print(f"  stats    {url}/stats")
+    console.print(f"  metrics  {state['metrics_url']}")
+    console.print(f"  logs     {run_dir}", soft_wrap=True)
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print(f"try: {command}", soft_wrap=True, markup=False)
+    console.print("Ctrl-C stops it.")
+
+
+def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -> dict[str, Any]:
+    """What scripts need to know of a running service."""
+    router = next(p for p in processes if "http" in p.pod.ports)
+    engines = [p for p in processes if p is not router]
+    return {
+        "model": plan.model,
+        "run_dir": str(run_dir),
+        "http_url": address("http://", router.pod.ports, "http"),
+        "grpc_target": address("", router.pod.ports, "grpc"),
+        "metrics_url": address("http://", router.pod.ports, "metrics") + "/metrics",
+        "router": {"pid": router.pid},
+        "engines": [
+            {
+                "id": engine.pod.name,
+                "workload": engine.pod.owner,
+                "pid": engine.pid,
+                "grpc_target": address("", engine.pod.ports, "grpc"),
+                "metrics_url": address("http://", engine.pod.ports, "metrics") + "/metrics",
+            }
+            for engine in engines
+        ],
+    }
+
+
+def address(scheme: str, ports: Mapping[str, int], name: str) -> str:
+    return f"{scheme}{LOOPBACK}:{ports[name]}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whoever waits for the file never reads half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
