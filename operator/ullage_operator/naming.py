@@ -1,0 +1,74 @@
+"""Names, labels and keys: the only place that spells them."""
+
+from collections.abc import Mapping
+
+GROUP = "serving.ullage.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LLMService"
+PLURAL = "llmservices"
+
+FIELD_MANAGER = "ullage-operator"
+CONFIG_HASH = f"{GROUP}/config-hash"
+"""Pod annotation; a changed configuration changes it, and so rolls the pods."""
+POOL_LABEL = f"{GROUP}/pool"
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+
+HTTP_PORT = 8000
+GRPC_PORT = 9000
+METRICS_PORT = 9090
+
+RUN_DIR = "/run/ullage"
+CONFIG_DIR = "/etc/ullage"
+CACHE_DIR = "/var/cache/ullage"
+CLAIM_ROOT = "/models"
+"""Where the claim of a `pvc://` source is mounted; the engine looks there."""
+
+ENGINE_CONFIG = "engine.yaml"
+ROUTER_CONFIG = "router.yaml"
+
+ROUTER = "router"
+ENGINE = "engine"
+
+
+def router_name(service: str) -> str:
+    """The router's Deployment, Service, ConfigMap, ServiceAccount and policies."""
+    return f"{service}-router"
+
+
+def pool_name(service: str, pool: str) -> str:
+    """A pool's StatefulSet, headless Service, ConfigMap and disruption budget."""
+    return f"{service}-{pool}"
+
+
+def engine_name(service: str) -> str:
+    """What all engine pods share: ServiceAccount, NetworkPolicy and PodMonitor."""
+    return f"{service}-engine"
+
+
+def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
+    """Labels that select the pods of a component; they never change."""
+    labels = {
+        "app.kubernetes.io/name": "ullage",
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/component": component,
+    }
+    return labels | ({POOL_LABEL: pool} if pool else {})
+
+
+def labels(service: str, component: str, version: str, pool: str | None = None) -> dict[str, str]:
+    """Labels of every object of a component."""
+    return selector(service, component, pool) | {
+        "app.kubernetes.io/version": version,
+        "app.kubernetes.io/part-of": "ullage",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+    }
+
+
+def owned_selector() -> str:
+    """Label selector of everything that the operator made."""
+    return f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
+
+
+def selector_text(match: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(match.items()))

@@ -1,0 +1,199 @@
+"""The CRD is the one source of the API: this module applies it as the API server does.
+
+Order of things: unknown fields are refused (as `kubectl apply` does), nulls are dropped, defaults
+are filled in, the structural schema is checked, and then the CEL rules.
+"""
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import celpy
+import jsonschema
+import yaml
+from celpy.adapter import json_to_cel
+
+import ullage_operator
+from ullage_operator.errors import Problem
+from ullage_operator.naming import API_VERSION, KIND
+
+Schema = Mapping[str, Any]
+CRD_FILE = "llmservices.serving.ullage.dev.yaml"
+
+# `metadata` belongs to Kubernetes; the CRD says no more of it than that it is an object.
+_TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
+_LISTED = 6
+
+
+def crd_path() -> Path:
+    """The CRD inside the installed package, or in the source tree of an editable install."""
+    package = Path(ullage_operator.__file__).parent
+    installed = package / "crds" / CRD_FILE
+    return installed if installed.exists() else package.parents[1] / "crds" / CRD_FILE
+
+
+def load_schema() -> Schema:
+    """The openAPIV3Schema of the stored version."""
+    crd = yaml.safe_load(crd_path().read_text(encoding="utf-8"))
+    schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """The manifest as the API server would store it, and everything wrong with it."""
+    problems = [*identity(manifest)]
+    if problems:
+        return {}, problems
+    stored = copy.deepcopy(dict(manifest))
+    problems += unknown_fields(schema, stored, "")
+    fill(schema, stored)
+    broken = [*structure(schema, stored)]
+    problems += broken
+    # Rules may read any field, so they only hold for values that the structure allows.
+    return stored, problems if broken else [*problems, *rules(schema, stored, "")]
+
+
+def identity(manifest: Any) -> Iterator[Problem]:
+    """Whether this is an LLMService at all."""
+    if not isinstance(manifest, dict):
+        yield Problem("", f"is not an object but {type(manifest).__name__}; write an {KIND}")
+        return
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if manifest.get(field) != wanted:
+            yield Problem(field, f"must be {wanted}, not {manifest.get(field)!r}")
+    metadata = manifest.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        yield Problem("metadata.name", "required field is missing; name the service")
+
+
+def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
+    """Fields that the schema does not know, with the nearest that it does."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
+    known = schema.get("properties")
+    if not isinstance(value, dict) or not known:
+        return
+    for name in value:
+        where = join(path, str(name))
+        if name in known:
+            yield from unknown_fields(known[name], value[name], where)
+        elif path or name not in _TOP_LEVEL:
+            yield Problem(where, f"unknown field; {suggestion(str(name), known)}")
+
+
+def suggestion(word: str, known: Mapping[str, Any]) -> str:
+    """`did you mean ...?`, or what there is to choose from."""
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {lower[near[0]]}?"
+    listed = sorted(known) if len(known) <= _LISTED else [*sorted(known)[:_LISTED], "..."]
+    return f"the fields here are {', '.join(listed)}"
+
+
+def fill(schema: Schema, value: Any) -> None:
+    """Drops nulls and fills in defaults, in place."""
+    if isinstance(value, list):
+        for item in value:
+            fill(schema.get("items", {}), item)
+    if not isinstance(value, dict):
+        return
+    for name, field in schema.get("properties", {}).items():
+        if name in value and value[name] is None:
+            del value[name]
+        if name not in value and "default" in field:
+            value[name] = copy.deepcopy(field["default"])
+        if name in value:
+            fill(field, value[name])
+
+
+def structure(schema: Schema, value: Any) -> Iterator[Problem]:
+    """What the structural schema refuses."""
+    validator = jsonschema.Draft4Validator(standard(schema))
+    for error in validator.iter_errors(value):
+        path = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path
+        ).lstrip(".")
+        yield explain(error, path)
+
+
+def standard(schema: Schema) -> dict[str, Any]:
+    """The same schema in plain JSON Schema, which knows nothing of int-or-string."""
+    result = dict(schema)
+    if schema.get("x-kubernetes-int-or-string"):
+        result["type"] = ["integer", "string"]
+    if "properties" in schema:
+        result["properties"] = {k: standard(v) for k, v in schema["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            result[key] = standard(schema[key])
+    return result
+
+
+def explain(error: jsonschema.ValidationError, path: str) -> Problem:
+    """One sentence for people: what, the value, what to do."""
+    schema = error.schema if isinstance(error.schema, dict) else {}
+    value: Any = error.instance
+    limit: Any = error.validator_value
+    match error.validator:
+        case "required":
+            missing = next(name for name in limit if name not in value)
+            meaning = schema["properties"][missing].get("description", "")
+            return Problem(join(path, missing), f"required field is missing. {meaning}".strip())
+        case "enum":
+            text = f"must be one of {', '.join(map(str, limit))}, not {value!r}"
+        case "type" | "pattern" if form := expected_form(schema):
+            text = f"must be {form}, not {value!r}"
+        case "type":
+            text = f"must be of type {limit}, not {value!r}"
+        case "pattern":
+            text = f"must match {limit}, not {value!r}"
+        case "minimum":
+            text = f"must be at least {limit}, not {value!r}"
+        case "maximum":
+            text = f"must be at most {limit}, not {value!r}"
+        case _:
+            text = error.message
+    return Problem(path, text)
+
+
+def expected_form(schema: Schema) -> str:
+    """How quantities and durations are written."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return (
+            "a quantity above 0 such as 512Mi or 2Gi"
+            if is_positive(schema)
+            else ("a quantity such as 512Mi, 2Gi or 0")
+        )
+    return "a duration such as 10s, 6ms or 1m30s" if "ms|us" in schema.get("pattern", "") else ""
+
+
+def is_positive(schema: Schema) -> bool:
+    return bool(schema.get("minimum", 0) > 0)
+
+
+def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
+    """What the CEL rules refuse."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if not holds(rule["rule"], value):
+            yield Problem(path + rule.get("fieldPath", ""), str(rule["message"]))
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from rules(schema.get("items", {}), item, f"{path}[{index}]")
+    if isinstance(value, dict):
+        for name, field in schema.get("properties", {}).items():
+            if name in value:
+                yield from rules(field, value[name], join(path, name))
+
+
+def holds(rule: str, value: Any) -> bool:
+    environment = celpy.Environment()
+    program = environment.program(environment.compile(rule))
+    return bool(program.evaluate({"self": json_to_cel(value)}))
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

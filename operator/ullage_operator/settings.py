@@ -1,0 +1,34 @@
+"""The operator's settings, read once from the environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+VERSION = version("ullage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the operator's own Deployment decides, the same for every service."""
+
+    engine_image: str = f"ghcr.io/ullage/engine:{VERSION}"
+    """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    router_image: str = f"ghcr.io/ullage/router:{VERSION}"
+    """ULLAGE_ROUTER_IMAGE: image of router pods."""
+    image_pull_policy: str = "IfNotPresent"
+    """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
+    namespace: str = "ullage-system"
+    """POD_NAMESPACE: where the operator runs; its pods may ask engines for their headroom."""
+    log_level: str = "info"
+    """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Settings":
+        names = {
+            "engine_image": "ULLAGE_ENGINE_IMAGE",
+            "router_image": "ULLAGE_ROUTER_IMAGE",
+            "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
+            "namespace": "POD_NAMESPACE",
+            "log_level": "ULLAGE_LOG_LEVEL",
+        }
+        return cls(**{field: environ[name] for field, name in names.items() if environ.get(name)})

@@ -1,0 +1,171 @@
+"""An LLMService as frozen values: bytes and seconds instead of quantities and durations.
+
+Every default comes from the CRD (`ullage_operator.schema`), so none is spelled here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ullage_operator import schema
+from ullage_operator.errors import InvalidManifest
+from ullage_operator.quantity import parse_bytes, parse_seconds
+
+LARGE = "large"
+_WORDS = {"kv": "KV", "e2e": "E2E"}
+
+
+def camel(name: str) -> str:
+    """`session_kv_limit` is `sessionKVLimit` in the API."""
+    first, *rest = name.split("_")
+    return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
+
+
+class Bytes(int):
+    """A quantity of bytes."""
+
+
+class Seconds(float):
+    """A duration."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, rename=camel):
+    """Base of all parts of a spec; field names are those of the API in snake case."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    source: str
+    name: str
+    dtype: str
+    quantization: str
+    max_model_len: int | None = None
+    deterministic: bool
+
+
+class Parallelism(Section, frozen=True, kw_only=True):
+    tensor: int
+    pipeline: int
+
+
+class Memory(Section, frozen=True, kw_only=True):
+    threshold: float
+    safety_reserve: Bytes
+    session_kv_limit: Bytes
+    max_kv: Bytes
+    device_bytes: Bytes | None = None
+
+
+class Pool(Section, frozen=True, kw_only=True):
+    replicas: int
+    gpus: int
+    parallelism: Parallelism
+    micro_batches: int
+    memory: Memory
+    """The service's memory with the pool's own fields over it."""
+    resources: dict[str, dict[str, int | str]] = {}
+    node_selector: dict[str, str] = {}
+    tolerations: list[dict[str, Any]] = []
+
+
+class Pools(Section, frozen=True, kw_only=True):
+    single: Pool
+    large: Pool | None = None
+
+    def items(self) -> list[tuple[str, Pool]]:
+        """Pools that exist, in order of preference."""
+        large = [] if self.large is None else [(LARGE, self.large)]
+        return [("single", self.single), *large]
+
+
+class Router(Section, frozen=True, kw_only=True):
+    replicas: int
+
+
+class Queue(Section, frozen=True, kw_only=True):
+    max_requests: int
+    timeout: Seconds
+
+
+class Routing(Section, frozen=True, kw_only=True):
+    large_request_tokens: int
+    large_request_kv: Bytes
+    ladder: tuple[str, ...]
+    queue: Queue
+
+
+class Batching(Section, frozen=True, kw_only=True):
+    prefill_window: Seconds
+    decode_window: Seconds
+    decode_max_batch_tokens: int
+    prefill_chunk_tokens: int
+    max_sequences: int
+
+
+class Limits(Section, frozen=True, kw_only=True):
+    max_output_tokens: int
+    request_timeout: Seconds
+
+
+class SLO(Section, frozen=True, kw_only=True):
+    ttft_p95: Seconds
+    e2e_p95: Seconds
+    error_rate: float
+
+
+class Spec(Section, frozen=True, kw_only=True):
+    model: Model
+    device: str
+    image: str | None = None
+    allow_fault_injection: bool
+    router: Router
+    pools: Pools
+    memory: Memory
+    routing: Routing
+    batching: Batching
+    limits: Limits
+    slo: SLO
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLMService."""
+
+    name: str
+    namespace: str
+    uid: str
+    """Empty outside Kubernetes."""
+    generation: int
+    spec: Spec
+
+
+def parse(manifest: Any, default_namespace: str = "default") -> Service:
+    """The service that a manifest describes.
+
+    Raises:
+        InvalidManifest: the API server would refuse it, or an unknown field was written.
+    """
+    stored, problems = schema.complete(schema.load_schema(), manifest)
+    if problems:
+        raise InvalidManifest(problems)
+    metadata = stored["metadata"]
+    return Service(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", default_namespace),
+        uid=metadata.get("uid", ""),
+        generation=metadata.get("generation", 1),
+        spec=msgspec.convert(with_pool_memory(stored["spec"]), Spec, dec_hook=decode),
+    )
+
+
+def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec with every pool's memory complete."""
+    pools = {
+        name: pool | {"memory": spec["memory"] | pool.get("memory", {})}
+        for name, pool in spec["pools"].items()
+    }
+    return {**spec, "pools": pools}
+
+
+def decode(kind: type[Any], value: Any) -> Any:
+    """Turns the API's text into bytes and seconds."""
+    return Bytes(parse_bytes(value)) if kind is Bytes else Seconds(parse_seconds(value))
