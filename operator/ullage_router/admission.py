@@ -222,11 +222,11 @@ class _Climb:
 
     def _action(self, run: Run) -> str:
         """The furthest step that was taken, for the one word that headers have room for."""
-        if run.action != "accept":
-            return run.action if not (run.action == "shrink" and self._ticket) else "queue"
+        if run.action == "route4":
+            return "route4"
         if self._ticket:
             return "queue"
-        return "shrink" if self._record.degraded and self._wish.prompt.is_spent else "accept"
+        return "shrink" if self._record.degraded else "accept"
 
     async def _shrink(self, decision: ShrinkContext) -> None:
         self._record.action, self._record.reason = "shrink", decision.reason
@@ -259,6 +259,7 @@ class _Climb:
     def _refusal(self, refuse: Refuse) -> ServiceError:
         record = self._record
         record.action, record.reason = "reject", refuse.reason
+        record.route = route_of(refuse.pool)
         record.prompt_tokens = len(self._wish.prompt.token_ids)
         if refuse.demand:
             record.predict(refuse.demand)

@@ -147,6 +147,8 @@ class Refuse:
     demand: Demand | None = None
     available: int = 0
     retry_after_s: int | None = None
+    pool: str = ""
+    """Where it would have run; empty when there is no such pool."""
 
 
 Decision = Run | ShrinkContext | Wait | Refuse
@@ -266,7 +268,8 @@ class _Ladder:
         )
         needed = demand.total + self.facts.ahead.get(self.home, 0)
         retry = min(retry_after(e, needed) for e in engines)
-        return Refuse("busy", reason, _busy(reason, demand, available), demand, available, retry)
+        message = _busy(reason, demand, available, retry)
+        return Refuse("busy", reason, message, demand, available, retry, self.home)
 
     def _unavailable(self) -> Refuse:
         return Refuse(
@@ -274,10 +277,12 @@ class _Ladder:
             "NO_ENGINE",
             f"no engine of pool {self.home} is ready; retry when one is",
             retry_after_s=UNKNOWN_RETRY_AFTER_S,
+            pool=self.home,
         )
 
     def _run(self, engine: EngineView, max_tokens: int, reason: str) -> Run:
-        action: Action = "shrink" if max_tokens < self.facts.max_tokens else "accept"
+        is_short = max_tokens < min(self.facts.max_tokens, _room(self.facts, engine))
+        action: Action = "shrink" if is_short else "accept"
         if engine.pool != self.policy.pools[0]:
             action = "route4"
         demand = predict(
@@ -373,9 +378,12 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
     return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
 
 
-def _busy(reason: str, demand: Demand, available: int) -> str:
-    what = f"the request needs {demand.total} bytes of KV and {max(0, available)} are available"
-    return {
-        "QUEUE_FULL": f"{what}, and the queue is full; retry after Retry-After",
-        "QUEUE_TIMEOUT": f"{what} after the longest wait; retry after Retry-After",
-    }.get(reason, f"{what}; retry after Retry-After")
+def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
+    why = {
+        "QUEUE_FULL": ", and the queue is full",
+        "QUEUE_TIMEOUT": " after the longest wait",
+    }.get(reason, "")
+    return (
+        f"the request needs {demand.total} bytes of KV and {max(0, available)} are available{why}; "
+        f"retry in {retry_s} s"
+    )

@@ -60,3 +60,100 @@ def test_the_stream_is_events_that_end_with_done(start_service: "StartService") 
             assert all("usage" not in json.loads(event[6:]) for event in events[:-1])
 
     asyncio.run(scenario())
+
+
+def test_parts_and_developer_role(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            answer = await service.openai.chat.completions.create(
+                model="tiny",
+                messages=[
+                    {"role": "developer", "content": "Be brief."},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    },
+                ],
+                extra_body={"return_token_ids": True},
+            )
+            prompt = "<system>Be brief.\n<user>ab\n<assistant>"
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert len(answer.model_extra["prompt_token_ids"]) == len(prompt)
+            assert answer.choices[0].model_extra["token_ids"] == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_logprobs(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            ask = {"messages": [{"role": "user", "content": "Hi"}], "model": "tiny"}
+            answer = await service.openai.chat.completions.create(
+                **ask, logprobs=True, top_logprobs=2
+            )
+            content = answer.choices[0].logprobs.content
+            assert [entry.token for entry in content] == ["Hello", " big", " world"]
+            assert [top.token for top in content[0].top_logprobs] == ["t0", "t1"]
+            assert content[0].bytes == list(b"Hello")
+            stream = await service.openai.chat.completions.create(**ask, logprobs=True, stream=True)
+            entries = [
+                entry
+                async for chunk in stream
+                if chunk.choices[0].logprobs
+                for entry in chunk.choices[0].logprobs.content
+            ]
+            assert [entry.token for entry in entries] == ["Hello", " big", " world"]
+
+    asyncio.run(scenario())
+
+
+def test_every_parameter_reaches_the_engine(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+            answer = await service.http.post(
+                "/v1/chat/completions",
+                headers={"traceparent": trace, "x-session-id": "s1", "x-request-id": "mine"},
+                json={
+                    "messages": [{"role": "user", "content": "Hi"}],
+                    "max_completion_tokens": 9,
+                    "temperature": 0.5,
+                    "top_p": 0.9,
+                    "top_k": -1,
+                    "min_p": 0.1,
+                    "repetition_penalty": 1.1,
+                    "presence_penalty": 0.5,
+                    "frequency_penalty": -0.5,
+                    "seed": -1,
+                    "stop": "END",
+                    "stop_token_ids": [3],
+                    "ignore_eos": True,
+                },
+            )
+            assert answer.headers["x-request-id"] == "mine"
+            assert answer.json()["id"] == "chatcmpl-mine"
+            sent = service.engine.requests[0]
+            assert sent.request_id == "mine"
+            assert sent.session_id == "s1"
+            assert service.engine.metadata[0]["traceparent"] == trace
+            sampling = sent.sampling
+            assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 2**64 - 1)
+            assert abs(sampling.top_p - 0.9) < 1e-6
+            assert abs(sampling.min_p - 0.1) < 1e-6
+            assert abs(sampling.repetition_penalty - 1.1) < 1e-6
+            assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+            assert sent.stop.max_tokens == 9
+            assert list(sent.stop.stop_strings) == ["END"]
+            assert list(sent.stop.stop_token_ids) == [3]
+            assert sent.stop.ignore_eos
+
+    asyncio.run(scenario())
+
+
+def test_long_prompts_are_tokenised_too(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(single=(1000,), max_model_len=16_000) as service:
+            answer = await service.chat("x" * 9000)
+            assert answer.json()["usage"]["prompt_tokens"] == 9000 + len("<user>\n<assistant>")
+
+    asyncio.run(scenario())

@@ -1,0 +1,231 @@
+"""Everything that is wrong with a request is said in OpenAI's envelope, naming the field."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    Service = Any
+    StartService = Any
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": HI, "max_tokens": -1}, "max_tokens"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HI, "max_tokens": 1.5}, "max_tokens"),
+    ({"messages": HI, "max_completion_tokens": -3}, "max_completion_tokens"),
+    ({"messages": HI, "temperature": "NaN"}, "temperature"),
+    ({"messages": HI, "temperature": -0.1}, "temperature"),
+    ({"messages": HI, "temperature": 2.5}, "temperature"),
+    ({"messages": HI, "temperature": True}, "temperature"),
+    ({"messages": HI, "top_p": 0}, "top_p"),
+    ({"messages": HI, "top_p": 1.1}, "top_p"),
+    ({"messages": HI, "min_p": -0.5}, "min_p"),
+    ({"messages": HI, "top_k": -2}, "top_k"),
+    ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
+    ({"messages": HI, "frequency_penalty": -3}, "frequency_penalty"),
+    ({"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
+    ({"messages": HI, "seed": "x"}, "seed"),
+    ({"messages": HI, "stop": 5}, "stop"),
+    ({"messages": HI, "stop": [""]}, "stop"),
+    ({"messages": HI, "stop": ["x"] * 17}, "stop"),
+    ({"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"messages": HI, "logprobs": 5}, "logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HI, "stream": "yes"}, "stream"),
+    ({"messages": HI, "n": 2}, "n"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": HI, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"messages": HI, "model": 5}, "model"),
+]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": [256]}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs"),
+    ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
+]
+
+BAD_BODIES: list[tuple[bytes, str]] = [
+    (b"", "body"),
+    (b"{", "body"),
+    (b"[]", "body"),
+    (b'"text"', "body"),
+    (b"\xff\xfe", "body"),
+    (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "body"),
+    (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', "body"),
+    (b'{"messages":[{"role":"user","content":"x"}],"temperature":Infinity}', "body"),
+    (b'{"messages":[{"role":"user","content":"x"}],"temperature":1e999}', "temperature"),
+    (b'{"messages":[{"role":"user","content":"\\ud800 and more text"}]}', ""),
+    (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    (b'{"messages":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body"),
+    (b'{"messages":[],"tools":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", "body"),
+]
+
+
+def refused(answer: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"].startswith("application/json")
+    assert answer.headers["x-request-id"]
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if param != "":
+        assert error["param"] == param, error
+    return error
+
+
+def test_wrong_fields(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            for path, cases in ((CHAT, BAD_CHATS), (COMPLETIONS, BAD_COMPLETIONS)):
+                for body, param in cases:
+                    error = refused(await service.http.post(path, json=body), 400, param)
+                    assert error["type"] == "invalid_request_error"
+                    assert param.split("[")[0] in error["message"]
+            assert service.engine.requests == []
+
+    asyncio.run(scenario())
+
+
+def test_wrong_bodies(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            for content, param in BAD_BODIES:
+                refused(await service.http.post(CHAT, content=content), 400, param)
+            assert (await service.chat()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])
+def test_a_huge_body_is_refused_unread(start_service: "StartService", is_chunked: bool) -> None:
+    sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1
+            yield b"x" * (1 << 20)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            headers = {} if is_chunked else {"content-length": str(100 << 20)}
+            answer = await service.http.post(CHAT, content=body(), headers=headers)
+            assert refused(answer, 413, "body")["code"] == "BODY_TOO_LARGE"
+            assert (await service.chat()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_declared_huge_body_is_answered_before_it_is_sent(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            reader, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
+            )
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_not_http_at_all(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            reader, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
+            writer.write(b"\x16\x03\x01 gibberish\r\n\r\n")
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+            assert (await service.chat()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_unknown_paths_methods_and_models(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            http = service.http
+            assert refused(await http.get("/v2"), 404, None)["code"] == "NOT_FOUND"
+            wrong_method = await http.get(CHAT)
+            assert refused(wrong_method, 405, None)["code"] == "METHOD_NOT_ALLOWED"
+            assert wrong_method.headers["allow"] == "POST"
+            answer = await service.chat(model="gpt-4")
+            assert refused(answer, 404, "model")["code"] == "MODEL_NOT_FOUND"
+            refused(await http.get("/v1/models/gpt-4"), 404, "model")
+            assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
+            listed = (await http.get("/v1/models")).json()
+            assert [model["id"] for model in listed["data"]] == ["tiny"]
+            assert listed["data"][0]["max_model_len"] == 2000
+
+    asyncio.run(scenario())
+
+
+def test_what_asks_for_nothing_is_ignored(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            neutral = {
+                "n": 1,
+                "tools": [],
+                "tool_choice": "auto",
+                "response_format": {"type": "text"},
+                "logit_bias": {},
+                "user": "someone",
+                "an_unknown_field": {"deep": [1, 2, {"x": None}]},
+                "temperature": None,
+                "stop": None,
+                "guided_json": None,
+                "skip_special_tokens": True,
+            }
+            answer = await service.chat(**neutral)
+            assert answer.status_code == 200, answer.text
+
+    asyncio.run(scenario())
+
+
+def test_errors_are_counted(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await service.chat(n=2)
+            await service.chat()
+            metrics = (await service.http.get("/metrics")).text
+            assert 'ullage_router_requests_total{code="400"} 1.0' in metrics
+            assert 'ullage_router_requests_total{code="200"} 1.0' in metrics
+            latest = (await service.stats())["latest"]
+            assert [entry["status"] for entry in latest] == [200, 400]
+            assert json.dumps(latest)
+
+    asyncio.run(scenario())
