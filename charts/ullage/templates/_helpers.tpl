@@ -1,0 +1,59 @@
+{{- define "ullage.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "ullage.fullname" -}}
+{{- $name := include "ullage.name" . -}}
+{{- $whole := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{ default $whole .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "ullage.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (ternary (include "ullage.fullname" .) "default" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- define "ullage.selector" -}}
+app.kubernetes.io/name: {{ include "ullage.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "ullage.labels" -}}
+{{ include "ullage.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: ullage
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "ullage.image" -}}
+{{ printf "%s:%s" .image.repository (.image.tag | default .chart.AppVersion) }}
+{{- end }}
+
+{{- /* What the operator does where it serves: derived from the kinds it makes, tested against them. */ -}}
+{{- define "ullage.rules" -}}
+- apiGroups: [serving.ullage.dev]
+  resources: [llmservices]
+  verbs: [get, list, watch]
+- apiGroups: [serving.ullage.dev]
+  resources: [llmservices/status]
+  verbs: [patch]
+- apiGroups: [serving.ullage.dev]
+  resources: [llmservices/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [configmaps, serviceaccounts, services]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [apps]
+  resources: [deployments, statefulsets]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [list, create, patch, delete]
+{{- end }}
