@@ -73,6 +73,7 @@ class FakeEngine(
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.cancelled: list[str] = []
+        self.active = 0
         self.max_model_len = max_model_len
         self.heartbeat_s = 0.2
         self.is_mute = False
@@ -163,6 +164,7 @@ class FakeEngine(
         self.metadata.append({k: str(v) for k, v in context.invocation_metadata()})
         if self.script.refuse:
             await abort(context, self.script.refuse)
+        self.active += 1
         try:
             yield inference_pb2.GenerateResponse(
                 accepted=inference_pb2.Accepted(
@@ -174,6 +176,8 @@ class FakeEngine(
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
+        finally:
+            self.active -= 1
 
     async def _tell(
         self, request: inference_pb2.GenerateRequest, context: Any

@@ -1,0 +1,67 @@
+"""Shorter conversations: cleansed first, oldest turns dropped next, the rest untouched."""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_router.compress import Turn, cleanse, compress, droppable
+
+
+def render(turns: Sequence[Turn]) -> list[int]:
+    return list("".join(f"<{t['role']}>{t['content']}" for t in turns).encode())
+
+
+def turn(role: str, content: str) -> Turn:
+    return {"role": role, "content": content}
+
+
+TALK = [
+    turn("system", "rules"),
+    turn("user", "one " * 10),
+    turn("assistant", "two " * 10),
+    turn("user", "three " * 10),
+    turn("assistant", "four " * 10),
+    turn("user", "last"),
+]
+
+
+def test_cleansing_keeps_what_means_something() -> None:
+    assert cleanse("a  \t b \r\n\r\n\n\n\nc\u200b") == "a b\n\nc"
+    assert cleanse("def f():\n    return  1") == "def f():\n    return 1"
+
+
+def test_cleansing_alone_may_do() -> None:
+    messy = [turn("user", "a" + " " * 50 + "b"), turn("user", "c")]
+    made = compress(messy, 30, render)
+    assert made.degraded == ("cleansed",)
+    assert [t["content"] for t in made.turns] == ["a b", "c"]
+
+
+def test_the_oldest_go_and_a_user_begins() -> None:
+    made = compress(TALK, 150, render)
+    assert made.degraded[-1] == "dropped_messages=2"
+    assert [t["role"] for t in made.turns] == ["system", "user", "assistant", "user"]
+    assert made.token_ids == render(made.turns)
+
+
+def test_system_and_last_stay() -> None:
+    made = compress(TALK, 1, render)
+    assert [t["content"] for t in made.turns] == ["rules", "last"]
+    assert droppable([turn("system", "s"), turn("user", "u")]) == []
+
+
+roles = st.sampled_from(("system", "user", "assistant"))
+talks = st.lists(st.builds(turn, roles, st.text(max_size=30)), min_size=2, max_size=12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(talks.filter(droppable), st.integers(0, 300))
+def test_promises(talk: list[Turn], budget: int) -> None:
+    made = compress(talk, budget, render)
+    assert made.token_ids == render(made.turns)
+    assert made.turns[-1]["content"] == cleanse(talk[-1]["content"])
+    systems = [t["role"] for t in talk].count("system")
+    assert [t["role"] for t in made.turns].count("system") == systems
+    shortest = compress(talk, 0, render)
+    assert len(made.token_ids) <= max(budget, len(shortest.token_ids))

@@ -1,0 +1,64 @@
+"""A configuration that cannot be used says so in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from ullage_router.config import ConfigError, RouterConfig, read_config
+
+GOOD = """
+model: smollm2-135m
+http: {host: 0.0.0.0, port: 8000}
+grpc: {host: 0.0.0.0, port: 9000}
+metrics: {host: 0.0.0.0, port: 9090}
+pools:
+  - {name: single, targets: ["smollm2-single:9000"]}
+  - {name: large, targets: ["smollm2-large:9000"]}
+routing:
+  large_request_tokens: 8000
+  large_request_kv: 6291456000
+  ladder: [shrinkContext, shrinkOutput, queue, route, reject]
+  queue: {max_requests: 256, timeout: 10.0}
+limits: {max_output_tokens: 4096, request_timeout: 30.0}
+memory: {threshold: 0.85, safety_reserve: 2147483648}
+log_level: info
+"""
+
+
+def read(tmp_path: Path, text: str) -> RouterConfig:
+    path = tmp_path / "router.yaml"
+    path.write_text(text)
+    return read_config(path)
+
+
+def test_a_good_one(tmp_path: Path) -> None:
+    config = read(tmp_path, GOOD)
+    assert [pool.name for pool in config.pools] == ["single", "large"]
+    assert config == read(tmp_path, "model: smollm2-135m\n" + GOOD[GOOD.index("pools") :])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("model: smollm2-135m", "model: ''", ["$.model"]),
+        ("port: 8000", "port: 80000", ["$.http.port", "65535"]),
+        ("timeout: 10.0", "timeout: 0", ["$.routing.queue.timeout"]),
+        ("threshold", "treshold", ["treshold"]),
+        ("queue, route", "queue, rout", ["rout", "$.routing.ladder"]),
+        ("queue, route", "queue, queue", ["twice"]),
+        ("name: large", "name: single", ["share a name"]),
+        ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
+        ("pools:", "pools: [", ["not YAML"]),
+    ],
+)
+def test_a_bad_one(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, GOOD.replace(old, new, 1))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--config"):
+        read_config(tmp_path / "none.yaml")

@@ -1,0 +1,118 @@
+"""The program: help, mistakes, and a stop that loses no request."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    StartService = Any
+
+COMMAND = [sys.executable, "-m", "ullage_router.main"]
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def write(tmp_path: Path, targets: list[str], http_port: int = 0) -> Path:
+    host = {"host": "127.0.0.1", "port": 0}
+    document = {
+        "model": "tiny",
+        "http": {**host, "port": http_port},
+        "grpc": host,
+        "metrics": host,
+        "pools": [{"name": "single", "targets": targets}],
+    }
+    path = tmp_path / "router-under-test.yaml"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_help_and_version() -> None:
+    helped = run("--help")
+    assert helped.returncode == 0
+    assert "examples:" in helped.stdout
+    assert run("--version").stdout.startswith("ullage-router ")
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    missing = run("--config", str(tmp_path / "none.yaml"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        occupied = run("--config", str(write(tmp_path, ["127.0.0.1:1"], port)))
+    for result in (missing, occupied):
+        assert result.returncode == 2
+        lines = [line for line in result.stderr.splitlines() if not line.startswith("{")]
+        assert len(lines) == 1
+        assert lines[0].startswith("error: ")
+    assert str(port) in occupied.stderr
+
+
+def test_a_stop_waits_for_answers(start_service: "StartService", tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            engine = service.engine
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                "--config",
+                str(write(tmp_path, [engine.address])),
+                stderr=subprocess.PIPE,
+            )
+            assert process.stderr
+            url = f"http://127.0.0.1:{(await listening(process.stderr))['http_port']}"
+            async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+                await ready(http)
+                engine.script.pause = asyncio.Event()
+                body = {"prompt": "x", "stream": True}
+                async with http.stream("POST", "/v1/completions", json=body) as answer:
+                    lines = answer.aiter_lines()
+                    assert "Hello" in await anext(lines)
+                    process.send_signal(signal.SIGTERM)
+                    await no_longer_listening(url)
+                    engine.script.pause.set()
+                    rest = [line async for line in lines if line]
+                    assert rest[-1] == "data: [DONE]"
+            _, log = await asyncio.wait_for(process.communicate(), 15)
+            assert process.returncode == 0, log.decode()
+            decided = [json.loads(line) for line in log.splitlines() if b'"decided"' in line]
+            assert decided[-1]["admission_action"] == "accept"
+            assert decided[-1]["route"] == "single"
+            assert decided[-1]["pred_kv_mb"] > 0
+            assert decided[-1]["request_id"]
+
+    asyncio.run(scenario())
+
+
+async def listening(stream: asyncio.StreamReader) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while True:
+            line = json.loads(await stream.readline())
+            if line["message"] == "listening":
+                return dict(line)
+
+
+async def ready(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if (await http.get("/readyz")).status_code == 200:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def no_longer_listening(url: str) -> None:
+    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as http:
+        while True:
+            try:
+                await http.get(f"{url}/healthz")
+            except httpx.ConnectError:
+                return
+            await asyncio.sleep(0.02)
