@@ -89,5 +89,10 @@ def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    line = " ".join(message.split())  # a YAML error spans several
+    print(f"error: {line}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

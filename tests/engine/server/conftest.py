@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-import grpc
 import pytest
 
 from ullage.admin.v1 import admin_pb2_grpc
@@ -60,14 +59,30 @@ class Answer:
 class Engine:
     """The running server and stubs of a client of it."""
 
-    def __init__(self, app: EngineApp, channel: grpc.aio.Channel) -> None:
-        self.app = app
-        self.channel = channel
-        self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
+    def __init__(self, app: EngineApp) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        self.running = asyncio.create_task(app.run(self.stop, self.hurry))
+        self._app = app
+
+    async def connect(self) -> None:
+        """Waits until the server listens; raises what it raises if it ends instead."""
+        listening = asyncio.create_task(self._app.listening.wait())
+        await asyncio.wait({self.running, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            listening.cancel()
+            await self.running
+        self.channel = channel = open_channel(f"127.0.0.1:{self._app.port}")
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.headroom = headroom_pb2_grpc.HeadroomServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+    async def end(self) -> None:
+        """Stops the server without waiting for its requests."""
+        await self.channel.close()
+        self.stop.set()
+        self.hurry.set()
+        async with asyncio.timeout(15):
+            await self.running
 
     async def generate(self, request: pb.GenerateRequest, **call: object) -> Answer:
         answer = Answer()
@@ -138,26 +153,14 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
     ) -> AsyncIterator[Engine]:
         command = [sys.executable, str(FAKE_WORKER), json.dumps(options)]
         launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
-        app = EngineApp(config, launch, policy)
-        stop, hurry = asyncio.Event(), asyncio.Event()
-        running = asyncio.create_task(app.run(stop, hurry))
-        listening = asyncio.create_task(app.listening.wait())
-        await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
-        listening.cancel()
-        if running.done():
-            await running
-        async with open_channel(f"127.0.0.1:{app.port}") as channel:
-            engine = Engine(app, channel)
-            engine.stop, engine.hurry = stop, hurry
-            try:
-                if ready:
-                    await engine.until(lambda state: state.ready)
-                yield engine
-            finally:
-                stop.set()
-                hurry.set()
-                async with asyncio.timeout(15):
-                    await running
+        engine = Engine(EngineApp(config, launch, policy))
+        await engine.connect()
+        try:
+            if ready:
+                await engine.until(lambda state: state.ready)
+            yield engine
+        finally:
+            await engine.end()
         assert not _children()
 
     return start
