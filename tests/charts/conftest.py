@@ -1,0 +1,46 @@
+"""Fixtures: helm, and what it renders."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CHART = Path(__file__).parents[2] / "charts" / "ullage"
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs helm; found through ULLAGE_HELM, beside python, or on PATH."""
+    beside = Path(sys.prefix, "bin", "helm")
+    binary = os.environ.get("ULLAGE_HELM") or (str(beside) if beside.exists() else None)
+    binary = binary or shutil.which("helm")
+    if binary is None:
+        pytest.skip("no helm: run tests/charts/get_helm.py, or set ULLAGE_HELM")
+    home = tmp_path_factory.mktemp("helm")
+    places = {f"HELM_{name}_HOME": str(home) for name in ("CACHE", "CONFIG", "DATA")}
+
+    def run(*args: str) -> subprocess.CompletedProcess:
+        command = [binary, *args]
+        environment = os.environ | places
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def render(helm: Callable[..., subprocess.CompletedProcess]) -> Callable[..., list[dict[str, Any]]]:
+    """render("key=value", ...): the chart's objects with these values set."""
+
+    def objects(*values: str) -> list[dict[str, Any]]:
+        sets = [part for value in values for part in ("--set", value)]
+        done = helm("template", "release", str(CHART), "--namespace", "ullage-system", *sets)
+        assert done.returncode == 0, done.stderr
+        return [obj for obj in yaml.safe_load_all(done.stdout) if obj]
+
+    return objects

@@ -1,0 +1,120 @@
+"""The chart: lints, renders valid objects, refuses typos, and grants no more than is used."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+with warnings.catch_warnings():
+    # The library still reads its schemas through pkg_resources-like means that warn on import.
+    warnings.simplefilter("ignore")
+    import kubernetes_validate
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "ullage"
+VALUE_SETS = [
+    (),
+    ("crds.enabled=false",),
+    ("watch.namespaces={a,b}",),
+    ("podMonitor.enabled=true", "podMonitor.additionalLabels.release=prometheus"),
+    ("serviceAccount.create=false", "serviceAccount.name=mine", "rbac.create=false"),
+    ("fullnameOverride=other", "image.tag=v1", "imagePullSecrets[0].name=registry"),
+    ("podLabels.team=x", "podAnnotations.note=y", "nodeSelector.disk=ssd", "priorityClassName=p"),
+]
+
+
+def by_kind(objects, kind):
+    return [obj for obj in objects if obj["kind"] == kind]
+
+
+def rules(objects):
+    """(group, resource) -> verbs of the one role in the objects."""
+    (role, *_) = by_kind(objects, "ClusterRole") or by_kind(objects, "Role")
+    return {
+        (group, resource): set(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+
+def test_lint(helm):
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("values", VALUE_SETS)
+def test_rendered_objects_are_valid(render, values):
+    objects = render(*values)
+    assert by_kind(objects, "Deployment")
+    for obj in objects:
+        if obj["apiVersion"].startswith("monitoring.coreos.com"):
+            assert obj["metadata"]["labels"]["release"] == "prometheus"
+        else:
+            kubernetes_validate.validate(obj, "1.35", strict=True)
+
+
+def test_the_crd_comes_out_as_it_is_in_the_repository(render):
+    (crd,) = by_kind(render(), "CustomResourceDefinition")
+    source = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
+    assert crd == yaml.safe_load(source.read_text())
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert by_kind(render("crds.enabled=false"), "CustomResourceDefinition") == []
+
+
+@pytest.mark.parametrize(
+    "value", ["nonsense=1", "image.tga=x", "logLevel=loud", "watch.namespaces={A_B}"]
+)
+def test_a_typo_in_the_values_is_an_error(helm, value):
+    done = helm("template", "release", str(CHART), "--set", value)
+    assert done.returncode != 0 and "values" in done.stderr
+
+
+def test_every_value_is_commented_and_in_the_schema():
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    for name in yaml.safe_load("\n".join(lines)):
+        assert name in schema["properties"], name
+        at = lines.index(next(line for line in lines if line.startswith(f"{name}:")))
+        is_group = "properties" in schema["properties"][name] and name != "resources"
+        below = lines[at + 1].strip() if at + 1 < len(lines) else ""
+        assert lines[at - 1].startswith("#") or (is_group and below.startswith("#")), name
+
+
+def test_the_pod_is_hardened(render):
+    (deployment,) = by_kind(render(), "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"]
+
+
+def test_named_namespaces_need_no_cluster_role(render):
+    objects = render("watch.namespaces={a,b}")
+    assert by_kind(objects, "ClusterRole") == by_kind(objects, "ClusterRoleBinding") == []
+    assert [role["metadata"]["namespace"] for role in by_kind(objects, "Role")] == ["a", "b"]
+    (deployment,) = by_kind(objects, "Deployment")
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {"--namespace=a", "--namespace=b"} <= set(arguments)
+
+
+def test_no_wildcards_and_no_secrets(render):
+    for (group, resource), verbs in rules(render()).items():
+        assert "*" not in {group, resource, *verbs}
+        assert resource not in {"secrets", "pods/exec", "roles", "clusterroles"}
+
+
+def test_the_notes_end_in_a_service_that_the_crd_accepts(helm):
+    done = helm("install", "release", str(CHART), "--dry-run=client", "--hide-notes=false")
+    if done.returncode != 0:
+        pytest.skip(f"helm renders notes only with a cluster here: {done.stderr[-200:]}")
+    notes = done.stdout.split("NOTES:")[1]
+    manifest = notes.split("<<'EOF'\n")[1].split("EOF")[0]
+    assert yaml.safe_load(manifest)["kind"] == "LLMService"
