@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -54,7 +53,7 @@ def connection() -> kopf.ConnectionInfo:
 
 
 class Cluster:
-    """A client of one API server; use as an async context manager."""
+    """A client of one API server; `close` it."""
 
     def __init__(self) -> None:
         self._connection = connection()
@@ -69,15 +68,7 @@ class Cluster:
             timeout=_TIMEOUT,
         )
 
-    async def __aenter__(self) -> "Cluster":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def close(self) -> None:
         await self._session.close()
 
     async def service(self, namespace: str, name: str) -> Object | None:

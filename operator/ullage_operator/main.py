@@ -1,0 +1,110 @@
+"""`ullage-operator`: keeps every LLMService of a cluster as it is declared."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import kopf
+from prometheus_client import CollectorRegistry
+
+from ullage_operator.cluster import connection
+from ullage_operator.errors import OperatorError
+from ullage_operator.handlers import Handlers
+from ullage_operator.metrics import ReconcileMetrics
+from ullage_operator.naming import METRICS_PORT
+from ullage_operator.settings import VERSION, Settings
+from ullage_rpc import logs
+from ullage_rpc.metrics import serve_metrics
+
+PROBES_PORT = 8081
+_EXAMPLES = """\
+examples:
+  ullage-operator                                  serve all namespaces
+  ullage-operator --namespace a --namespace b      serve two, with rights in these only
+  KUBECONFIG=~/.kube/config ullage-operator        run beside the cluster, for development
+
+Images and names that it gives to pods come from the environment: ULLAGE_ENGINE_IMAGE,
+ULLAGE_ROUTER_IMAGE, ULLAGE_IMAGE_PULL_POLICY, POD_NAMESPACE, ULLAGE_LOG_LEVEL.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ullage-operator",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="serve this namespace only; may be given several times (default: all)",
+    )
+    made.add_argument("--host", default="0.0.0.0", help="address of probes and metrics")
+    made.add_argument(
+        "--probes-port", type=int, default=PROBES_PORT, help="port of /healthz (%(default)s)"
+    )
+    made.add_argument(
+        "--metrics-port", type=int, default=METRICS_PORT, help="port of /metrics (%(default)s)"
+    )
+    made.add_argument(
+        "--resync",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="look at every service at least this often (%(default)s)",
+    )
+    made.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
+    made.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    settings = Settings.from_env(os.environ)
+    logs.configure(options.log_level or settings.log_level)
+    # kopf tells every event and every handler call; the reconciler's own lines say what changed.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    try:
+        connection()
+    except (OperatorError, OSError, KeyError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    metrics_registry = CollectorRegistry()
+    handlers = Handlers(settings, ReconcileMetrics(metrics_registry), options.resync)
+    try:
+        stop_metrics = serve_metrics(metrics_registry, options.metrics_port, options.host)
+    except OSError as error:
+        print(f"error: port {options.metrics_port} for metrics: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(operate(handlers, options))
+    finally:
+        stop_metrics()
+    return 0
+
+
+async def operate(handlers: Handlers, options: argparse.Namespace) -> None:
+    """Runs kopf until SIGINT or SIGTERM."""
+    registry = kopf.OperatorRegistry()
+    handlers.register(registry)
+    settings = kopf.OperatorSettings()
+    # Without rights over the cluster, kopf could neither list namespaces nor watch definitions.
+    settings.scanning.disabled = bool(options.namespace)
+    await kopf.operator(
+        registry=registry,
+        settings=settings,
+        standalone=True,
+        clusterwide=not options.namespace,
+        namespaces=options.namespace,
+        liveness_endpoint=f"http://{options.host}:{options.probes_port}/healthz",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
