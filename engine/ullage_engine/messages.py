@@ -22,6 +22,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Submit(Message, frozen=True, kw_only=True):
     request: EngineRequest
+    resumed: bool = False
+    """Admitted before, by a worker that is gone: waits for memory and is never rejected for lack
+    of it."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -92,6 +95,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     kv_free_bytes: int
     kv_reclaimable_bytes: int
     kv_committed_bytes: int
+    kv_used_bytes: int = 0
+    """Of the allocated blocks, the bytes that hold tokens; the rest of them is waste."""
     num_running: int
     num_waiting: int
     expected_output_tokens: int

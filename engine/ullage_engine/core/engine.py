@@ -1,0 +1,134 @@
+"""The step loop: schedule, execute, commit; and what happens when a step runs out of memory."""
+
+import time
+from typing import Protocol
+
+import torch
+
+from ullage_engine.core.pace import Pace
+from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.request import EngineRequest
+from ullage_engine.core.scheduler import Scheduler
+from ullage_engine.messages import Rejected, RequestFailed, TokenOutput
+
+
+class Runner(Protocol):
+    """Computes plans on a device."""
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        """One token for each chunk with `sampling`, in the plan's order.
+
+        Computing a plan again after an error gives what it would have given.
+        """
+        ...
+
+
+class Engine:
+    """Serves requests with one runner.
+
+    A step that runs out of memory is computed again with half the prompt tokens, then without the
+    newest sequence, and only when a sequence alone does not fit is that one request failed.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace) -> None:
+        self.scheduler = scheduler
+        self.num_oom_events = 0
+        self._runner = runner
+        self._pace = pace
+        self._failed: list[RequestFailed] = []
+        self._faults: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(
+        self, request: EngineRequest, *, resumed: bool = False
+    ) -> Rejected | TokenOutput | None:
+        """See `Scheduler.submit`."""
+        return self.scheduler.submit(request, resumed=resumed)
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def inject_out_of_memory(self, after_steps: int) -> None:
+        """Makes one step run out of memory when `after_steps` more have been computed."""
+        self._faults.append(self.scheduler.num_steps + after_steps)
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step for all sequences that have a part in it."""
+        plan = self.scheduler.schedule()
+        output = self._execute(plan)
+        return self.scheduler.commit(output)
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Requests given up since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _execute(self, plan: StepPlan) -> list[SampledToken]:
+        prompt_tokens = _num_prompt_tokens(plan)
+        is_halved = False
+        while plan.chunks:
+            try:
+                return self._measured(plan)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0]
+            # Outside the handler: the exception's frames keep the step's tensors alive.
+            self.num_oom_events += 1
+            free_cached_memory()
+            if prompt_tokens > 1 and not is_halved:
+                prompt_tokens, is_halved = prompt_tokens // 2, True
+            else:
+                self._drop_newest(reason)
+            plan = self.scheduler.replan(prompt_tokens)
+        return []
+
+    def _measured(self, plan: StepPlan) -> list[SampledToken]:
+        self._raise_fault()
+        started = time.perf_counter()
+        output = self._runner.execute(plan)
+        prompt_tokens = _num_prompt_tokens(plan)
+        self._pace.observe(
+            time.perf_counter() - started,
+            num_decodes=plan.num_tokens - prompt_tokens,
+            num_prompt_tokens=prompt_tokens,
+        )
+        return output
+
+    def _drop_newest(self, reason: str) -> None:
+        if self.scheduler.num_running > 1:
+            self.scheduler.preempt_newest()
+            return
+        request_id = self.scheduler.fail_newest()
+        assert request_id is not None, "a plan without a running sequence"
+        message = f"out of memory although it ran alone: {reason}"
+        self._failed.append(RequestFailed(request_id=request_id, message=message))
+
+    def _raise_fault(self) -> None:
+        due = next((step for step in self._faults if step <= self.scheduler.num_steps), None)
+        if due is not None:
+            self._faults.remove(due)
+            raise torch.OutOfMemoryError("injected fault")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch failed to allocate; its CPU allocator has no error class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def free_cached_memory() -> None:
+    """Gives back what torch keeps for reuse; fragments of it may be what stood in the way."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    """Tokens of prompt chunks; a decode computes one token and always samples."""
+    return sum(
+        len(chunk.token_ids)
+        for chunk in plan.chunks
+        if chunk.sampling is None or len(chunk.token_ids) > 1
+    )

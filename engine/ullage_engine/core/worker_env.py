@@ -1,0 +1,23 @@
+"""Environment of a worker process; glibc and OpenMP read it before any Python runs."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+WORKER_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        # One arena: freed temporaries of any thread are reused by all, so the heap has one
+        # high-water mark, reached in warm-up, and not one a thread.
+        "MALLOC_ARENA_MAX": "1",
+        # Large temporaries come from the heap and go back to it. With mmap each would fault its
+        # pages in anew, and glibc would move its threshold while serving: resident memory jumps.
+        "MALLOC_MMAP_MAX_": "0",
+        # Never give the heap's top back to the kernel: what warm-up took is in the ledger already.
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+    }
+)
+"""Set for every worker, on top of the parent's environment."""
+
+
+def worker_env(threads: int) -> dict[str, str]:
+    """`WORKER_ENV` for a worker with `threads` compute threads."""
+    return {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}

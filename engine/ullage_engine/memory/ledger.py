@@ -1,0 +1,109 @@
+"""The ledger of one device: every byte is reserved under a name before it is allocated."""
+
+from dataclasses import dataclass
+
+from ullage_engine.messages import ReservationState
+
+_MIB = 1 << 20
+
+
+class LedgerError(Exception):
+    """A reservation does not fit the device; one line with the figures and the field to change."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    reserved: int
+    allocated: int = 0
+
+
+class Ledger:
+    """Reservations of one device; their sum never exceeds `threshold * total_bytes`.
+
+    The ledger counts and refuses; it touches no memory. Figures of the device are passed in.
+    """
+
+    def __init__(self, total_bytes: int, threshold: float, *, configurable: bool) -> None:
+        """`configurable`: the total is `memory.deviceBytes`, not the size of a real device."""
+        self.total_bytes = total_bytes
+        self.threshold = threshold
+        self._configurable = configurable
+        self._reservations: dict[str, _Reservation] = {}
+
+    @property
+    def budget_bytes(self) -> int:
+        return int(self.total_bytes * self.threshold)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(entry.reserved for entry in self._reservations.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(entry.allocated for entry in self._reservations.values())
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes of the budget nobody reserved."""
+        return self.budget_bytes - self.reserved_bytes
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Sets bytes aside.
+
+        Raises:
+            LedgerError: they are not there.
+        """
+        assert name not in self._reservations, f"{name} is reserved already"
+        if num_bytes > self.available_bytes:
+            raise self.shortage(name, num_bytes)
+        self._reservations[name] = _Reservation(num_bytes)
+
+    def allocated(self, name: str, num_bytes: int) -> None:
+        """Records what was really allocated under a name; it cannot exceed what was reserved."""
+        entry = self._reservations[name]
+        assert num_bytes <= entry.reserved, f"{name}: {num_bytes} allocated, {entry.reserved} set"
+        entry.allocated = num_bytes
+
+    def record(self, name: str, num_bytes: int) -> None:
+        """Reserves memory that was measured after the fact, as libraries' is."""
+        self.reserve(name, num_bytes)
+        self.allocated(name, num_bytes)
+
+    def shortage(self, name: str, needed: int) -> LedgerError:
+        """Says why `name` does not fit and which field to change."""
+        total = self.total_bytes + int((needed - self.available_bytes) / self.threshold) + _MIB
+        field = "memory.deviceBytes" if self._configurable else "memory.threshold"
+        remedy = f"set it to {mib(total)} or more" if self._configurable else "raise it"
+        return LedgerError(
+            f"{field}: {name} needs {mib(needed)}, but {mib(max(0, self.available_bytes))} of the "
+            f"{mib(self.budget_bytes)} budget ({self.threshold:g} of {mib(self.total_bytes)}) are "
+            f"available after {self._taken()}; {remedy}, or lower memory.safetyReserve"
+        )
+
+    def states(self) -> list[ReservationState]:
+        return [
+            ReservationState(
+                name=name, reserved_bytes=entry.reserved, allocated_bytes=entry.allocated
+            )
+            for name, entry in self._reservations.items()
+        ]
+
+    def table(self) -> list[str]:
+        """The ledger as lines of text for the log."""
+        lines = [f"{'reservation':<15}{'reserved':>12}{'allocated':>12}"]
+        lines += [
+            f"{name:<15}{mib(entry.reserved):>12}{mib(entry.allocated):>12}"
+            for name, entry in self._reservations.items()
+        ]
+        lines.append(f"{'sum':<15}{mib(self.reserved_bytes):>12}{mib(self.allocated_bytes):>12}")
+        lines.append(f"{'budget':<15}{mib(self.budget_bytes):>12}")
+        return lines
+
+    def _taken(self) -> str:
+        entries = self._reservations.items()
+        return ", ".join(f"{name} {mib(entry.reserved)}" for name, entry in entries) or "nothing"
+
+
+def mib(num_bytes: int) -> str:
+    """Bytes as text; configuration and messages speak MiB."""
+    return f"{num_bytes / _MIB:.0f} MiB"

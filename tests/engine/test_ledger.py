@@ -1,0 +1,75 @@
+"""The ledger, the device's size and the price of a sequence."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ullage_engine.memory.device import cpu_device_bytes
+from ullage_engine.memory.ledger import Ledger, LedgerError
+
+MIB = 1 << 20
+
+
+@given(st.lists(st.integers(0, 400 * MIB), max_size=12), st.floats(0.1, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_reservations_never_exceed_the_budget(sizes: list[int], threshold: float) -> None:
+    ledger = Ledger(1024 * MIB, threshold, configurable=True)
+    for number, size in enumerate(sizes):
+        fits = size <= ledger.available_bytes
+        if fits:
+            ledger.reserve(f"part{number}", size)
+        else:
+            with pytest.raises(LedgerError):
+                ledger.reserve(f"part{number}", size)
+    assert ledger.reserved_bytes <= threshold * 1024 * MIB
+    assert ledger.available_bytes == ledger.budget_bytes - ledger.reserved_bytes
+
+
+def test_a_shortage_names_field_need_and_remedy() -> None:
+    ledger = Ledger(1000 * MIB, 0.5, configurable=True)
+    ledger.record("weights", 400 * MIB)
+    with pytest.raises(LedgerError) as raised:
+        ledger.reserve("kv_pool", 200 * MIB)
+    assert str(raised.value) == (
+        "memory.deviceBytes: kv_pool needs 200 MiB, but 100 MiB of the 500 MiB budget (0.5 of "
+        "1000 MiB) are available after weights 400 MiB; set it to 1201 MiB or more, or lower "
+        "memory.safetyReserve"
+    )
+
+
+def test_following_the_remedy_makes_it_fit() -> None:
+    ledger = Ledger(1201 * MIB, 0.5, configurable=True)
+    ledger.record("weights", 400 * MIB)
+    ledger.reserve("kv_pool", 200 * MIB)
+    assert ledger.reserved_bytes == 600 * MIB
+
+
+def test_a_real_device_cannot_be_made_larger() -> None:
+    with pytest.raises(LedgerError, match=r"^memory\.threshold: weights needs .*; raise it"):
+        Ledger(MIB, 0.85, configurable=False).reserve("weights", 2 * MIB)
+
+
+def test_the_table_shows_every_reservation() -> None:
+    ledger = Ledger(1000 * MIB, 0.85, configurable=True)
+    ledger.record("weights", 256 * MIB)
+    ledger.reserve("safety_reserve", 100 * MIB)
+    text = "\n".join(ledger.table())
+    assert [state.name for state in ledger.states()] == ["weights", "safety_reserve"]
+    assert "weights" in text and "356 MiB" in text and "850 MiB" in text
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_cgroup_limits_the_device(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("1048576\n")
+    assert cpu_device_bytes(None, tmp_path) == MIB
+    assert cpu_device_bytes(5, tmp_path) == 5
+
+
+@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
+def test_without_a_limit_the_machine_is_the_device(tmp_path: Path, text: str) -> None:
+    (tmp_path / "memory.max").write_text(text)
+    assert cpu_device_bytes(None, tmp_path) == psutil.virtual_memory().total
