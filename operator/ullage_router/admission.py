@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ullage_router.compress import Turn, compress, droppable
+from ullage_router.compress import compress
 from ullage_router.config import RouterConfig
 from ullage_router.credit import Credit
 from ullage_router.decide import (
@@ -23,28 +23,13 @@ from ullage_router.decide import (
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.errors import refusal
+from ullage_router.prompts import Prompt
 from ullage_router.queue import Ticket, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
-from ullage_router.tokenize import Model, TokenizerThreads
+from ullage_router.tokenize import TokenizerThreads
 from ullage_rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is to be continued."""
-
-    model: Model
-    token_ids: list[int]
-    turns: tuple[Turn, ...] = ()
-    """Turns of the conversation; empty when it is not one."""
-    is_spent: bool = False
-    """Shrinking it was tried."""
-
-    @property
-    def can_shrink(self) -> bool:
-        return not self.is_spent and bool(droppable(self.turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +82,11 @@ class Admission:
         self._room = room
         self._threads = threads
 
-    async def admit(
-        self, wish: Wish, record: Record, refused: Mapping[str, tuple[int, int]]
-    ) -> Grant:
+    async def admit(self, wish: Wish, record: Record, refused: Mapping[str, int]) -> Grant:
         """Goes down the ladder until there is a place.
 
         Args:
-            refused: engines that refused or failed the request, with the report they had then.
+            refused: engines that refused or failed the request, each with its reports until then.
 
         Raises:
             ServiceError: it can never fit, does not fit now, or there is no engine.
@@ -124,7 +107,7 @@ class Admission:
         return Facts(
             prompt_tokens=len(wish.prompt.token_ids),
             max_tokens=most,
-            min_tokens=min_output(wish.asked_tokens, most),
+            min_tokens=min_output(most if wish.asked_tokens else None, most),
             droppable=wish.prompt.can_shrink,
             queue=state,
             ahead=self._room.ahead(ticket),
@@ -168,7 +151,7 @@ class _Climb:
         admission: Admission,
         wish: Wish,
         record: Record,
-        refused: Mapping[str, tuple[int, int]],
+        refused: Mapping[str, int],
     ) -> None:
         self._admission = admission
         self._wish = wish
@@ -203,8 +186,8 @@ class _Climb:
 
     def _refusers(self) -> frozenset[str]:
         """Engines that have said nothing new since they refused."""
-        versions = {e.address: e.version for e in self._admission.engines.all()}
-        return frozenset(a for a, seen in self._refused.items() if versions.get(a) == seen)
+        reports = {e.address: e.reports for e in self._admission.engines.all()}
+        return frozenset(a for a, seen in self._refused.items() if reports.get(a) == seen)
 
     def _grant(self, run: Run) -> Grant:
         record, wish = self._record, self._wish
@@ -222,11 +205,12 @@ class _Climb:
 
     def _action(self, run: Run) -> str:
         """The furthest step that was taken, for the one word that headers have room for."""
+        record = self._record
         if run.action == "route4":
             return "route4"
-        if self._ticket:
+        if record.queued_s:
             return "queue"
-        return "shrink" if self._record.degraded else "accept"
+        return "shrink" if record.degraded else "accept"
 
     async def _shrink(self, decision: ShrinkContext) -> None:
         self._record.action, self._record.reason = "shrink", decision.reason

@@ -17,7 +17,7 @@ class Credit:
 
     size: int
     counted_from: int | None = None
-    """Number of the report that must include the request; None before Accepted."""
+    """Which report must include the request, counted as they arrive; None before Accepted."""
 
 
 class CreditBook:
@@ -26,6 +26,12 @@ class CreditBook:
     def __init__(self) -> None:
         self._open: set[Credit] = set()
         self._counted: set[Credit] = set()
+        self._reports = 0
+
+    @property
+    def reports(self) -> int:
+        """Reports that arrived so far."""
+        return self._reports
 
     @property
     def total(self) -> int:
@@ -42,13 +48,14 @@ class CreditBook:
         self._open.add(credit)
         return credit
 
-    def accepted(self, credit: Credit, last_report: int) -> None:
-        """The engine took the request; `last_report` is the newest report's number."""
-        credit.counted_from = last_report + REPORTS_AFTER_ACCEPTED
+    def accepted(self, credit: Credit) -> None:
+        """The engine took the request."""
+        credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
 
-    def reported(self, number: int) -> None:
+    def reported(self) -> None:
         """A report arrived; it includes every request accepted long enough before."""
-        counted = {c for c in self._open if c.counted_from is not None and number >= c.counted_from}
+        self._reports += 1
+        counted = {c for c in self._open if c.counted_from and self._reports >= c.counted_from}
         self._open -= counted
         self._counted |= counted
 

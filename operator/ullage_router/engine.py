@@ -78,9 +78,9 @@ class Engine:
         return self.headroom.engine if self.headroom else self.address
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes with every report."""
-        return (self.headroom.epoch, self.headroom.sequence) if self.headroom else (0, 0)
+    def reports(self) -> int:
+        """Reports that arrived so far: tells whether there is news."""
+        return self._book.reports
 
     @property
     def age_s(self) -> float:
@@ -142,7 +142,7 @@ class Engine:
 
     def accepted(self, credit: Credit) -> None:
         """The engine answered Accepted to the request."""
-        self._book.accepted(credit, self.version[1])
+        self._book.accepted(credit)
 
     def release(self, credit: Credit) -> None:
         """The request ended, one way or another."""
@@ -153,7 +153,7 @@ class Engine:
         """Follows the engine's reports for ever, through every loss of it."""
         backoff_s = FIRST_BACKOFF_S
         while True:
-            before = self.version
+            before = self.reports
             try:
                 await self._watch()
             except grpc.aio.AioRpcError as error:
@@ -164,7 +164,7 @@ class Engine:
                 log.exception("engine lost", extra={"engine": self.id})
             self._is_connected = False
             self._on_change()
-            backoff_s = FIRST_BACKOFF_S if self.version != before else 2 * backoff_s
+            backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     async def _watch(self) -> None:
@@ -180,7 +180,7 @@ class Engine:
         self.headroom = headroom
         self._heard_at = time.monotonic()
         self._is_connected = True
-        self._book.reported(headroom.sequence)
+        self._book.reported()
         self._on_change()
 
     async def _introduce(self) -> None:

@@ -59,6 +59,11 @@ class Engines:
         return (ready or known)[0].model if known else None
 
     @property
+    def max_model_len(self) -> int:
+        """The longest context of any engine, tokens."""
+        return max((e.description.max_model_len for e in self.all() if e.description), default=0)
+
+    @property
     def is_ready(self) -> bool:
         return any(engine.state == "ready" for engine in self._engines.values())
 

@@ -7,6 +7,7 @@ from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.metrics import Metrics, largest
+from ullage_router.prompts import Prompts
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record, Stats, route_of
 from ullage_router.stream import Pipeline
@@ -25,8 +26,9 @@ class RouterService:
         self.room = WaitingRoom(config.routing.queue.max_requests)
         self.engines = Engines(config.pools, config.model, self.room.wake)
         self._threads = TokenizerThreads()
+        prompts = Prompts(self.engines, self._threads)
         admission = Admission(config, self.engines, self.room, self._threads)
-        self.pipeline = Pipeline(config, self.engines, admission, self._threads, self._ended)
+        self.pipeline = Pipeline(config, self.engines, admission, prompts, self._ended)
         self._watch()
 
     async def start(self) -> None:

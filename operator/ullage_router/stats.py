@@ -58,7 +58,7 @@ class Record:
         speed = (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
         return {
             "request_id": self.request_id,
-            "time": self.arrived_unix,
+            "arrived": self.arrived_unix,
             "prompt_tokens": self.prompt_tokens,
             "predicted_bytes": self.predicted_bytes,
             "action": self.action,

@@ -15,12 +15,13 @@ import grpc
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import errors, validate
-from ullage_router.admission import Admission, Grant, Prompt, Wish
+from ullage_router.admission import Admission, Grant, Wish
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
+from ullage_router.prompts import Prompts
 from ullage_router.stats import Record
-from ullage_router.tokenize import Model, PromptError, TokenizerThreads
-from ullage_rpc.errors import ServiceError, from_rpc_error, invalid
+from ullage_router.tokenize import Model
+from ullage_rpc.errors import ServiceError, from_rpc_error
 
 MAX_ENGINE_FAILURES = 3
 # Failures that another engine may not have; anything else is the request's own.
@@ -124,7 +125,7 @@ class Pipeline:
         config: limits and the model's name.
         engines: where the model and its tokenizer come from.
         admission: where a request may run.
-        threads: where long prompts are tokenised.
+        prompts: tokenises.
         on_end: told every record once its request has its last word.
     """
 
@@ -133,13 +134,13 @@ class Pipeline:
         config: RouterConfig,
         engines: Engines,
         admission: Admission,
-        threads: TokenizerThreads,
+        prompts: Prompts,
         on_end: Callable[[Record], None],
     ) -> None:
         self._config = config
         self._engines = engines
         self._admission = admission
-        self._threads = threads
+        self._prompts = prompts
         self._on_end = on_end
         self._inflight = 0
         self._is_draining = False
@@ -216,8 +217,12 @@ class Pipeline:
     async def _first_token(self, call: Call) -> Generation:
         model = self.model(call.request.model)
         validate.check(call.request)
-        wish = await self._wish(model, call.request)
-        refused: dict[str, tuple[int, int]] = {}
+        wish = Wish(
+            prompt=await self._prompts.make(model, call.request),
+            asked_tokens=_asked_tokens(call.request),
+            priority=call.request.priority,
+        )
+        refused: dict[str, int] = {}
         failures = 0
         while True:
             grant = await self._admission.admit(wish, call.record, refused)
@@ -227,36 +232,8 @@ class Pipeline:
                 failures += error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED
                 if error.code not in ANOTHER_ENGINE_MAY or failures >= MAX_ENGINE_FAILURES:
                     raise _as_told(error, call) from error
-                refused[grant.engine.address] = grant.engine.version
+                refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
-
-    async def _wish(self, model: Model, request: inference_pb2.GenerateRequest) -> Wish:
-        stop = request.stop
-        return Wish(
-            prompt=await self._prompt(model, request),
-            asked_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-            priority=request.priority,
-        )
-
-    async def _prompt(self, model: Model, request: inference_pb2.GenerateRequest) -> Prompt:
-        kind = request.WhichOneof("input")
-        if kind == "token_ids":
-            ids = list(request.token_ids.ids)
-            validate.check_tokens(ids, model.vocab_size)
-            return Prompt(model, ids)
-        try:
-            if kind == "text":
-                text = request.text
-                ids = await self._threads.run(len(text), lambda: model.encode(text))
-                validate.check_tokens(ids, model.vocab_size)
-                return Prompt(model, ids)
-            turns = tuple({"role": m.role, "content": m.content} for m in request.messages.messages)
-            size = sum(len(turn["content"]) for turn in turns)
-            ids = await self._threads.run(size, lambda: model.render(turns))
-        except PromptError as error:
-            raise invalid("messages", f"messages: {error}") from error
-        validate.check_tokens(ids, model.vocab_size, "messages")
-        return Prompt(model, ids, turns)
 
     async def _send(self, call: Call, grant: Grant) -> Generation:
         """Sends the request and waits for its first token.
@@ -282,6 +259,10 @@ class Pipeline:
         generation = Generation(grant, stream, call, first)
         _fill(generation.accepted, accepted.accepted, call, grant)
         return generation
+
+
+def _asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
 def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:

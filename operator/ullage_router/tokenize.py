@@ -35,6 +35,8 @@ class Model:
     add_bos: str
     """Text that precedes raw prompts; empty for none."""
     vocab_size: int
+    bytes_per_token: int
+    """The most that one token can stand for; 0 when the tokenizer does not let one say."""
     description: inference_pb2.GetModelResponse
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -54,6 +56,10 @@ class Model:
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text."""
         return self._encode(self.add_bos + text)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A bound from below that costs no tokenising."""
+        return len(text.encode()) // self.bytes_per_token if self.bytes_per_token else 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -96,8 +102,16 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         template=template,
         add_bos=response.bos_token if response.add_bos else "",
         vocab_size=response.vocab_size or tokenizer.get_vocab_size(),
+        bytes_per_token=_bytes_per_token(tokenizer),
         description=response,
     )
+
+
+def _bytes_per_token(tokenizer: Tokenizer) -> int:
+    """The longest entry of a byte-level vocabulary; a normalizer could shorten the text first."""
+    if tokenizer.normalizer is not None:
+        return 0
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
 
 
 class TokenizerThreads:

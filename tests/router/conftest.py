@@ -297,7 +297,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     stack.push_async_callback(engine.stop)
                     engines.append(engine)
                     pools.setdefault(pool, []).append(engine.address)
-            router = Router(router_config(tmp_path, pools, **sections))
+            router = Router(router_config(tmp_path, sections.pop("pools", pools), **sections))
             await router.start()
             stack.push_async_callback(router.stop)
             yield await _connect(stack, router, engines, wait)

@@ -84,7 +84,8 @@ WRONG = [
     (Request(text="x", priority=101), "priority"),
     (Request(text="x", request_id="i" * 129), "request_id"),
     (Request(text="x", session_id="i" * 257), "session_id"),
-    (Request(text="x" * 3000), "input"),
+    (Request(text="x" * 1995), "input"),
+    (Request(text="x" * 8000), "prompt"),
 ]
 
 

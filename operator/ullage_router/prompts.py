@@ -1,0 +1,82 @@
+"""From the input of a request, whatever its form, to the prompt that engines get."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router import validate
+from ullage_router.compress import Turn, droppable
+from ullage_router.engines import Engines
+from ullage_router.tokenize import Model, PromptError, TokenizerThreads
+from ullage_rpc.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be continued."""
+
+    model: Model
+    token_ids: list[int]
+    turns: tuple[Turn, ...] = ()
+    """Turns of the conversation; empty when it is not one."""
+    is_spent: bool = False
+    """Shrinking it was tried."""
+
+    @property
+    def can_shrink(self) -> bool:
+        return not self.is_spent and bool(droppable(self.turns))
+
+
+class Prompts:
+    """Tokenises requests.
+
+    Args:
+        engines: tell the longest context.
+        threads: where long texts are tokenised.
+    """
+
+    def __init__(self, engines: Engines, threads: TokenizerThreads) -> None:
+        self._engines = engines
+        self._threads = threads
+
+    async def make(self, model: Model, request: inference_pb2.GenerateRequest) -> Prompt:
+        """Token ids of any input.
+
+        Raises:
+            ServiceError: it has none, is far too long, or the chat template refuses it.
+        """
+        kind = request.WhichOneof("input")
+        if kind == "token_ids":
+            ids = list(request.token_ids.ids)
+            validate.check_tokens(ids, model.vocab_size)
+            return Prompt(model, ids)
+        if kind == "text":
+            self._check_size(model, request.text, "prompt")
+            ids = await self._threads.run(len(request.text), lambda: model.encode(request.text))
+            validate.check_tokens(ids, model.vocab_size)
+            return Prompt(model, ids)
+        return await self._conversation(model, request.messages.messages)
+
+    async def _conversation(
+        self, model: Model, messages: Iterable[inference_pb2.Message]
+    ) -> Prompt:
+        turns = tuple({"role": m.role, "content": m.content} for m in messages)
+        # The last turn stays whatever else is dropped.
+        self._check_size(model, turns[-1]["content"], "messages")
+        size = sum(len(turn["content"]) for turn in turns)
+        try:
+            ids = await self._threads.run(size, lambda: model.render(turns))
+        except PromptError as error:
+            raise invalid("messages", f"messages: {error}") from error
+        validate.check_tokens(ids, model.vocab_size, "messages")
+        return Prompt(model, ids, turns)
+
+    def _check_size(self, model: Model, text: str, field: str) -> None:
+        """Refuses a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
+        fewest, context = model.fewest_tokens(text), self._engines.max_model_len
+        if fewest > context:
+            message = (
+                f"{field} has more than {fewest} tokens and the context is {context} tokens; "
+                "shorten it"
+            )
+            raise invalid(field, message, "CONTEXT_TOO_LONG")

@@ -1,0 +1,74 @@
+"""Finding engines, and stopping to use them."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from ullage_router.engines import resolve
+
+if TYPE_CHECKING:
+    StartService = Any
+
+
+def test_resolving() -> None:
+    async def scenario() -> None:
+        assert await resolve("127.0.0.1:9000") == {"127.0.0.1:9000"}
+        assert await resolve("[::1]:9000") == {"[::1]:9000"}
+        assert await resolve("localhost:9000") == {"127.0.0.1:9000"}
+        assert not await resolve("no-such-host.invalid:9000")
+
+    asyncio.run(scenario())
+
+
+def test_a_named_target(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            port = service.engine.address.rpartition(":")[2]
+            pools = {"single": [f"localhost:{port}"]}
+            async with start_service(wait=False, pools=pools) as named:
+                router = named.router.service
+                await named.until(lambda: router.is_ready)
+                assert (await named.complete()).status_code == 200
+                assert len(service.engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_router_refuses(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.router.service.pipeline.drain()
+            answer = await service.complete()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "DRAINING"
+            assert answer.headers["retry-after"] == "1"
+            assert (await service.http.get("/readyz")).json() == {"status": "draining"}
+
+    asyncio.run(scenario())
+
+
+def test_the_official_client_raises_errors_of_a_stream(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.fail_after = 2
+            stream = await service.openai.completions.create(model="tiny", prompt="x", stream=True)
+            with pytest.raises(openai.APIError, match="lost"):
+                async for _ in stream:
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_stats_describe_engines(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(large=(200,)) as service:
+            first, second = (await service.stats())["engines"]
+            assert (first["id"], first["state"], first["route"]) == ("single-0", "ready", "single")
+            assert second["route"] == "tp2pp2"
+            assert second["headroom_bytes"] == 200 * 16_000
+            assert first["ledger"][0]["name"] == "kv_pool"
+            assert first["headroom_age_s"] < 3
+
+    asyncio.run(scenario())
