@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ullage_engine.kv.blocks import BlockPool, PoolExhaustedError, PoolUsage
 
 OPERATIONS = st.lists(

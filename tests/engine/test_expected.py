@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ullage_engine.memory.expected import ExpectedOutput
 
 LENGTHS = st.lists(st.integers(1, 4096), max_size=300)

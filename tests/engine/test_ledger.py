@@ -6,6 +6,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.ledger import Ledger, LedgerError
 

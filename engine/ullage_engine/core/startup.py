@@ -1,0 +1,253 @@
+"""From a configuration to an engine that steps: every byte enters the ledger on the way."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ullage_engine.config import EngineConfig
+from ullage_engine.core.engine import Engine
+from ullage_engine.core.meter import MemoryMeter, give_back_heap, touch_pages
+from ullage_engine.core.pace import Pace
+from ullage_engine.core.runner import ModelRunner, RunnerSettings
+from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.memory.device import cpu_device_bytes
+from ullage_engine.memory.expected import ExpectedOutput
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.predictor import block_bytes, num_blocks
+from ullage_engine.messages import CacheGroupSpec, Loading, Profile
+from ullage_engine.models.dtypes import dtype_name, resolve_dtype
+from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.weights.store import LoadedModel, load_weights
+
+_BLOCK_TOKENS = 16
+
+_STAGING_BYTES = 16 << 20
+"""For messages, token lists and queues, which come and go with requests."""
+
+Report = Callable[[Loading], None]
+
+
+class StartError(Exception):
+    """The worker cannot serve with this configuration; one line naming the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A loaded engine and what is known of it."""
+
+    engine: Engine
+    ledger: Ledger
+    meter: MemoryMeter
+    pace: Pace
+    profile: Profile
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+
+
+def start(config: EngineConfig, report: Report) -> Started:
+    """Loads the model and sizes everything.
+
+    Raises:
+        StartError, LedgerError, WeightsError: one line saying what to change.
+    """
+    _check_parallelism(config)
+    device = _prepare_device(config)
+    return _Startup(config, device, report).run()
+
+
+class _Startup:
+    """The steps of a start, in their order; each reserves before it allocates."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, report: Report) -> None:
+        self._config = config
+        self._device = device
+        self._report = report
+        self._meter = MemoryMeter(device)
+        self._ledger = _open_ledger(config, device)
+        self._dtype = resolve_dtype(config.model.dtype, device)
+
+    def run(self) -> Started:
+        self._ledger.record("context", self._meter.used_bytes())
+        loaded = self._load()
+        max_model_len = _max_model_len(self._config, loaded.geometry)
+        limits = _scheduler_limits(self._config, max_model_len)
+        settings = _runner_settings(limits)
+        runner = ModelRunner(loaded, self._device, self._dtype, settings)
+        self._allocate_arenas(runner)
+        self._warm_up(runner)
+        profile = self._profile(loaded.geometry, runner, settings)
+        self._allocate_kv(runner, profile)
+        pace = Pace()
+        scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len))
+        return Started(
+            engine=Engine(scheduler, runner, pace),
+            ledger=self._ledger,
+            meter=self._meter,
+            pace=pace,
+            profile=profile,
+            max_model_len=max_model_len,
+            vocab_size=loaded.geometry.vocab,
+            dtype=dtype_name(self._dtype),
+        )
+
+    def _load(self) -> LoadedModel:
+        model, folder = self._config.model, Path(self._config.server.weights_dir)
+        loaded = load_weights(model, self._device, self._dtype, folder, self._progress("weights"))
+        self._ledger.record("weights", loaded.nbytes)
+        give_back_heap()
+        touch_pages(loaded.tensors.values(), self._device)
+        return loaded
+
+    def _allocate_arenas(self, runner: ModelRunner) -> None:
+        sizes = {
+            "step_arena": runner.step_arena_bytes,
+            "sampler_arena": runner.sampler_arena_bytes,
+        }
+        progress = self._progress("arena")
+        progress(0, sum(sizes.values()))
+        for name, size in sizes.items():
+            self._ledger.reserve(name, size)
+        runner.allocate_arena()
+        for name, size in sizes.items():
+            self._ledger.allocated(name, size)
+        progress(sum(sizes.values()), sum(sizes.values()))
+
+    def _warm_up(self, runner: ModelRunner) -> None:
+        """Runs the largest steps on a pool of one block; what libraries took is the workspace."""
+        self._progress("warm_up")(0, 0)
+        runner.allocate_kv(1)
+        runner.warm_up()
+        known = self._ledger.allocated_bytes + runner.kv_block_bytes
+        self._ledger.record("workspace", max(0, self._meter.used_bytes() - known))
+
+    def _allocate_kv(self, runner: ModelRunner, profile: Profile) -> None:
+        """The KV pool takes the whole blocks that fit in what is left."""
+        size = profile.kv_pool_bytes
+        progress = self._progress("kv_pool")
+        progress(0, size)
+        runner.allocate_kv(size // block_bytes(profile))
+        self._ledger.allocated("kv_pool", size)
+        progress(size, size)
+
+    def _profile(
+        self, geometry: ModelGeometry, runner: ModelRunner, settings: RunnerSettings
+    ) -> Profile:
+        chunk = settings.max_step_tokens - settings.max_sequences
+        profile = Profile(
+            block_tokens=settings.block_tokens,
+            groups=[
+                CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(self._dtype.itemsize))
+            ],
+            state_bytes_per_sequence=0,
+            activation_bytes_per_token=runner.step_arena_bytes // settings.max_step_tokens,
+            sampler_bytes_per_sequence=runner.sampler_arena_bytes // settings.max_sequences,
+            prefill_chunk_tokens=chunk,
+            kv_pool_bytes=0,
+        )
+        assert block_bytes(profile) == runner.kv_block_bytes, "priced and allocated blocks differ"
+        size = self._reserve_kv(block_bytes(profile), num_blocks(profile, chunk))
+        return msgspec.structs.replace(profile, kv_pool_bytes=size)
+
+    def _reserve_kv(self, block: int, least_blocks: int) -> int:
+        """Bytes of the KV pool: whole blocks, and at least those of the largest prompt chunk."""
+        memory, ledger = self._config.memory, self._ledger
+        ledger.reserve("staging", _STAGING_BYTES)
+        ledger.reserve("safety_reserve", memory.safety_reserve)
+        least = least_blocks * block
+        if memory.max_kv < least:
+            raise StartError(
+                f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(least)} of KV that one "
+                f"prompt chunk needs; set {mib(least + block)} or more"
+            )
+        if ledger.available_bytes < least:
+            raise ledger.shortage("kv_pool", least)
+        size = min(memory.max_kv, ledger.available_bytes) // block * block
+        ledger.reserve("kv_pool", size)
+        return size
+
+    def _progress(self, stage: str) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))
+
+        return report
+
+
+def _check_parallelism(config: EngineConfig) -> None:
+    pool = config.server.pool
+    if config.gpus != 1:
+        raise StartError(
+            f"pools.{pool}.gpus: {config.gpus} is not supported by this version's engine, "
+            "which uses one device; set 1"
+        )
+    ranks = config.parallelism
+    if (ranks.tensor, ranks.pipeline) != (1, 1):
+        raise StartError(
+            f"pools.{pool}.parallelism: tensor {ranks.tensor} and pipeline {ranks.pipeline} are "
+            "not supported by this version's engine; set both to 1"
+        )
+
+
+def _prepare_device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
+    torch.set_num_threads(config.server.threads or len(os.sched_getaffinity(0)))
+    torch.use_deterministic_algorithms(config.model.deterministic)
+    use_cuda = has_cuda and config.device != "cpu"
+    device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+    # Starts the thread pool and the libraries, whose memory is the context.
+    torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
+    return device
+
+
+def _open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
+    memory = config.memory
+    if device.type == "cpu":
+        total = cpu_device_bytes(memory.device_bytes)
+        return Ledger(total, memory.threshold, configurable=True)
+    total = int(torch.cuda.mem_get_info(device)[1])
+    return Ledger(total, memory.threshold, configurable=False)
+
+
+def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return geometry.max_position
+    if not 1 < wanted <= geometry.max_position:
+        raise StartError(
+            f"spec.model.maxModelLen: {wanted} is not between 2 and the {geometry.max_position} "
+            f"tokens the model was made for; set {geometry.max_position} or less"
+        )
+    return wanted
+
+
+def _prompt_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """Prompt tokens of one step; without chunking a whole prompt must fit."""
+    chunk = config.batching.prefill_chunk_tokens
+    return min(chunk, max_model_len) if chunk else max_model_len
+
+
+def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    batching = config.batching
+    return SchedulerLimits(
+        max_model_len=max_model_len,
+        max_sequences=batching.max_sequences,
+        prompt_tokens=_prompt_tokens(config, max_model_len),
+        is_chunked=batching.prefill_chunk_tokens > 0,
+        decode_tokens=batching.decode_max_batch_tokens,
+    )
+
+
+def _runner_settings(limits: SchedulerLimits) -> RunnerSettings:
+    return RunnerSettings(
+        max_step_tokens=limits.prompt_tokens + limits.max_sequences,
+        max_sequences=limits.max_sequences,
+        max_model_len=limits.max_model_len,
+        decode_max_batch_tokens=limits.decode_tokens,
+        block_tokens=_BLOCK_TOKENS,
+    )

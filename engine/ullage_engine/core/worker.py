@@ -1,0 +1,267 @@
+"""The worker process: `python -m ullage_engine.core.worker --config F --endpoint ipc://...`.
+
+It connects to the server's socket, loads, says Ready, and steps as long as it has work. It ends
+with the server: by Shutdown, or killed by the kernel when the server is gone.
+
+exit status: 0 told to stop or the server is gone, 2 wrong configuration or model
+"""
+
+import argparse
+import ctypes
+import gc
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ullage_engine.config import BatchingSection, ConfigError, EngineConfig, read_config
+from ullage_engine.core.startup import Started, StartError, start
+from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.memory.predictor import block_bytes
+from ullage_engine.messages import (
+    Cancel,
+    Fault,
+    Ready,
+    Rejected,
+    Shutdown,
+    StartFailed,
+    State,
+    StepDone,
+    Submit,
+    ToServer,
+    ToWorker,
+    WorkerState,
+)
+from ullage_engine.weights.errors import WeightsError
+from ullage_rpc import logs
+
+log = logging.getLogger("ullage.engine.worker")
+
+_PR_SET_PDEATHSIG = 1
+_SEND_TIMEOUT_MS = 30_000
+_MAX_UNSENT = 10_000
+"""Messages; a server that leaves so many unread for the time above is gone."""
+_STATE_INTERVAL_S = 0.1
+_HEARTBEAT_S = 0.5
+
+
+class ServerGoneError(Exception):
+    """Nobody reads what the worker sends."""
+
+
+class Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(_MAX_UNSENT)
+        self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        # Time for the last words, such as StartFailed, to leave before the process does.
+        self._socket.setsockopt(zmq.LINGER, 2_000)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+    def send(self, message: ToServer) -> None:
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except zmq.Again as error:
+            raise ServerGoneError from error
+
+    def receive(self, timeout_s: float) -> ToWorker | None:
+        """The next message; None if none came in time."""
+        if not self._socket.poll(math.ceil(timeout_s * 1000)):
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Worker:
+    """Serves one server until told to stop."""
+
+    def __init__(self, started: Started, batching: BatchingSection, link: Link) -> None:
+        self._started = started
+        self._engine = started.engine
+        self._batching = batching
+        self._link = link
+        self._is_stopping = False
+        self._is_changed = False
+        self._reported_at = time.monotonic()
+
+    def run(self) -> None:
+        parent = os.getppid()
+        # Nothing loaded so far ever becomes garbage; leave it out of every collection.
+        gc.freeze()
+        self._link.send(self._ready())
+        while not self._is_stopping and os.getppid() == parent:
+            self._take_messages()
+            if self._engine.has_work:
+                self._step()
+            self._report()
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        if outputs:
+            self._link.send(StepDone(outputs=outputs))
+        for failed in self._engine.take_failed():
+            self._link.send(failed)
+        self._is_changed = True
+
+    def _take_messages(self) -> None:
+        """Takes all messages there are; waits for one only when there is nothing to compute.
+
+        A lone request starts at once. When two or more came together more are likely on their way,
+        and a step shared with them is cheaper than a step before them: so wait for the rest, at
+        most the prefill window, or the shorter decode window while others are being served.
+        """
+        timeout = 0.0 if self._engine.has_work else self._until_report()
+        is_busy = self._engine.has_work
+        num_submitted = self._drain(timeout)
+        if num_submitted < 2:
+            return
+        window = self._batching.decode_window if is_busy else self._batching.prefill_window
+        deadline = time.monotonic() + window
+        while (left := deadline - time.monotonic()) > 0 and self._drain(left):
+            pass
+
+    def _drain(self, timeout_s: float) -> int:
+        """Takes messages until none is there, waiting for the first; how many were requests."""
+        num_submitted = 0
+        while (message := self._link.receive(timeout_s)) is not None:
+            timeout_s = 0.0
+            num_submitted += isinstance(message, Submit)
+            self._take(message)
+        return num_submitted
+
+    def _take(self, message: ToWorker) -> None:
+        self._is_changed = True
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(request_id=request_id):
+                self._engine.cancel(request_id)
+            case Fault(after_steps=after_steps):
+                self._engine.inject_out_of_memory(after_steps)
+            case Shutdown():
+                self._is_stopping = True
+
+    def _submit(self, message: Submit) -> None:
+        answer = self._engine.submit(message.request, resumed=message.resumed)
+        if isinstance(answer, Rejected):
+            self._link.send(answer)
+        elif answer is not None:
+            self._link.send(StepDone(outputs=[answer]))
+
+    def _until_report(self) -> float:
+        interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
+        return max(0.0, self._reported_at + interval - time.monotonic())
+
+    def _report(self) -> None:
+        if self._until_report() > 0:
+            return
+        self._reported_at = time.monotonic()
+        self._is_changed = False
+        self._link.send(State(state=self._state()))
+
+    def _ready(self) -> Ready:
+        return Ready(
+            profile=self._started.profile,
+            max_model_len=self._started.max_model_len,
+            vocab_size=self._started.vocab_size,
+            dtype=self._started.dtype,
+            state=self._state(),
+        )
+
+    def _state(self) -> WorkerState:
+        scheduler, ledger, pace = self._engine.scheduler, self._started.ledger, self._started.pace
+        profile = self._started.profile
+        usage = scheduler.usage
+        return WorkerState(
+            total_bytes=ledger.total_bytes,
+            threshold=ledger.threshold,
+            kv_pool_bytes=profile.kv_pool_bytes,
+            kv_free_bytes=scheduler.free_bytes,
+            kv_reclaimable_bytes=0,
+            kv_committed_bytes=scheduler.free_bytes - scheduler.available_bytes,
+            kv_used_bytes=usage.used_tokens * block_bytes(profile) // profile.block_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            expected_output_tokens=scheduler.expected_output_tokens,
+            decode_tokens_per_second=pace.decode_tokens_per_second,
+            prefill_tokens_per_second=pace.prefill_tokens_per_second,
+            prefill_backlog_tokens=scheduler.prefill_backlog_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_oom_events=self._engine.num_oom_events,
+            releases=scheduler.releases(),
+            ledger=ledger.states(),
+            rss_bytes=self._started.meter.used_bytes(),
+            num_steps=scheduler.num_steps,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a worker; the exit status."""
+    parent = os.getppid()
+    options = _parse(arguments)
+    _die_with_parent(parent)
+    # Ctrl-C reaches the whole group; the server decides when the worker ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Link(context, options.endpoint)
+    try:
+        return _serve(options.config, link)
+    except ServerGoneError:
+        return 0
+    finally:
+        link.close()
+        context.term()
+
+
+def _serve(path: Path, link: Link) -> int:
+    try:
+        config = read_config(path)
+        logs.configure(config.server.log_level)
+        started = start(config, link.send)
+    except (ConfigError, StartError, LedgerError, WeightsError) as error:
+        link.send(StartFailed(error=str(error)))
+        return 2
+    _log_start(config, started)
+    Worker(started, config.batching, link).run()
+    return 0
+
+
+def _log_start(config: EngineConfig, started: Started) -> None:
+    for line in started.ledger.table():
+        log.info(line)
+    facts = {"dtype": started.dtype, "max_model_len": started.max_model_len}
+    log.info("worker serves %s", config.model.name, extra=facts)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when the server ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        sys.exit(0)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ullage_engine.core.worker",
+        description="Compute for one ullage-engine, which starts this process itself.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--endpoint", required=True, help="ZeroMQ address of the server")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
