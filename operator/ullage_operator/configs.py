@@ -1,0 +1,96 @@
+"""The configuration files of engines and routers, in bytes and seconds, as plain data.
+
+Their readers are `ullage_engine.config` and `ullage_router.config`; the operator imports neither.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import yaml
+
+from ullage_operator import naming
+from ullage_operator.settings import Settings
+from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service
+
+
+def engine_config(
+    service: Service, pool_name: str, pool: Pool, settings: Settings
+) -> dict[str, Any]:
+    """What every engine of a pool reads; its identity comes as an argument."""
+    spec = service.spec
+    return {
+        "model": plain(spec.model),
+        "device": spec.device,
+        "gpus": pool.gpus,
+        "parallelism": plain(pool.parallelism),
+        "memory": plain(pool.memory),
+        "batching": plain(spec.batching),
+        "limits": plain(spec.limits),
+        "server": {
+            "pool": pool_name,
+            "host": "0.0.0.0",
+            "grpc_port": naming.GRPC_PORT,
+            "metrics_port": naming.METRICS_PORT,
+            "run_dir": naming.RUN_DIR,
+            "weights_dir": f"{naming.RUN_DIR}/weights",
+            "allow_fault_injection": spec.allow_fault_injection,
+            "log_level": settings.log_level,
+        },
+    }
+
+
+def router_config(service: Service, settings: Settings) -> dict[str, Any]:
+    """What every router of a service reads; a target's A records are the ready engines."""
+    spec = service.spec
+    pools = [
+        {"name": name, "targets": [f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}"]}
+        for name, _ in spec.pools.items()
+    ]
+    return {
+        "model": spec.model.name,
+        "http": {"host": "0.0.0.0", "port": naming.HTTP_PORT},
+        "grpc": {"host": "0.0.0.0", "port": naming.GRPC_PORT},
+        "metrics": {"host": "0.0.0.0", "port": naming.METRICS_PORT},
+        "pools": pools,
+        "routing": plain(spec.routing),
+        "limits": plain(spec.limits),
+        "memory": {
+            "threshold": spec.memory.threshold,
+            "safety_reserve": int(spec.memory.safety_reserve),
+        },
+        "log_level": settings.log_level,
+    }
+
+
+def plain(section: Section) -> dict[str, Any]:
+    """A section in snake case; what is unset is left out, so that the reader's default holds."""
+    return {
+        name: simplify(value)
+        for name, value in msgspec.structs.asdict(section).items()
+        if value is not None
+    }
+
+
+def simplify(value: Any) -> Any:
+    match value:
+        case Section():
+            return plain(value)
+        case Bytes():
+            return int(value)
+        case Seconds():
+            return float(value)
+        case tuple():
+            return list(value)
+        case _:
+            return value
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(document), sort_keys=False)
+
+
+def digest(text: str) -> str:
+    """Short fingerprint of a configuration, for the annotation that makes a change roll pods."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,187 @@
+"""Every Kubernetes object of a service but its pods: pure builders of plain data."""
+
+from typing import Any
+
+from ullage_operator import naming
+from ullage_operator.configs import engine_config, router_config, to_yaml
+from ullage_operator.settings import VERSION, Settings
+from ullage_operator.spec import Pool, Service
+from ullage_operator.templates import engine_template, router_template
+
+Manifest = dict[str, Any]
+
+PODMONITOR_API = "monitoring.coreos.com/v1"
+
+
+def router_objects(service: Service, settings: Settings) -> list[Manifest]:
+    """The router and all that belongs to it, in the order to apply."""
+    name = naming.router_name(service.name)
+    config = to_yaml(router_config(service, settings))
+    match = naming.selector(service.name, naming.ROUTER)
+    deployment = {
+        "replicas": service.spec.router.replicas,
+        "selector": {"matchLabels": match},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+        },
+        "template": router_template(service, config, settings),
+    }
+    ports = [
+        service_port("http", naming.HTTP_PORT, "http"),
+        service_port("grpc", naming.GRPC_PORT, "kubernetes.io/h2c"),
+    ]
+    policy = {"ingress": [from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT, naming.METRICS_PORT)]}
+    build = Builder(service, naming.ROUTER)
+    return [
+        build.account(name),
+        build.config_map(name, naming.ROUTER_CONFIG, config),
+        build.object("v1", "Service", name, {"selector": match, "ports": ports}),
+        build.network_policy(name, match, policy),
+        build.disruption_budget(name, match),
+        build.object("apps/v1", "Deployment", name, deployment),
+    ]
+
+
+def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
+    """What the engines of all pools share."""
+    name = naming.engine_name(service.name)
+    match = naming.selector(service.name, naming.ENGINE)
+    routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
+    operator = {
+        "namespaceSelector": {"matchLabels": {naming.NAMESPACE_LABEL: settings.namespace}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
+    }
+    asking = {"from": [routers, operator], "ports": [policy_port(naming.GRPC_PORT)]}
+    policy = {"ingress": [asking, from_anywhere(naming.METRICS_PORT)]}
+    build = Builder(service, naming.ENGINE)
+    return [build.account(name), build.network_policy(name, match, policy)]
+
+
+def pool_objects(
+    service: Service, pool_name: str, pool: Pool, settings: Settings
+) -> list[Manifest]:
+    """One pool: configuration, headless Service, disruption budget and StatefulSet."""
+    name = naming.pool_name(service.name, pool_name)
+    config = to_yaml(engine_config(service, pool_name, pool, settings))
+    match = naming.selector(service.name, naming.ENGINE, pool_name)
+    headless = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": False,
+        "selector": match,
+        "ports": [service_port("grpc", naming.GRPC_PORT, "kubernetes.io/h2c")],
+    }
+    stateful_set = {
+        "serviceName": name,
+        "replicas": pool.replicas,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate"},
+        "selector": {"matchLabels": match},
+        "template": engine_template(service, pool_name, pool, config, settings),
+    }
+    build = Builder(service, naming.ENGINE, pool_name)
+    return [
+        build.config_map(name, naming.ENGINE_CONFIG, config),
+        build.object("v1", "Service", name, headless),
+        build.disruption_budget(name, match),
+        build.object("apps/v1", "StatefulSet", name, stateful_set),
+    ]
+
+
+def pod_monitors(service: Service) -> list[Manifest]:
+    """Scrapes routers and engines; only where the Prometheus operator's API exists."""
+    return [
+        Builder(service, component).object(
+            PODMONITOR_API,
+            "PodMonitor",
+            name,
+            {
+                "selector": {"matchLabels": naming.selector(service.name, component)},
+                "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
+            },
+        )
+        for component, name in (
+            (naming.ROUTER, naming.router_name(service.name)),
+            (naming.ENGINE, naming.engine_name(service.name)),
+        )
+    ]
+
+
+class Builder:
+    """Builds objects with the metadata of one component."""
+
+    def __init__(self, service: Service, component: str, pool: str | None = None) -> None:
+        self._service = service
+        self._labels = naming.labels(service.name, component, VERSION, pool)
+
+    def metadata(self, name: str) -> Manifest:
+        return {
+            "name": name,
+            "namespace": self._service.namespace,
+            "labels": self._labels,
+            "ownerReferences": owner_references(self._service),
+        }
+
+    def object(self, api_version: str, kind: str, name: str, spec: Manifest) -> Manifest:
+        return {
+            "apiVersion": api_version,
+            "kind": kind,
+            "metadata": self.metadata(name),
+            "spec": spec,
+        }
+
+    def config_map(self, name: str, key: str, text: str) -> Manifest:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self.metadata(name),
+            "data": {key: text},
+        }
+
+    def account(self, name: str) -> Manifest:
+        return {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": self.metadata(name),
+            "automountServiceAccountToken": False,
+        }
+
+    def disruption_budget(self, name: str, match: dict[str, str]) -> Manifest:
+        # maxUnavailable and not minAvailable: a single replica must not block a node's drain.
+        spec = {"maxUnavailable": 1, "selector": {"matchLabels": match}}
+        return self.object("policy/v1", "PodDisruptionBudget", name, spec)
+
+    def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
+        spec = {"podSelector": {"matchLabels": match}, "policyTypes": ["Ingress"], **rules}
+        return self.object("networking.k8s.io/v1", "NetworkPolicy", name, spec)
+
+
+def owner_references(service: Service) -> list[Manifest]:
+    """Makes the garbage collector delete the object with its service; none outside Kubernetes."""
+    owner = {
+        "apiVersion": naming.API_VERSION,
+        "kind": naming.KIND,
+        "name": service.name,
+        "uid": service.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return [owner] if service.uid else []
+
+
+def service_port(name: str, number: int, protocol: str) -> Manifest:
+    return {
+        "name": name,
+        "port": number,
+        "targetPort": name,
+        "protocol": "TCP",
+        "appProtocol": protocol,
+    }
+
+
+def policy_port(number: int) -> Manifest:
+    return {"port": number, "protocol": "TCP"}
+
+
+def from_anywhere(*ports: int) -> Manifest:
+    return {"ports": [policy_port(number) for number in ports]}
