@@ -72,8 +72,8 @@ def findings(
     available = availability(router, pools)
     progressing = progress([router, *pools])
     degraded = degradation(pods)
-    return [readiness(available, progressing, degraded, [router, *pools]), available, progressing,
-            degraded]  # fmt: skip
+    ready = readiness(available, progressing, degraded, [router, *pools])
+    return [ready, available, progressing, degraded]
 
 
 def availability(router: Workload, pools: Sequence[Workload]) -> Finding:
@@ -132,12 +132,9 @@ def readiness(
     return Finding(READY, True, "AllReady", counts(workloads))
 
 
-def refusal(message: str) -> list[Finding]:
+def refusal(reason: str, message: str) -> list[Finding]:
     """A spec that cannot be acted on; what ran before goes on running."""
-    return [
-        Finding(READY, False, "InvalidSpec", message),
-        Finding(DEGRADED, True, "InvalidSpec", message),
-    ]
+    return [Finding(READY, False, reason, message), Finding(DEGRADED, True, reason, message)]
 
 
 def counts(workloads: Iterable[Workload]) -> str:
