@@ -66,8 +66,8 @@ def pool_objects(
     config = to_yaml(engine_config(service, pool_name, pool, settings))
     match = naming.selector(service.name, naming.ENGINE, pool_name)
     headless = {
+        # Only ready pods have addresses: publishNotReadyAddresses stays at its default, false.
         "clusterIP": "None",
-        "publishNotReadyAddresses": False,
         "selector": match,
         "ports": [service_port("grpc", naming.GRPC_PORT, "kubernetes.io/h2c")],
     }

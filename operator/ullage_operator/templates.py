@@ -86,10 +86,16 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
 
 
 def engine_resources(service: Service, pool: Pool) -> Manifest:
-    """The pool's own resources, and its GPUs unless it computes on the CPU."""
-    resources = {name: dict(amounts) for name, amounts in pool.resources.items()}
+    """The pool's own resources, and its GPUs unless it computes on the CPU.
+
+    Amounts are text, as the API server stores them, so that what is applied equals what is read.
+    """
+    resources = {
+        kind: {name: str(amount) for name, amount in amounts.items()}
+        for kind, amounts in pool.resources.items()
+    }
     if service.spec.device != "cpu":
-        resources.setdefault("limits", {})["nvidia.com/gpu"] = pool.gpus
+        resources.setdefault("limits", {})["nvidia.com/gpu"] = str(pool.gpus)
     return resources
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ullage_operator import naming
+
 Manifest = Mapping[str, Any]
 
 ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
@@ -23,28 +25,6 @@ class Pod:
     env: Mapping[str, str]
     ports: Mapping[str, int]
     """Loopback port of every named container port."""
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """One key of a ConfigMap."""
-
-    path: Path
-    text: str
-
-
-def config_files(objects: Iterable[Manifest], run_dir: Path) -> list[File]:
-    """Where the keys of every ConfigMap lie on this machine."""
-    return [
-        File(config_path(run_dir, item["metadata"]["name"]) / key, text)
-        for item in objects
-        if item["kind"] == "ConfigMap"
-        for key, text in item["data"].items()
-    ]
-
-
-def config_path(run_dir: Path, config_map: str) -> Path:
-    return run_dir / "config" / config_map
 
 
 def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
@@ -72,19 +52,15 @@ def pods(
 
 
 def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, int]) -> Pod:
-    spec = workload["spec"]["template"]["spec"]
-    container = spec["containers"][0]
-    env = {item["name"]: env_value(item, name) for item in container.get("env", ())}
-    mounts = mount_paths(spec, container, run_dir, name)
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    mounts = mount_paths(container, run_dir, name)
+    given = {item["name"]: env_value(item, name) for item in container.get("env", ())}
+    env = {key: translate(value, {}, mounts) for key, value in given.items()}
     arguments = [translate(text, env, mounts) for text in container.get("args", ())]
     return Pod(
         name=name,
         owner=workload["metadata"]["name"],
-        command=(
-            *entry_point(container["command"]),
-            *arguments,
-            *local_flags(container["command"][0], run_dir / name, run_dir / "weights", ports),
-        ),
+        command=(*entry_point(container["command"]), *arguments),
         env=env,
         ports=ports,
     )
@@ -102,18 +78,11 @@ def env_value(item: Mapping[str, Any], pod_name: str) -> str:
     return pod_name
 
 
-def mount_paths(
-    spec: Mapping[str, Any], container: Mapping[str, Any], run_dir: Path, pod_name: str
-) -> dict[str, Path]:
-    """Folder on this machine of every mount path."""
-    config_maps = {
-        volume["name"]: volume["configMap"]["name"]
-        for volume in spec.get("volumes", ())
-        if "configMap" in volume
-    }
+def mount_paths(container: Mapping[str, Any], run_dir: Path, pod_name: str) -> dict[str, Path]:
+    """Folder on this machine of every mount path; downloads are shared by all pods."""
     return {
-        mount["mountPath"]: config_path(run_dir, config_maps[mount["name"]])
-        if mount["name"] in config_maps
+        mount["mountPath"]: run_dir / mount["name"]
+        if mount["mountPath"] == naming.CACHE_DIR
         else run_dir / pod_name / mount["name"]
         for mount in container.get("volumeMounts", ())
     }
@@ -127,15 +96,3 @@ def translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> 
         if text.startswith(f"{path}/"):
             return str(folder) + text.removeprefix(path)
     return text
-
-
-def local_flags(
-    command: str, pod_dir: Path, weights_dir: Path, ports: Mapping[str, int]
-) -> list[str]:
-    """What differs from a pod: loopback, the assigned ports, folders instead of volumes."""
-    flags = ["--host", "127.0.0.1"]
-    for name, port in ports.items():
-        flags += [f"--{name}-port", str(port)]
-    if command == "ullage-engine":
-        flags += ["--run-dir", str(pod_dir), "--weights-dir", str(weights_dir)]
-    return flags

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from ullage_operator.local.pods import File, Pod
+from ullage_operator.local.plan import File
+from ullage_operator.local.pods import Pod
 from ullage_operator.local.process import PodFailed, PodProcess
 from ullage_operator.local.readiness import wait_ready
 

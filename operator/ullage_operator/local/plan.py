@@ -1,0 +1,154 @@
+"""The operator's plan, with loopback in place of the cluster's addresses and volumes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from ullage_operator import naming
+from ullage_operator.configs import to_yaml
+from ullage_operator.errors import LocalFailure
+from ullage_operator.local.pods import Manifest, Pod, pod_names, pods, workloads
+from ullage_operator.local.ports import LOOPBACK, assign
+from ullage_operator.plan import Observed, plan
+from ullage_operator.settings import Settings
+from ullage_operator.spec import Service
+
+Ports = Mapping[str, Mapping[str, int]]
+"""Loopback port of every named container port, by pod name."""
+Document = dict[str, Any]
+
+# sockaddr_un holds 108 bytes with the closing zero; engines name their sockets below this folder.
+MAX_SOCKET_PATH = 107
+SOCKET_NAME = "/worker-9999.ipc"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One configuration file of one pod."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """What `ullage up` runs."""
+
+    model: str
+    pods: list[Pod]
+    files: list[File]
+
+
+def plan_local(
+    service: Service, run_dir: Path, *, http_port: int, grpc_port: int, log_level: str
+) -> LocalPlan:
+    """The processes and files of a service on this machine; port 0 means any free one.
+
+    Raises:
+        PortBusy: a port is taken.
+        LocalFailure: the service asks for no engine, or the folder's path is too long.
+    """
+    settings = Settings(log_level=log_level)
+    decided = plan(one_router(service), Observed(now=datetime.now(UTC)), settings)
+    wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
+    ports = assign(decided.apply, wanted)
+    made = pods(decided.apply, run_dir, ports)
+    check_engines(made)
+    check_length(made, run_dir)
+    return LocalPlan(service.spec.model.name, made, pod_files(decided.apply, run_dir, ports))
+
+
+def one_router(service: Service) -> Service:
+    """Routers of one machine would share one port, so there is one."""
+    replace = msgspec.structs.replace
+    router = replace(service.spec.router, replicas=1)
+    return replace(service, spec=replace(service.spec, router=router))
+
+
+def check_engines(made: Iterable[Pod]) -> None:
+    if all("http" in pod.ports for pod in made):
+        raise LocalFailure(
+            "spec.pools: no pool asks for an engine; set spec.pools.single.replicas to 1"
+        )
+
+
+def check_length(made: Iterable[Pod], run_dir: Path) -> None:
+    for pod in made:
+        length = len(str(run_dir / pod.name).encode()) + len(SOCKET_NAME)
+        if length > MAX_SOCKET_PATH:
+            raise LocalFailure(
+                f"--run-dir {run_dir}: too long for the sockets of {pod.name}, by "
+                f"{length - MAX_SOCKET_PATH} bytes; choose a shorter one"
+            )
+
+
+def pod_files(objects: Sequence[Manifest], run_dir: Path, ports: Ports) -> list[File]:
+    """The configuration of every pod, in its own copy."""
+    texts = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
+    targets = {
+        workload["metadata"]["name"]: [
+            f"{LOOPBACK}:{ports[name]['grpc']}" for name in pod_names(workload)
+        ]
+        for workload in workloads(objects)
+    }
+    return [
+        File(run_dir / name / "config" / key, localise(key, text, name, run_dir, ports, targets))
+        for workload in workloads(objects)
+        for name in pod_names(workload)
+        for key, text in texts[workload["metadata"]["name"]].items()
+    ]
+
+
+def localise(
+    key: str,
+    text: str,
+    pod_name: str,
+    run_dir: Path,
+    ports: Ports,
+    targets: Mapping[str, Sequence[str]],
+) -> str:
+    """A configuration file with this machine's addresses and folders."""
+    document: Document = yaml.safe_load(text)
+    if key == naming.ENGINE_CONFIG:
+        return to_yaml(local_engine(document, pod_name, run_dir, ports[pod_name]))
+    return to_yaml(local_router(document, ports[pod_name], targets))
+
+
+def local_engine(
+    document: Document, pod_name: str, run_dir: Path, ports: Mapping[str, int]
+) -> Document:
+    """Engines of one machine share the prepared weights."""
+    server = document["server"] | {
+        "engine_id": pod_name,
+        "host": LOOPBACK,
+        "grpc_port": ports["grpc"],
+        "metrics_port": ports["metrics"],
+        "run_dir": str(run_dir / pod_name),
+        "weights_dir": str(run_dir / "weights"),
+    }
+    return document | {"server": server}
+
+
+def local_router(
+    document: Document, ports: Mapping[str, int], targets: Mapping[str, Sequence[str]]
+) -> Document:
+    """A pool's Service name becomes the addresses of its engines; a pool without any is left out.
+
+    The name of a Service is the name of the StatefulSet behind it.
+    """
+    pools = [
+        {
+            "name": pool["name"],
+            "targets": [
+                address for name in pool["targets"] for address in targets[name.split(":")[0]]
+            ],
+        }
+        for pool in document["pools"]
+    ]
+    listen = {name: {"host": LOOPBACK, "port": ports[name]} for name in ("http", "grpc", "metrics")}
+    return document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
