@@ -132,11 +132,6 @@ def readiness(
     return Finding(READY, True, "AllReady", counts(workloads))
 
 
-def refusal(reason: str, message: str) -> list[Finding]:
-    """A spec that cannot be acted on; what ran before goes on running."""
-    return [Finding(READY, False, reason, message), Finding(DEGRADED, True, reason, message)]
-
-
 def counts(workloads: Iterable[Workload]) -> str:
     return ", ".join(f"{each.name} {each.ready}/{each.desired} ready" for each in workloads)
 

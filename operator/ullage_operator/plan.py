@@ -10,8 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ullage_operator import naming
-from ullage_operator.conditions import Workload, findings, observe, refusal, render
-from ullage_operator.errors import InvalidManifest
+from ullage_operator.conditions import Workload, findings, observe, render
 from ullage_operator.manifests import (
     PODMONITOR_API,
     engine_objects,
@@ -27,9 +26,8 @@ LiveObject = dict[str, Any]
 
 
 class ObjectKey(NamedTuple):
-    """Identity of an object within a namespace."""
+    """Identity of an object of a service; no two of its kinds share a name in different groups."""
 
-    group: str
     kind: str
     name: str
 
@@ -40,8 +38,8 @@ class Observed:
 
     now: datetime
     """In UTC."""
-    objects: Sequence[LiveObject] = ()
-    """Live objects that the service owns."""
+    objects: Mapping[ObjectKey, LiveObject] = field(default_factory=dict)
+    """Live objects that the service owns, by kind and name."""
     pods: Sequence[LiveObject] = ()
     """Pods of the service, for the reasons why they are stuck."""
     apis: frozenset[str] = frozenset()
@@ -65,7 +63,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     """Everything that should exist, what should no longer, and what to report."""
     wanted = wanted_objects(service, observed, settings)
     keys = {key_of(item) for item in wanted}
-    unwanted = [item for item in observed.objects if key_of(item) not in keys]
+    unwanted = [item for key, item in observed.objects.items() if key not in keys]
     return Plan(tuple(wanted), tuple(unwanted), status_of(service, observed))
 
 
@@ -79,19 +77,17 @@ def wanted_objects(service: Service, observed: Observed, settings: Settings) -> 
 
 
 def key_of(item: LiveObject) -> ObjectKey:
-    """The same for every version of the API that an object is read with."""
-    group, slash, _ = item["apiVersion"].rpartition("/")
-    return ObjectKey(group if slash else "", item["kind"], item["metadata"]["name"])
+    return ObjectKey(item["kind"], item["metadata"]["name"])
 
 
 def status_of(service: Service, observed: Observed) -> Manifest:
-    live = {key_of(item): item for item in observed.objects}
+    live = observed.objects
     name = naming.router_name(service.name)
-    router_live = live.get(ObjectKey("apps", "Deployment", name))
+    router_live = live.get(ObjectKey("Deployment", name))
     router = observe("router", service.spec.router.replicas, router_live)
     pools = {}
     for pool_name, pool in service.spec.pools.items():
-        key = ObjectKey("apps", "StatefulSet", naming.pool_name(service.name, pool_name))
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
     found = findings(router, list(pools.values()), observed.pods)
     host = f"{name}.{service.namespace}.svc"
@@ -120,13 +116,3 @@ def pool_status(service: Service, pool: str, workload: Workload, observed: Obser
     if pool in observed.headroom:
         status["headroomBytes"] = observed.headroom[pool]
     return status
-
-
-def refused_status(error: InvalidManifest, generation: int, observed: Observed) -> Manifest:
-    """Status of a service that cannot be parsed: all else stays as it was."""
-    message = "; ".join(map(str, error.problems))
-    previous = observed.status.get("conditions", ())
-    found = render(refusal("InvalidSpec", message), previous, generation, observed.now)
-    types = {condition["type"] for condition in found}
-    kept = [dict(condition) for condition in previous if condition["type"] not in types]
-    return {**observed.status, "observedGeneration": generation, "conditions": [*found, *kept]}

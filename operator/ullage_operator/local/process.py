@@ -115,7 +115,8 @@ class LogLine(msgspec.Struct):
     """The fields of a JSON log line that tell progress."""
 
     stage: str = ""
-    percent: float | None = None
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 def progress_of(line: str) -> str:
@@ -124,6 +125,6 @@ def progress_of(line: str) -> str:
         return ""
     with contextlib.suppress(msgspec.MsgspecError):
         log = msgspec.json.decode(line, type=LogLine)
-        percent = "" if log.percent is None else f" {log.percent:.0f} %"
+        percent = f" {log.done_bytes / log.total_bytes:.0%}" if log.total_bytes > 0 else ""
         return f"{log.stage}{percent}" if log.stage else ""
     return ""
