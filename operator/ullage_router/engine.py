@@ -59,6 +59,8 @@ class Engine:
         self._model_name = model_name
         self._load_model = load_model
         self._on_change = on_change
+        self._introduced_in: int | None = None
+        """The epoch in which the engine described its model."""
         self._heard_at = 0.0
         self._is_connected = False
         self._book = CreditBook()
@@ -90,13 +92,13 @@ class Engine:
     @property
     def state(self) -> str:
         """connecting, loading, ready, draining, stale or gone."""
-        if self.headroom is None or self.model is None or not self._is_connected:
+        if self.headroom is None or not self._is_connected:
             return "connecting" if self.is_listed else "gone"
         if self.age_s > STALE_AFTER_S:
             return "stale"
         if self.headroom.draining:
             return "draining"
-        return "ready" if self.headroom.ready else "loading"
+        return "ready" if self.headroom.ready and self.model else "loading"
 
     @property
     def is_over(self) -> bool:
@@ -171,10 +173,13 @@ class Engine:
         request = headroom_pb2.WatchHeadroomRequest()
         # Waiting for the connection, the call starts in the moment the engine is back.
         async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=True):
-            if self.headroom is None or self.headroom.epoch != push.headroom.epoch:
+            told = push.headroom
+            # An engine that loads cannot describe its model yet; its reports count all the same.
+            if told.ready and told.epoch != self._introduced_in:
                 await self._introduce()
-                log.info("engine found", extra={"engine": push.headroom.engine, "pool": self.pool})
-            self._heard(push.headroom)
+                self._introduced_in = told.epoch
+                log.info("engine found", extra={"engine": told.engine, "pool": self.pool})
+            self._heard(told)
 
     def _heard(self, headroom: headroom_pb2.Headroom) -> None:
         self.headroom = headroom

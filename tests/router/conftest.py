@@ -143,6 +143,8 @@ class FakeEngine(
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Any
     ) -> inference_pb2.GetModelResponse:
+        if not self.headroom.ready:
+            await abort(context, ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", "loading"))
         return inference_pb2.GetModelResponse(
             model=self.headroom.model,
             tokenizer_json=TOKENIZER,

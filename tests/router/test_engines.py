@@ -36,6 +36,20 @@ def test_a_named_target(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_loads_is_followed(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await service.engine.stop()
+            service.engine.headroom.ready = False
+            await service.engine.restart()
+            await service.until(lambda: service.engine_state("single-0") == "loading")
+            service.engine.push(ready=True)
+            await service.until(lambda: service.engine_state("single-0") == "ready", 1.0)
+            assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_a_draining_router_refuses(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
