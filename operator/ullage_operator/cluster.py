@@ -122,7 +122,7 @@ class Cluster:
         params = {"fieldManager": FIELD_MANAGER, "force": "true"}
         await self._ask("PATCH", f"{await self._path(body)}/status", params, body, _APPLY)
 
-    async def delete(self, obj: Object) -> None:
+    async def delete(self, obj: Mapping[str, Any]) -> None:
         """Deletes exactly this object, not another that has taken its name since."""
         meta = obj["metadata"]
         body: Object = dict(_BACKGROUND)
@@ -130,7 +130,7 @@ class Cluster:
             body["preconditions"] = {"uid": meta["uid"]}
         await self._ask("DELETE", await self._path(obj), body=body)
 
-    async def _path(self, obj: Object) -> str:
+    async def _path(self, obj: Mapping[str, Any]) -> str:
         api_version, kind, meta = obj["apiVersion"], obj["kind"], obj["metadata"]
         found = await self._resource(api_version, kind)
         if found is None:

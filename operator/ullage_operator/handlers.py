@@ -12,7 +12,15 @@ import kopf
 
 from ullage_operator.cluster import Cluster, connection
 from ullage_operator.metrics import ReconcileMetrics
-from ullage_operator.naming import API_VERSION, GROUP, KIND, PLURAL, VERSION, owned_selector
+from ullage_operator.naming import (
+    API_VERSION,
+    GROUP,
+    KIND,
+    PLURAL,
+    VERSION,
+    owned_selector,
+    pod_selector,
+)
 from ullage_operator.reconcile import Reconciler, ServiceKey
 from ullage_operator.settings import Settings
 from ullage_operator.workqueue import WorkQueue
@@ -46,6 +54,7 @@ class Handlers:
         kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self.service_changed)
         for group, version, plural in WATCHED:
             kopf.on.event(group, version, plural, registry=registry)(self.owned_changed)
+        kopf.on.event("", "v1", "pods", registry=registry)(self.pod_changed)
 
     async def log_in(self, **_: Any) -> kopf.ConnectionInfo:
         return connection()
@@ -59,6 +68,7 @@ class Handlers:
         for group, version, plural in WATCHED:
             key = (group, version, plural)
             settings.watching.label_selectors[key] = owned_selector()
+        settings.watching.label_selectors["", "v1", "pods"] = pod_selector()
         self._cluster = Cluster()
         reconciler = Reconciler(self._cluster, self._settings, self._metrics, self._resync_s)
         self._queue = WorkQueue(reconciler.reconcile)
@@ -69,14 +79,18 @@ class Handlers:
         if self._cluster is not None:
             await self._cluster.close()
 
-    async def service_changed(self, namespace: str, name: str, **_: Any) -> None:
-        self._look_at(ServiceKey(namespace, name))
+    async def service_changed(self, namespace: str | None, name: str, **_: Any) -> None:
+        self._look_at(namespace, name)
 
-    async def owned_changed(self, namespace: str, meta: Mapping[str, Any], **_: Any) -> None:
+    async def owned_changed(self, namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         for owner in meta.get("ownerReferences", ()):
             if owner["apiVersion"] == API_VERSION and owner["kind"] == KIND:
-                self._look_at(ServiceKey(namespace, owner["name"]))
+                self._look_at(namespace, owner["name"])
 
-    def _look_at(self, key: ServiceKey) -> None:
+    async def pod_changed(self, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        self._look_at(namespace, labels["app.kubernetes.io/instance"])
+
+    def _look_at(self, namespace: str | None, name: str) -> None:
         assert self._queue is not None, "kopf runs the startup handler before any other"
-        self._queue.add(key)
+        assert namespace is not None, "all that is watched lives in a namespace"
+        self._queue.add(ServiceKey(namespace, name))

@@ -70,5 +70,15 @@ def owned_selector() -> str:
     return f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 
 
+def instance_selector(service: str) -> str:
+    """Label selector of a service's objects and pods, of every component."""
+    return f"app.kubernetes.io/name=ullage,app.kubernetes.io/instance={service}"
+
+
+def pod_selector() -> str:
+    """Label selector of the pods of all services."""
+    return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({ENGINE},{ROUTER})"
+
+
 def selector_text(match: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(match.items()))

