@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="configuration file, YAML")
+    parser.add_argument("--engine-id", help="instead of server.engine_id")
     parser.add_argument("--grpc-port", type=int, help="instead of server.grpc_port")
     parser.add_argument("--metrics-port", type=int, help="instead of server.metrics_port")
     parser.add_argument("--version", action="version", version=f"ullage {version('ullage')}")
@@ -61,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace) -> EngineConfig:
     config = read_config(options.config)
-    given = {"grpc_port": options.grpc_port, "metrics_port": options.metrics_port}
-    changes = {name: port for name, port in given.items() if port is not None}
+    given = {name: getattr(options, name) for name in ("engine_id", "grpc_port", "metrics_port")}
+    changes = {name: value for name, value in given.items() if value is not None}
     server = msgspec.structs.replace(config.server, **changes)
     return msgspec.structs.replace(config, server=server)
 

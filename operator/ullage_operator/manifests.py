@@ -115,11 +115,12 @@ class Builder:
         self._labels = naming.labels(service.name, component, VERSION, pool)
 
     def metadata(self, name: str) -> Manifest:
+        owners = owner_references(self._service)
         return {
             "name": name,
             "namespace": self._service.namespace,
             "labels": self._labels,
-            "ownerReferences": owner_references(self._service),
+            **({"ownerReferences": owners} if owners else {}),
         }
 
     def object(self, api_version: str, kind: str, name: str, spec: Manifest) -> Manifest:

@@ -21,6 +21,8 @@ class Pod:
     name: str
     owner: str
     """Name of the Deployment or StatefulSet."""
+    part: str
+    """Where the spec speaks of it: pools.single, pools.large or router."""
     command: tuple[str, ...]
     env: Mapping[str, str]
     ports: Mapping[str, int]
@@ -60,10 +62,17 @@ def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, i
     return Pod(
         name=name,
         owner=workload["metadata"]["name"],
+        part=spec_part(workload),
         command=(*entry_point(container["command"]), *arguments),
         env=env,
         ports=ports,
     )
+
+
+def spec_part(workload: Manifest) -> str:
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    pool = labels.get(naming.POOL_LABEL)
+    return f"pools.{pool}" if pool else str(labels["app.kubernetes.io/component"])
 
 
 def entry_point(command: Sequence[str]) -> list[str]:

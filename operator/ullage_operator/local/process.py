@@ -18,13 +18,16 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
 """A process that lived this long starts over with the first backoff."""
+MAX_FAILURES = 5
+"""Exits in a row, none after a steady run, until it is taken for hopeless."""
+TAIL_LINES = 5
 MISUSE = 2
 """Exit status of a process whose configuration can never work."""
 PR_SET_PDEATHSIG = 1
 
 
 class PodFailed(Exception):
-    """A pod whose configuration or model can never work; the message is its own one line."""
+    """A pod that can never work; the message is its own last words."""
 
 
 def die_with_parent() -> None:
@@ -52,20 +55,23 @@ class PodProcess:
         """Keeps the process running until `stop`.
 
         Raises:
-            PodFailed: it exited with the status that says a restart cannot help.
+            PodFailed: it exited with the status that says a restart cannot help, or too often.
         """
-        backoff = FIRST_BACKOFF_S
+        failures = 0
         while not self._stopping:
             started = time.monotonic()
             status = await self._run_once()
             if self._stopping:
                 return
             if status == MISUSE:
-                raise PodFailed(self._last_error or f"exit status 2; see {self.log_path}")
-            backoff = FIRST_BACKOFF_S if time.monotonic() - started > STEADY_S else backoff
-            self._on_progress(f"exited with status {status}; restarting in {backoff:.1f} s")
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, MAX_BACKOFF_S)
+                raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
+            failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
+            if failures == MAX_FAILURES:
+                count = f"exited {failures} times in a row, last with status {status}"
+                raise PodFailed(f"{count}\n{tail(self.log_path)}")
+            pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
+            self._on_progress(f"exited with status {status}; restarting in {pause:.1f} s")
+            await asyncio.sleep(pause)
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
@@ -105,10 +111,16 @@ class PodProcess:
         async for raw in output:
             line = raw.decode(errors="replace").rstrip()
             print(line, file=log, flush=True)
-            if line.startswith("error: "):
-                self._last_error = line.removeprefix("error: ")
+            if "error: " in line and not line.startswith("{"):
+                self._last_error = line.partition("error: ")[2]
             elif progress := progress_of(line):
                 self._on_progress(progress)
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
 
 
 class LogLine(msgspec.Struct):

@@ -66,7 +66,7 @@ class LocalRuntime:
         try:
             await process.run()
         except PodFailed as error:
-            raise PodFailed(f"{process.pod.owner}: {error}") from error
+            raise PodFailed(f"{process.pod.part}: {error}") from error
 
     @staticmethod
     def _reporter(name: str, on_progress: OnProgress) -> Callable[[str], None]:
