@@ -9,17 +9,7 @@ from dataclasses import dataclass, replace
 from ullage_router.compress import compress
 from ullage_router.config import RouterConfig
 from ullage_router.credit import Credit
-from ullage_router.decide import (
-    Facts,
-    Policy,
-    QueueState,
-    Refuse,
-    Run,
-    ShrinkContext,
-    Wait,
-    decide,
-    min_output,
-)
+from ullage_router.decide import Refuse, Run, ShrinkContext, Wait, decide, min_output
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.errors import refusal
@@ -27,6 +17,7 @@ from ullage_router.prompts import Prompt
 from ullage_router.queue import Ticket, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
 from ullage_router.tokenize import TokenizerThreads
+from ullage_router.views import Facts, Policy, QueueState
 from ullage_rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -40,6 +31,8 @@ class Wish:
     asked_tokens: int | None
     """max_tokens of the request; None when it names none."""
     priority: int
+    deadline: float
+    """When the answer must have ended, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +105,7 @@ class Admission:
             queue=state,
             ahead=self._room.ahead(ticket),
             refused_by=refused,
+            patience_s=wish.deadline - time.monotonic(),
             draw=random.getrandbits(30),
         )
 
@@ -200,7 +194,7 @@ class _Climb:
         record.action = self._action(run)
         record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
         self._log(logging.INFO)
-        credit = engine.reserve(run.demand.total)
+        credit = engine.reserve(run.demand.total, record.prompt_tokens)
         return Grant(engine, credit, wish.prompt, run.max_tokens)
 
     def _action(self, run: Run) -> str:

@@ -16,6 +16,8 @@ class Credit:
     """One request in flight."""
 
     size: int
+    tokens: int
+    """Of the prompt."""
     counted_from: int | None = None
     """Which report must include the request, counted as they arrive; None before Accepted."""
 
@@ -39,12 +41,17 @@ class CreditBook:
         return sum(credit.size for credit in self._open)
 
     @property
+    def tokens(self) -> int:
+        """Prompt tokens that no report is sure to include."""
+        return sum(credit.tokens for credit in self._open)
+
+    @property
     def inflight(self) -> int:
         """Requests sent and not ended."""
         return len(self._open) + len(self._counted)
 
-    def reserve(self, size: int) -> Credit:
-        credit = Credit(size)
+    def reserve(self, size: int, tokens: int) -> Credit:
+        credit = Credit(size, tokens)
         self._open.add(credit)
         return credit
 

@@ -10,99 +10,19 @@ ready engine is unavailable.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ullage_router.config import LARGE_POOL, Rung
-from ullage_router.predict import Demand, Profile, most_tokens, predict
+from ullage_router.predict import Demand, most_tokens, predict
+from ullage_router.views import EngineView, Facts, Policy, QueueState, Standing
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
 MIN_OUTPUT_TOKENS = 16
 
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
-
-
-class Standing(Enum):
-    """Whether an engine takes requests."""
-
-    USABLE = "usable"
-    RECOVERING = "recovering"
-    """Connected, with a worker that is not ready yet: worth waiting for."""
-    UNUSABLE = "unusable"
-
-
-class QueueState(Enum):
-    """What the queue holds for this request."""
-
-    OPEN = "open"
-    FULL = "full"
-    SPENT = "spent"
-    """It has waited as long as it may."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Memory that an engine predicts to get back."""
-
-    after_s: float
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One engine at one moment."""
-
-    id: str
-    pool: str
-    standing: Standing
-    available: int
-    """Reported headroom less the credit of requests that the report cannot include, bytes."""
-    capacity: int
-    """KV pool, bytes."""
-    profile: Profile
-    expected_output: int
-    max_model_len: int
-    health: float = 1.0
-    load: int = 0
-    """Requests running and waiting."""
-    releases: tuple[Release, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        """The longest sequence it can ever hold, tokens."""
-        return min(self.max_model_len, most_tokens(self.profile, self.capacity))
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known about the request and those before it."""
-
-    prompt_tokens: int
-    max_tokens: int
-    """Most output tokens wanted."""
-    min_tokens: int
-    """Fewest output tokens that still make an answer: shrinking stops here."""
-    droppable: bool = False
-    """The conversation has turns that may be dropped."""
-    queue: QueueState = QueueState.OPEN
-    ahead: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
-    refused_by: frozenset[str] = frozenset()
-    """Engines that refused it since their last report."""
-    draw: int = 0
-    """Chance, from outside, so that the same input gives the same decision."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    pools: tuple[str, ...]
-    """In order of preference."""
-    large_request_tokens: int
-    large_request_kv: int
-    ladder: tuple[Rung, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +166,7 @@ class _Ladder:
         hopeful = [e for e in self._pool(self.home) if e.standing is not Standing.UNUSABLE]
         if not hopeful:
             return None
-        reason = "KV_HEADROOM" if self._usable(self.home) else "NOT_READY"
+        reason = self._lack() if self._usable(self.home) else "NOT_READY"
         return Wait(reason, self.home, self._least(hopeful))
 
     def _spill(self) -> Run | None:
@@ -264,7 +184,7 @@ class _Ladder:
             return self._unavailable()
         demand, available = self._least(engines), max(e.available for e in engines)
         reason = {QueueState.FULL: "QUEUE_FULL", QueueState.SPENT: "QUEUE_TIMEOUT"}.get(
-            self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN, "KV_HEADROOM"
+            self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN, self._lack()
         )
         needed = demand.total + self.facts.ahead.get(self.home, 0)
         retry = min(retry_after(e, needed) for e in engines)
@@ -306,16 +226,38 @@ class _Ladder:
         """Engines that this request may take now, before whom nobody waits."""
         if pool in self.facts.ahead:
             return []
-        return [e for e in self._usable(pool) if e.id not in self.facts.refused_by]
+        return [
+            e
+            for e in self._usable(pool)
+            if e.id not in self.facts.refused_by and self._is_in_time(e)
+        ]
+
+    def _is_in_time(self, engine: EngineView) -> bool:
+        return engine.is_in_time(self.facts.prompt_tokens, self.facts.patience_s)
+
+    def _lack(self) -> str:
+        """What the home pool is short of: time where prompts pile up, memory otherwise."""
+        is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
+        return "DEADLINE" if is_late else "KV_HEADROOM"
 
 
 def retry_after(engine: EngineView, needed: int) -> int:
-    """Whole seconds, 1 to 30, until releases are predicted to make `needed` bytes available."""
+    """Whole seconds, 1 to 30, until `needed` bytes are predicted to be available.
+
+    Not before the prompts that wait on the engine have been computed, either.
+    """
+    seconds = max(_release_s(engine, needed), engine.backlog_s)
+    return max(1, min(MAX_RETRY_AFTER_S, math.ceil(seconds)))
+
+
+def _release_s(engine: EngineView, needed: int) -> float:
     available = engine.available
+    if available >= needed:
+        return 0.0
     for release in sorted(engine.releases, key=lambda r: r.after_s):
         available += release.size
         if available >= needed:
-            return max(1, min(MAX_RETRY_AFTER_S, math.ceil(release.after_s)))
+            return release.after_s
     return MAX_RETRY_AFTER_S if engine.releases else UNKNOWN_RETRY_AFTER_S
 
 
@@ -382,6 +324,7 @@ def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
     why = {
         "QUEUE_FULL": ", and the queue is full",
         "QUEUE_TIMEOUT": " after the longest wait",
+        "DEADLINE": ", but prompts before it would take too long",
     }.get(reason, "")
     return (
         f"the request needs {demand.total} bytes of KV and {max(0, available)} are available{why}; "

@@ -10,9 +10,9 @@ import grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.credit import Credit, CreditBook
-from ullage_router.decide import EngineView, Release, Standing
 from ullage_router.predict import Profile
 from ullage_router.tokenize import Model
+from ullage_router.views import EngineView, Release, Standing
 from ullage_rpc.channels import open_channel
 
 HEARTBEAT_S = 1.0
@@ -135,12 +135,14 @@ class Engine:
             max_model_len=described.max_model_len,
             health=told.health,
             load=told.requests_running + told.requests_waiting,
+            backlog_tokens=told.prefill_backlog_tokens + self._book.tokens,
+            prefill_speed=told.prefill_tokens_per_second,
             releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
         )
 
-    def reserve(self, size: int) -> Credit:
-        """Credit for a request that is about to be sent."""
-        return self._book.reserve(size)
+    def reserve(self, size: int, tokens: int) -> Credit:
+        """Credit of bytes and prompt tokens for a request that is about to be sent."""
+        return self._book.reserve(size, tokens)
 
     def accepted(self, credit: Credit) -> None:
         """The engine answered Accepted to the request."""

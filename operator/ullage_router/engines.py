@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.config import PoolSection
-from ullage_router.decide import EngineView
 from ullage_router.engine import Engine
 from ullage_router.tokenize import Model, fingerprint, load_model
+from ullage_router.views import EngineView
 
 RESOLVE_INTERVAL_S = 3.0
 

@@ -221,6 +221,7 @@ class Pipeline:
             prompt=await self._prompts.make(model, call.request),
             asked_tokens=_asked_tokens(call.request),
             priority=call.request.priority,
+            deadline=call.record.arrived + call.timeout_s,
         )
         refused: dict[str, int] = {}
         failures = 0

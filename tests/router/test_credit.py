@@ -8,7 +8,7 @@ from ullage_router.credit import CreditBook
 
 def test_the_second_report_after_accepted_includes_it() -> None:
     book = CreditBook()
-    credit = book.reserve(100)
+    credit = book.reserve(100, 5)
     book.reported()
     book.reported()
     assert book.total == 100
@@ -16,7 +16,7 @@ def test_the_second_report_after_accepted_includes_it() -> None:
     book.reported()
     assert book.total == 100
     book.reported()
-    assert (book.total, book.inflight) == (0, 1)
+    assert (book.total, book.tokens, book.inflight) == (0, 0, 1)
     book.release(credit)
     book.release(credit)
     assert book.inflight == 0
@@ -24,7 +24,7 @@ def test_the_second_report_after_accepted_includes_it() -> None:
 
 def test_the_end_of_the_request_gives_it_back() -> None:
     book = CreditBook()
-    credit = book.reserve(100)
+    credit = book.reserve(100, 5)
     book.release(credit)
     assert (book.total, book.inflight) == (0, 0)
 
@@ -35,7 +35,7 @@ def test_any_order_of_events(events: list[str]) -> None:
     book, live, waiting = CreditBook(), [], []
     for event in events:
         if event == "reserve":
-            live.append(book.reserve(10))
+            live.append(book.reserve(10, 1))
             waiting.append(live[-1])
         elif event == "accept" and waiting:
             book.accepted(waiting.pop(0))

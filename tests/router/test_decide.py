@@ -10,21 +10,16 @@ from hypothesis import strategies as st
 from ullage_router.config import DEFAULT_LADDER, Rung
 from ullage_router.decide import (
     Decision,
-    EngineView,
-    Facts,
-    Policy,
-    QueueState,
     Refuse,
-    Release,
     Run,
     ShrinkContext,
-    Standing,
     Wait,
     decide,
     min_output,
     retry_after,
 )
 from ullage_router.predict import Profile, predict
+from ullage_router.views import EngineView, Facts, Policy, QueueState, Release, Standing
 
 PROFILE = Profile(block_tokens=16, bytes_per_token=1000)
 BLOCK = PROFILE.block_bytes
@@ -243,12 +238,30 @@ def test_a_failing_engine_is_taken_last() -> None:
     assert {run(decide(facts(draw=d), engines, POLICY))[2] for d in range(8)} == {"a"}
 
 
+def test_a_pile_of_prompts_is_not_made_higher_than_time_allows() -> None:
+    late = engine(free=90, backlog_tokens=2000, prefill_speed=100.0)
+    asked = facts(patience_s=30.0)
+    assert run(decide(asked, [engine(free=90, backlog_tokens=2000)], POLICY))[0] == "accept"
+    assert run(decide(asked, [replace(late, backlog_tokens=2300)], POLICY))[0] == "accept"
+    assert run(decide(asked, [replace(late, prefill_speed=101.0)], POLICY))[0] == "accept"
+    slow = replace(late, prefill_speed=80.0)
+    waiting = decide(asked, [slow], POLICY)
+    assert isinstance(waiting, Wait)
+    assert waiting.reason == "DEADLINE"
+    refused = decide(asked, [slow], ladder("reject"))
+    assert isinstance(refused, Refuse)
+    assert (refused.kind, refused.reason, refused.retry_after_s) == ("busy", "DEADLINE", 25)
+    idle = replace(slow, backlog_tokens=0)
+    assert run(decide(facts(prompt=900, patience_s=1.0), [idle], POLICY))[0] == "accept"
+
+
 def test_min_output() -> None:
     assert [min_output(None, 4096), min_output(400, 400), min_output(8, 8)] == [16, 100, 8]
 
 
 def test_retry_after_bounds() -> None:
     assert retry_after(engine(), 10**9) == 5
+    assert retry_after(engine(backlog_tokens=100, prefill_speed=10.0), 10**9) == 10
     assert retry_after(engine(releases=(Release(0.0, 10**9),)), 10**6) == 1
     assert retry_after(engine(releases=(Release(99.0, 10**9),)), 10**8) == 30
     assert retry_after(engine(releases=(Release(1.0, 1),)), 10**8) == 30
@@ -267,6 +280,8 @@ views = st.builds(
     max_model_len=st.integers(1, 4000),
     health=st.floats(0, 1),
     releases=releases.map(tuple),
+    backlog_tokens=st.integers(0, 10_000),
+    prefill_speed=st.sampled_from((0.0, 50.0, 5000.0)),
 )
 engine_lists = st.lists(views, max_size=5, unique_by=lambda e: e.id)
 all_facts = st.builds(
@@ -277,6 +292,7 @@ all_facts = st.builds(
     queue=st.sampled_from(QueueState),
     ahead=st.dictionaries(st.sampled_from(("single", "large")), st.integers(0, 50 * BLOCK)),
     refused_by=st.frozensets(st.sampled_from("abcdef")),
+    patience_s=st.floats(0, 60),
     draw=st.integers(0, 1 << 30),
 )
 ladders = st.permutations(DEFAULT_LADDER).flatmap(
