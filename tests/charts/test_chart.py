@@ -1,10 +1,18 @@
 """The chart: lints, renders valid objects, refuses typos, and grants no more than is used."""
 
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
+
+from ullage_operator.handlers import WATCHED
+from ullage_operator.manifests import PODMONITOR_API
+from ullage_operator.plan import Observed, plan
+from ullage_operator.settings import Settings
+from ullage_operator.spec import parse
+from ullage_operator.status import OWNED_KINDS
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -103,6 +111,40 @@ def test_named_namespaces_need_no_cluster_role(render):
     (deployment,) = by_kind(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
+
+
+def test_the_role_grants_exactly_what_the_operator_does(render):
+    """Owned kinds from the manifests' builders, watches from the handlers."""
+    used = {
+        ("serving.ullage.dev", "llmservices"): {"get", "list", "watch"},
+        ("serving.ullage.dev", "llmservices/status"): {"patch"},
+        # Owner references with blockOwnerDeletion need it where that admission check is on.
+        ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
+        ("", "pods"): {"list", "watch"},
+        ("apiextensions.k8s.io", "customresourcedefinitions"): {"list", "watch"},
+    }
+    watched = {(group, plural) for group, _, plural in WATCHED}
+    for obj in planned():
+        group = obj["apiVersion"].rpartition("/")[0]
+        plural = obj["kind"].lower().removesuffix("y") + ("ies" if obj["kind"][-1] == "y" else "s")
+        used[group, plural] = {"get", "list", "create", "patch", "delete"} | (
+            {"watch"} if (group, plural) in watched else set()
+        )
+        assert (obj["apiVersion"], obj["kind"]) in OWNED_KINDS
+    assert rules(render()) == used
+
+
+def planned():
+    """Every object of a service with all that it can have."""
+    pool = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
+    manifest = {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "s", "namespace": "n", "uid": "u"},
+        "spec": {"model": {"source": "file:///m", "name": "m"}, "pools": {"large": pool}},
+    }
+    observed = Observed(now=datetime.now(UTC), apis=frozenset({PODMONITOR_API}))
+    return plan(parse(manifest), observed, Settings()).apply
 
 
 def test_no_wildcards_and_no_secrets(render):

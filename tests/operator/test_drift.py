@@ -12,8 +12,9 @@ DESIRED = {
 }
 VALUES = st.recursive(
     st.integers() | st.text(max_size=4) | st.booleans(),
-    lambda inner: st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    | st.lists(inner, max_size=3),
+    lambda inner: (
+        st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.lists(inner, max_size=3)
+    ),
     max_leaves=10,
 )
 

@@ -128,15 +128,15 @@ def played(world: World) -> ApiServer:
 class Operator:
     """`ullage-operator` as a process."""
 
-    def __init__(self, world: World, log: Path) -> None:
+    def __init__(self, world: World, log: Path, everywhere: bool) -> None:
         self.probes, self.metrics = _free_port(), _free_port()
         self._log = log.open("ab")
         command = [sys.executable, "-m", "ullage_operator.main", "--host=127.0.0.1"]
         flags = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
-        scope = f"--namespace={world.namespace}"
+        scope = [] if everywhere else [f"--namespace={world.namespace}"]
         environment = os.environ | {"KUBECONFIG": str(world.kubeconfig)}
         self.process = subprocess.Popen(
-            [*command, *flags, scope, "--resync=2"], env=environment, stderr=self._log
+            [*command, *flags, *scope, "--resync=2"], env=environment, stderr=self._log
         )
 
     def stop(self) -> int:
@@ -155,22 +155,21 @@ def _free_port() -> int:
 
 
 @pytest.fixture
-def start(world: World, tmp_path: Path) -> Iterator[Callable[[], Operator]]:
-    """Starts an operator; all that were not stopped are stopped at the end."""
+def start(world: World, tmp_path: Path) -> Iterator[Callable[..., Operator]]:
+    """Starts an operator; all are stopped at the end."""
     running_ones: list[Operator] = []
 
-    def begin() -> Operator:
-        running_ones.append(Operator(world, tmp_path / "operator.log"))
+    def begin(everywhere: bool = False) -> Operator:
+        running_ones.append(Operator(world, tmp_path / "operator.log", everywhere))
         return running_ones[-1]
 
     yield begin
     for operator in running_ones:
-        if operator.process.poll() is None:
-            operator.stop()
+        operator.stop()
 
 
 @pytest.fixture
-def operator(start: Callable[[], Operator]) -> Operator:
+def operator(start: Callable[..., Operator]) -> Operator:
     return start()
 
 
@@ -341,14 +340,62 @@ def test_changes_made_while_the_operator_was_away_are_caught_up(world, start):
     until(lambda: world.get(single)["spec"]["replicas"] == 2, "replicas follow")
 
 
-@pytest.mark.parametrize("status", [0, 409, 500])
-def test_faults_of_the_api_server_are_lived_through(world, operator, played, status):
-    for method, path in (("PATCH", "/statefulsets/"), ("PATCH", "/status"), ("GET", "/configmaps")):
-        played.inject(method, path, status, times=2)
+@pytest.mark.parametrize(
+    ("status", "paths"),
+    [
+        (0, {"PATCH": "/statefulsets/|/status", "GET": "/configmaps"}),
+        (409, {"PATCH": "/statefulsets/|/status"}),
+        (500, {"PATCH": "/statefulsets/|/status", "GET": "/configmaps"}),
+    ],
+)
+def test_faults_of_the_api_server_are_lived_through(world, operator, played, status, paths):
+    faults = [played.inject(method, path, status, times=2) for method, path in paths.items()]
     world.create()
     converged(world)
     assert ("statefulsets", "s-single") in world.owned()
     assert operator.process.poll() is None
+    assert all(fault.times == 0 for fault in faults)
+
+
+def test_a_service_that_replaces_a_deleted_one_gets_its_own_objects(world, operator):
+    world.create()
+    converged(world)
+    before = world.service()["metadata"]["uid"]
+    world.client.delete(f"{world.services}/s")
+    world.create()
+    after = world.service()["metadata"]["uid"]
+    assert after != before
+
+    def all_anew() -> bool:
+        owners = [o["metadata"]["ownerReferences"][0]["uid"] for o in world.owned().values()]
+        return set(owners) == {after} and len(owners) > 10
+
+    until(all_anew, "every object belongs to the new service")
+
+
+def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(world, start, played):
+    world.client.delete(f"{CRDS}/llmservices.serving.ullage.dev")
+    start(everywhere=True)
+    until(lambda: any(CRDS == r[1] for r in list(played.requests)), "kopf lists definitions")
+    world.client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+    assert world.create().status_code == 201
+    assert ("statefulsets", "s-single") in converged(world)
+    # What the chart's ClusterRole leaves out.
+    assert not any(path.startswith("/api/v1/namespaces?") for _, path, _ in played.requests)
+
+
+def test_an_invalid_edit_keeps_what_runs_and_a_valid_one_goes_on(world, operator, played):
+    world.create()
+    before = converged(world)
+    crd = yaml.safe_load(CRD.read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del schema["properties"]["device"]["enum"]
+    world.patch(f"{CRDS}/{crd['metadata']['name']}", {"spec": crd["spec"]})
+    world.patch(f"{world.services}/s", {"spec": {"device": "abacus"}})
+    until(lambda: world.condition("Ready").get("reason") == "InvalidSpec", "InvalidSpec")
+    assert world.owned().keys() == before.keys()
+    world.patch(f"{world.services}/s", {"spec": {"device": "cpu"}})
+    until(lambda: world.condition("Ready").get("reason") != "InvalidSpec", "valid again")
 
 
 def test_a_watch_whose_history_is_gone_starts_anew(world, operator, played):

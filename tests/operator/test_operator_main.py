@@ -1,0 +1,29 @@
+"""`ullage-operator` at the command line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ullage_operator.main import main
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([flag])
+    assert ended.value.code == 0
+    assert "ullage-operator" in capsys.readouterr().out
+
+
+def test_without_an_api_server_it_says_what_to_set(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ullage_operator.main"],
+        env={"HOME": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "KUBECONFIG" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
