@@ -26,8 +26,9 @@ class Runner(Protocol):
 class Engine:
     """Serves requests with one runner.
 
-    A step that runs out of memory is computed again with half the prompt tokens, then without the
-    newest sequence, and only when a sequence alone does not fit is that one request failed.
+    A step that runs out of memory is computed again after freeing what torch caches and with half
+    the prompt tokens, then without the newest sequence, and only when a sequence alone still does
+    not fit is that one request failed.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace) -> None:
@@ -68,7 +69,7 @@ class Engine:
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         prompt_tokens = _num_prompt_tokens(plan)
-        is_halved = False
+        is_retried = False
         while plan.chunks:
             try:
                 return self._measured(plan)
@@ -79,10 +80,9 @@ class Engine:
             # Outside the handler: the exception's frames keep the step's tensors alive.
             self.num_oom_events += 1
             free_cached_memory()
-            if prompt_tokens > 1 and not is_halved:
-                prompt_tokens, is_halved = prompt_tokens // 2, True
-            else:
+            if is_retried:
                 self._drop_newest(reason)
+            is_retried, prompt_tokens = True, max(1, prompt_tokens // 2)
             plan = self.scheduler.replan(prompt_tokens)
         return []
 

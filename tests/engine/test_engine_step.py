@@ -1,0 +1,150 @@
+"""The step loop: what a step that runs out of memory costs, and whom."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ullage_engine.core.engine import Engine
+from ullage_engine.core.pace import Pace
+from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.request import EngineRequest, SamplingParams
+from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.memory.expected import ExpectedOutput
+from ullage_engine.messages import CacheGroupSpec, Profile, TokenOutput
+
+
+class FakeRunner:
+    """Invents tokens; fails where `fails` says so."""
+
+    def __init__(self, fails: Callable[[StepPlan], bool]) -> None:
+        self.plans: list[list[tuple[str, int]]] = []
+        self._fails = fails
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        self.plans.append([(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks])
+        if self._fails(plan):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB\nmore")
+        # The token is the position, so that a lost or doubled one is seen.
+        return [
+            SampledToken(chunk.request_id, chunk.start + len(chunk.token_ids), 0.0, [], [])
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        ]
+
+
+def make_engine(fails: Callable[[StepPlan], bool]) -> tuple[Engine, FakeRunner]:
+    profile = Profile(
+        block_tokens=16,
+        groups=[CacheGroupSpec(bytes_per_token=10)],
+        state_bytes_per_sequence=0,
+        activation_bytes_per_token=1,
+        sampler_bytes_per_sequence=1,
+        prefill_chunk_tokens=64,
+        kv_pool_bytes=64 * 160,
+    )
+    pace, runner = Pace(), FakeRunner(fails)
+    scheduler = Scheduler(
+        profile, SchedulerLimits(512, 8, 64, True, 8192), pace, ExpectedOutput(512, start=32)
+    )
+    return Engine(scheduler, runner, pace), runner
+
+
+def submit(engine: Engine, name: str, prompt: int, max_tokens: int = 4) -> None:
+    request = EngineRequest(
+        request_id=name,
+        token_ids=[1] * prompt,
+        num_prompt_tokens=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+    )
+    assert engine.submit(request) is None
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(500):
+        if not engine.has_work:
+            return tokens
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.scheduler.check_integrity()
+    raise AssertionError("it never ends")
+
+
+def test_a_large_prompt_chunk_is_halved_for_that_step() -> None:
+    engine, runner = make_engine(lambda plan: plan.num_tokens > 40)
+    submit(engine, "a", 100)
+    assert run(engine) == {"a": [100, 101, 102, 103]}
+    assert runner.plans[:4] == [[("a", 64)], [("a", 32)], [("a", 64)], [("a", 32)]]
+    assert engine.num_oom_events == 2
+    assert engine.take_failed() == []
+
+
+def test_the_newest_is_preempted_when_decodes_do_not_fit_and_nobody_fails() -> None:
+    engine, runner = make_engine(lambda plan: len(plan.chunks) > 2)
+    for name in "abc":
+        submit(engine, name, 4)
+    assert run(engine) == {name: [4, 5, 6, 7] for name in "abc"}
+    assert runner.plans[0] == [("a", 4), ("b", 4), ("c", 4)]
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.take_failed() == []
+
+
+def test_only_the_request_that_cannot_run_even_alone_fails() -> None:
+    engine, _ = make_engine(lambda plan: any(chunk.request_id == "bad" for chunk in plan.chunks))
+    submit(engine, "good", 8)
+    submit(engine, "bad", 8)
+    assert run(engine) == {"good": [8, 9, 10, 11]}
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "bad"
+    assert failed.message.endswith("CUDA out of memory. Tried to allocate 20 MiB")
+    assert engine.take_failed() == []
+
+
+def test_an_injected_fault_changes_no_output() -> None:
+    engine, _ = make_engine(lambda plan: False)
+    for after_steps in (0, 2, 2):
+        engine.inject_out_of_memory(after_steps)
+    submit(engine, "a", 80, max_tokens=6)
+    submit(engine, "b", 8, max_tokens=6)
+    assert run(engine) == {"a": list(range(80, 86)), "b": list(range(8, 14))}
+    assert engine.num_oom_events == 3
+
+
+def test_the_cpu_allocators_error_counts_as_out_of_memory() -> None:
+    engine, runner = make_engine(lambda plan: False)
+    tripped: list[bool] = []
+
+    def fails(plan: StepPlan) -> bool:
+        if not tripped:
+            tripped.append(True)
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return False
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    assert run(engine) == {"a": [8, 9, 10, 11]}
+    assert engine.num_oom_events == 1
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        raise RuntimeError("shapes differ")
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        engine.step()
+
+
+def test_speed_is_measured() -> None:
+    engine, _ = make_engine(lambda plan: False)
+    submit(engine, "a", 8)
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert engine._pace.decode_tokens_per_second > 0
+    assert engine._pace.prefill_tokens_per_second > 0
