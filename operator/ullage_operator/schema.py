@@ -178,7 +178,7 @@ def is_positive(schema: Schema) -> bool:
 def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """What the CEL rules refuse."""
     for rule in schema.get("x-kubernetes-validations", ()):
-        if not holds(rule["rule"], value):
+        if not holds(rule["rule"], typed(schema, value)):
             yield Problem(path + rule.get("fieldPath", ""), str(rule["message"]))
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -187,6 +187,16 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         for name, field in schema.get("properties", {}).items():
             if name in value:
                 yield from rules(field, value[name], join(path, name))
+
+
+def typed(schema: Schema, value: Any) -> Any:
+    """The value as CEL sees it: a `number` field written 1 is the double 1.0."""
+    if isinstance(value, list):
+        return [typed(schema.get("items", {}), item) for item in value]
+    if isinstance(value, dict):
+        fields = schema.get("properties", {})
+        return {name: typed(fields.get(name, {}), item) for name, item in value.items()}
+    return float(value) if schema.get("type") == "number" else value
 
 
 def holds(rule: str, value: Any) -> bool:

@@ -1,0 +1,108 @@
+"""The CRD is one that a real API server takes, and says the same as the operator's own types."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import celpy
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from ullage_operator import schema, spec
+
+CRD = yaml.safe_load(schema.crd_path().read_text(encoding="utf-8"))
+VERSION = CRD["spec"]["versions"][0]
+SCHEMA: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+
+
+NODES = dict(nodes(SCHEMA))
+
+
+def test_kubernetes_takes_it() -> None:
+    kubernetes_validate.validate(CRD, "1.35", strict=True)
+
+
+def test_helm_keeps_it_when_the_chart_goes() -> None:
+    assert CRD["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_every_field_is_described() -> None:
+    silent = [p for p, n in NODES.items() if "description" not in n and p not in ("", ".metadata")]
+    assert not [path for path in silent if not path.endswith("[]")]
+
+
+@pytest.mark.parametrize("path", sorted(NODES))
+def test_schema_is_structural(path: str) -> None:
+    node = NODES[path]
+    assert "$ref" not in node
+    assert not {"anyOf", "oneOf", "allOf", "not"} & set(node)
+    assert ("type" in node) != node.get("x-kubernetes-int-or-string", False)
+
+
+RULED = {path: node for path, node in NODES.items() if "x-kubernetes-validations" in node}
+
+
+@pytest.mark.parametrize("path", sorted(RULED))
+def test_rules_parse_and_speak_to_people(path: str) -> None:
+    for rule in RULED[path]["x-kubernetes-validations"]:
+        celpy.Environment().compile(rule["rule"])
+        assert len(rule["message"].split()) > 4
+
+
+@pytest.mark.parametrize("path", sorted(RULED))
+def test_cost_of_rules_is_bounded(path: str) -> None:
+    """The API server refuses a rule over text or lists of unknown length."""
+    node = RULED[path]
+    if node.get("type") == "string":
+        assert "maxLength" in node
+    if node.get("type") == "array":
+        assert "maxItems" in node
+
+
+def test_defaults_fulfil_the_schema_by_themselves() -> None:
+    """The API server checks a default before it fills in the defaults below it."""
+    for path, node in NODES.items():
+        if "default" in node:
+            assert not [*schema.structure(node, node["default"])], path
+            assert not [*schema.rules(node, node["default"], path)], path
+
+
+def test_scale_subresource_points_at_fields() -> None:
+    scale = VERSION["subresources"]["scale"]
+    assert set(scale.values()) <= set(NODES)
+    assert VERSION["subresources"]["status"] == {}
+
+
+def test_printer_columns() -> None:
+    names = [column["name"] for column in VERSION["additionalPrinterColumns"]]
+    assert names == ["Ready", "Reason", "Single", "Large", "URL", "Age"]
+
+
+def sections(kind: Any, path: str) -> Iterator[tuple[str, set[str]]]:
+    """Path and API names of every section of the operator's types."""
+    fields = msgspec.structs.fields(kind)
+    yield path, {field.encode_name for field in fields}
+    for field in fields:
+        for candidate in getattr(field.type, "__args__", (field.type,)):
+            if isinstance(candidate, type) and issubclass(candidate, spec.Section):
+                yield from sections(candidate, f"{path}.{field.encode_name}")
+
+
+@pytest.mark.parametrize(("path", "names"), list(sections(spec.Spec, ".spec")))
+def test_the_operator_reads_exactly_the_fields_that_the_api_has(path: str, names: set[str]) -> None:
+    assert names == set(NODES[path]["properties"])
+
+
+def test_package_and_tree_agree_where_the_crd_is() -> None:
+    assert schema.crd_path().name == schema.CRD_FILE
+    assert Path(__file__).parents[2] / "crds" / schema.CRD_FILE == schema.crd_path()

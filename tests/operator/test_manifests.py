@@ -1,0 +1,218 @@
+"""Rendered objects are what Kubernetes takes and what the processes read."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from ullage_engine.config import EngineConfig
+from ullage_operator.manifests import PODMONITOR_API
+from ullage_operator.plan import Observed, Plan
+from ullage_router.config import RouterConfig
+
+MakePlan = Callable[..., Plan]
+LARGE = {"large": {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
+
+
+def find(plan: Plan, kind: str, name: str) -> dict[str, Any]:
+    [found] = [o for o in plan.apply if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod_spec(plan: Plan, kind: str, name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = find(plan, kind, name)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(plan: Plan, kind: str, name: str) -> dict[str, Any]:
+    made: dict[str, Any] = pod_spec(plan, kind, name)["containers"][0]
+    return made
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+@pytest.mark.parametrize(
+    "spec", [{}, {"device": "cpu"}, {"pools": LARGE}], ids=["plain", "cpu", "large"]
+)
+def test_kubernetes_takes_every_object(
+    make_plan: MakePlan, spec: dict[str, Any], version: str
+) -> None:
+    for item in make_plan(**spec).apply:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
+    plan = make_plan(
+        pools={"large": {"memory": {"maxKV": "1Gi"}}},
+        batching={"prefillWindow": "8ms"},
+        allowFaultInjection=True,
+    )
+    text = find(plan, "ConfigMap", "demo-large")["data"]["engine.yaml"]
+    config = msgspec.convert(yaml.safe_load(text), EngineConfig)
+    assert (config.gpus, config.parallelism.tensor, config.parallelism.pipeline) == (4, 2, 2)
+    assert (config.memory.max_kv, config.memory.safety_reserve) == (1 << 30, 2 << 30)
+    assert config.batching.prefill_window == 0.008
+    assert config.server.pool == "large"
+    assert config.server.allow_fault_injection
+    assert config.model.max_model_len is None
+
+
+def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"large": {}}, routing={"queue": {"timeout": "1m30s"}})
+    text = find(plan, "ConfigMap", "demo-router")["data"]["router.yaml"]
+    config = msgspec.convert(yaml.safe_load(text), RouterConfig)
+    assert [(pool.name, pool.targets) for pool in config.pools] == [
+        ("single", ("demo-single:9000",)),
+        ("large", ("demo-large:9000",)),
+    ]
+    assert config.routing.queue.timeout == 90.0
+    assert config.routing.large_request_kv == 6000 << 20
+    assert (config.http.port, config.grpc.port, config.metrics.port) == (8000, 9000, 9090)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("StatefulSet", "demo-single"), ("Deployment", "demo-router")]
+)
+def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> None:
+    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert made["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("StatefulSet", "demo-single"), ("Deployment", "demo-router")]
+)
+def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str) -> None:
+    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    assert pod["terminationGracePeriodSeconds"] == 75
+    assert made["lifecycle"]["preStop"]["sleep"]["seconds"] == 15
+
+
+def test_engines_are_probed_over_grpc(make_plan: MakePlan) -> None:
+    made = container(make_plan(), "StatefulSet", "demo-single")
+    services = {
+        probe: made[f"{probe}Probe"]["grpc"]["service"] for probe in ("liveness", "readiness")
+    }
+    assert services == {"liveness": "liveness", "readiness": "readiness"}
+    start = made["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 600
+
+
+def test_an_engine_is_named_after_its_pod(make_plan: MakePlan) -> None:
+    made = container(make_plan(), "StatefulSet", "demo-single")
+    assert made["args"][-2:] == ["--engine-id", "$(POD_NAME)"]
+    [name] = [env for env in made["env"] if env["name"] == "POD_NAME"]
+    assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+
+
+def test_gpus_are_limits_unless_the_device_is_a_cpu(make_plan: MakePlan) -> None:
+    large = container(make_plan(pools=LARGE), "StatefulSet", "demo-large")
+    assert large["resources"] == {"requests": {"cpu": "4"}, "limits": {"nvidia.com/gpu": "4"}}
+    assert container(make_plan(device="cpu"), "StatefulSet", "demo-single")["resources"] == {}
+
+
+def test_weights_live_in_memory(make_plan: MakePlan) -> None:
+    volumes = pod_spec(make_plan(), "StatefulSet", "demo-single")["volumes"]
+    assert {"name": "run", "emptyDir": {"medium": "Memory"}} in volumes
+
+
+def test_a_claim_is_mounted_where_the_engine_looks(make_plan: MakePlan) -> None:
+    plan = make_plan(model={"source": "pvc://weights/llama/8b", "name": "llama"})
+    mounts = container(plan, "StatefulSet", "demo-single")["volumeMounts"]
+    assert {"name": "models", "mountPath": "/models/weights", "readOnly": True} in mounts
+    volumes = pod_spec(plan, "StatefulSet", "demo-single")["volumes"]
+    assert volumes[-1]["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
+
+
+def test_pool_placement(make_plan: MakePlan) -> None:
+    toleration = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+    plan = make_plan(pools={"large": LARGE["large"] | {"tolerations": [toleration]}})
+    pod = pod_spec(plan, "StatefulSet", "demo-large")
+    assert pod["nodeSelector"] == {"gpu": "h200"}
+    assert pod["tolerations"] == [toleration]
+    assert "nodeSelector" not in pod_spec(plan, "StatefulSet", "demo-single")
+
+
+def test_pools_start_in_parallel_behind_a_headless_service(make_plan: MakePlan) -> None:
+    stateful_set = find(make_plan(), "StatefulSet", "demo-single")["spec"]
+    service = find(make_plan(), "Service", "demo-single")["spec"]
+    assert stateful_set["podManagementPolicy"] == "Parallel"
+    assert stateful_set["serviceName"] == "demo-single"
+    assert service["clusterIP"] == "None"
+    assert not service.get("publishNotReadyAddresses")
+    assert service["selector"] == stateful_set["selector"]["matchLabels"]
+
+
+def test_a_changed_configuration_rolls_the_pods(make_plan: MakePlan) -> None:
+    def digest(plan: Plan, kind: str, name: str) -> str:
+        annotations = find(plan, kind, name)["spec"]["template"]["metadata"]["annotations"]
+        return str(annotations["serving.ullage.dev/config-hash"])
+
+    before, after = make_plan(), make_plan(batching={"maxSequences": 8})
+    engine, router = ("StatefulSet", "demo-single"), ("Deployment", "demo-router")
+    assert digest(before, *engine) != digest(after, *engine)
+    assert digest(before, *router) == digest(after, *router)
+
+
+def test_scaling_rolls_nothing(make_plan: MakePlan) -> None:
+    scaled = make_plan(pools={"single": {"replicas": 5}})
+    one = find(make_plan(), "StatefulSet", "demo-single")["spec"]
+    five = find(scaled, "StatefulSet", "demo-single")["spec"]
+    assert (one["replicas"], five["replicas"]) == (1, 5)
+    assert one["template"] == five["template"]
+
+
+def test_only_routers_and_the_operator_reach_engines(make_plan: MakePlan) -> None:
+    spec = find(make_plan(), "NetworkPolicy", "demo-engine")["spec"]
+    grpc, metrics = spec["ingress"]
+    assert [port["port"] for port in grpc["ports"]] == [9000]
+    routers, operator = grpc["from"]
+    assert routers["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert operator["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "ullage-system"
+    }
+    assert metrics == {"ports": [{"port": 9090, "protocol": "TCP"}]}
+
+
+def test_a_budget_never_blocks_a_drain(make_plan: MakePlan) -> None:
+    for name in ("demo-single", "demo-router"):
+        assert find(make_plan(), "PodDisruptionBudget", name)["spec"]["maxUnavailable"] == 1
+
+
+def test_everything_is_owned_and_labelled(make_plan: MakePlan) -> None:
+    for item in make_plan(pools={"large": {}}).apply:
+        meta = item["metadata"]
+        [owner] = meta["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("LLMService", "uid-1", True)
+        assert meta["namespace"] == "models"
+        assert {
+            f"app.kubernetes.io/{label}"
+            for label in ("name", "instance", "component", "version", "part-of", "managed-by")
+        } <= set(meta["labels"])
+
+
+def test_selectors_match_the_pods_and_no_other_pool(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"large": {}})
+    for name in ("demo-single", "demo-large"):
+        spec = find(plan, "StatefulSet", name)["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        for other in {"demo-single", "demo-large"} - {name}:
+            selector = find(plan, "Service", other)["spec"]["selector"]
+            assert not selector.items() <= labels.items()
+
+
+def test_pod_monitors_only_where_their_api_exists(make_plan: MakePlan) -> None:
+    observed = Observed(now=datetime.now(UTC), apis=frozenset({PODMONITOR_API}))
+    kinds = [item["kind"] for item in make_plan(observed).apply]
+    assert kinds.count("PodMonitor") == 2
+    assert "PodMonitor" not in [item["kind"] for item in make_plan().apply]

@@ -1,0 +1,194 @@
+"""The plan: what to apply, what to delete and what to report."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from jsonschema import Draft4Validator
+
+from ullage_operator import schema
+from ullage_operator.conditions import Workload, findings, observe, pod_trouble
+from ullage_operator.plan import Observed, Plan, key_of
+
+MakePlan = Callable[..., Plan]
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def observed(objects: list[dict[str, Any]], **more: Any) -> Observed:
+    return Observed(now=NOW, objects={key_of(item): item for item in objects}, **more)
+
+
+def live(plan: Plan, ready: bool = True) -> list[dict[str, Any]]:
+    """The plan's objects as a cluster reports them once its controllers are done."""
+    return [with_status(item, ready) for item in plan.apply]
+
+
+def with_status(item: dict[str, Any], ready: bool) -> dict[str, Any]:
+    if item["kind"] not in ("Deployment", "StatefulSet"):
+        return item
+    replicas = item["spec"]["replicas"]
+    status = {
+        "observedGeneration": 1,
+        "replicas": replicas,
+        "updatedReplicas": replicas,
+        "readyReplicas": replicas if ready else 0,
+    }
+    return item | {"metadata": item["metadata"] | {"generation": 1}, "status": status}
+
+
+def conditions(plan: Plan) -> dict[str, tuple[str, str]]:
+    return {c["type"]: (c["status"], c["reason"]) for c in plan.status["conditions"]}
+
+
+def test_names_exist_before_the_router_looks_for_them(make_plan: MakePlan) -> None:
+    order = [f"{i['kind']}/{i['metadata']['name']}" for i in make_plan(pools={"large": {}}).apply]
+    assert order.index("ConfigMap/demo-single") < order.index("StatefulSet/demo-single")
+    assert order.index("Service/demo-large") < order.index("Deployment/demo-router")
+    assert order.index("ServiceAccount/demo-engine") < order.index("StatefulSet/demo-single")
+
+
+def test_the_same_input_gives_the_same_plan(make_plan: MakePlan) -> None:
+    assert make_plan() == make_plan()
+
+
+def test_nothing_is_deleted_that_is_wanted(make_plan: MakePlan) -> None:
+    assert make_plan(observed(live(make_plan()))).delete == ()
+
+
+def test_a_removed_pool_is_deleted_whole(make_plan: MakePlan) -> None:
+    before = live(make_plan(pools={"large": {}}))
+    gone = make_plan(observed(before)).delete
+    assert {key_of(item) for item in gone} == {
+        (kind, "demo-large")
+        for kind in ("ConfigMap", "Service", "PodDisruptionBudget", "StatefulSet")
+    }
+
+
+def test_status_fits_the_schema(make_plan: MakePlan) -> None:
+    plan = make_plan(observed(live(make_plan()), headroom={"single": 123}))
+    described = schema.standard(schema.load_schema()["properties"]["status"])
+    Draft4Validator(described).validate(plan.status)
+    assert not [*schema.unknown_fields(described, plan.status, "status")]
+    assert plan.status["pools"]["single"]["headroomBytes"] == 123
+    assert plan.status["observedGeneration"] == 3
+    assert plan.status["endpoint"] == "http://demo-router.models.svc:8000"
+
+
+def test_the_scale_selector_matches_the_pods(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    [pods] = [i["spec"]["template"] for i in plan.apply if i["kind"] == "StatefulSet"]
+    selector = plan.status["pools"]["single"]["selector"]
+    pairs = dict(pair.split("=") for pair in selector.split(","))
+    assert pairs.items() <= pods["metadata"]["labels"].items()
+
+
+def test_a_new_service_is_progressing(make_plan: MakePlan) -> None:
+    assert conditions(make_plan()) == {
+        "Ready": ("False", "NoEngineReady"),
+        "Available": ("False", "NoEngineReady"),
+        "Progressing": ("True", "RollingOut"),
+        "Degraded": ("False", "AsExpected"),
+    }
+
+
+def test_a_settled_service_is_ready(make_plan: MakePlan) -> None:
+    assert conditions(make_plan(observed(live(make_plan())))) == {
+        "Ready": ("True", "AllReady"),
+        "Available": ("True", "Serving"),
+        "Progressing": ("False", "Settled"),
+        "Degraded": ("False", "AsExpected"),
+    }
+
+
+def test_a_pod_that_cannot_be_placed_says_why(make_plan: MakePlan) -> None:
+    pod = {
+        "metadata": {"name": "demo-single-0"},
+        "status": {
+            "conditions": [
+                {
+                    "type": "PodScheduled",
+                    "status": "False",
+                    "reason": "Unschedulable",
+                    "message": "0/1 nodes: Insufficient nvidia.com/gpu",
+                }
+            ]
+        },
+    }
+    plan = make_plan(observed(live(make_plan(), ready=False), pods=[pod]))
+    assert conditions(plan)["Ready"] == ("False", "Unschedulable")
+    assert conditions(plan)["Degraded"] == ("True", "Unschedulable")
+    message = plan.status["conditions"][0]["message"]
+    assert message == "pod demo-single-0: 0/1 nodes: Insufficient nvidia.com/gpu"
+
+
+@pytest.mark.parametrize("reason", ["CrashLoopBackOff", "ImagePullBackOff"])
+def test_a_stuck_container_says_what_it_said_last(reason: str) -> None:
+    waiting = {"state": {"waiting": {"reason": reason, "message": "back-off 40s"}}}
+    pod = {"status": {"containerStatuses": [waiting]}}
+    assert pod_trouble(pod) == (reason, "back-off 40s")
+    ended = waiting | {"lastState": {"terminated": {"message": "error: no such model\n"}}}
+    assert pod_trouble({"status": {"containerStatuses": [ended]}}) == (
+        reason,
+        "error: no such model",
+    )
+
+
+def test_a_starting_container_is_not_stuck() -> None:
+    waiting = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+    assert pod_trouble({"status": {"containerStatuses": [waiting]}}) is None
+
+
+def test_times_change_only_with_the_status(make_plan: MakePlan) -> None:
+    first = make_plan().status
+    later = NOW + timedelta(minutes=5)
+    objects = {key_of(item): item for item in live(make_plan())}
+    second = make_plan(Observed(now=later, objects=objects, status=first)).status
+    times = {c["type"]: c["lastTransitionTime"] for c in second["conditions"]}
+    assert times == {
+        "Ready": "2026-01-02T03:09:05Z",
+        "Available": "2026-01-02T03:09:05Z",
+        "Progressing": "2026-01-02T03:09:05Z",
+        "Degraded": "2026-01-02T03:04:05Z",
+    }
+
+
+def test_zero_engines_are_said_to_be_wanted(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"single": {"replicas": 0}})
+    assert conditions(plan)["Available"] == ("False", "ScaledToZero")
+
+
+def reasons(router: Workload, *pools: Workload) -> list[str]:
+    return [finding.reason for finding in findings(router, pools, ())]
+
+
+def test_one_pool_without_engines_is_not_ready_but_available() -> None:
+    router = Workload("router", 1, 1, 1, settled=True)
+    serving = Workload("single", 1, 1, 1, settled=True)
+    lost = Workload("large", 1, 1, 0, settled=True)
+    assert reasons(router, serving, lost) == ["PodsNotReady", "Serving", "Settled", "AsExpected"]
+
+
+def test_without_a_router_nothing_is_available() -> None:
+    router = Workload("router", 1, 1, 0, settled=True)
+    assert reasons(router, Workload("single", 1, 1, 1, settled=True))[1] == "NoRouterReady"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"generation": 2}},
+        {"status": {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 1}},
+        {"status": {"observedGeneration": 1, "replicas": 3, "updatedReplicas": 2}},
+        {"spec": {"replicas": 3}},
+        {"status": {}},
+    ],
+)
+def test_a_workload_settles_only_when_all_is_done(change: dict[str, Any]) -> None:
+    done: dict[str, Any] = {
+        "metadata": {"generation": 1},
+        "spec": {"replicas": 2},
+        "status": {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 2},
+    }
+    assert observe("single", 2, done).settled
+    assert not observe("single", 2, done | change).settled

@@ -1,0 +1,139 @@
+"""Manifests become values, or one line for each thing wrong with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ullage_operator.errors import InvalidManifest
+from ullage_operator.spec import camel, parse
+
+Make = Callable[..., dict[str, Any]]
+
+
+def refusals(manifest: Any) -> list[str]:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest)
+    return str(caught.value).splitlines()
+
+
+def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
+    service = parse(manifest(pools={"large": {}}))
+    spec = service.spec
+    assert (service.name, service.namespace, service.uid) == ("demo", "models", "uid-1")
+    assert service.generation == 3
+    assert spec.memory.threshold == 0.85
+    assert spec.memory.safety_reserve == 2048 << 20
+    assert spec.memory.session_kv_limit == 512 << 20
+    assert spec.memory.max_kv == 20 << 30
+    assert spec.routing.large_request_tokens == 8000
+    assert spec.routing.large_request_kv == 6000 << 20
+    assert spec.batching.prefill_window == 0.006
+    assert spec.batching.decode_window == 0.003
+    assert spec.batching.decode_max_batch_tokens == 8192
+    assert (spec.slo.ttft_p95, spec.slo.e2e_p95, spec.slo.error_rate) == (7.0, 20.0, 0.005)
+    large = spec.pools.large
+    assert large is not None
+    assert (large.gpus, large.parallelism.tensor, large.parallelism.pipeline) == (4, 2, 2)
+    assert large.micro_batches == 6
+
+
+def test_a_service_without_a_large_pool_is_valid(manifest: Make) -> None:
+    assert [name for name, _ in parse(manifest()).spec.pools.items()] == ["single"]
+
+
+def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
+    made = manifest(
+        memory={"safetyReserve": "64Mi"}, pools={"single": {"memory": {"deviceBytes": "1Gi"}}}
+    )
+    memory = parse(made).spec.pools.single.memory
+    assert (memory.safety_reserve, memory.device_bytes) == (64 << 20, 1 << 30)
+    assert parse(made).spec.memory.device_bytes is None
+
+
+def test_null_means_unset(manifest: Make) -> None:
+    spec = parse(manifest(memory={"deviceBytes": None, "threshold": None})).spec
+    assert (spec.memory.device_bytes, spec.memory.threshold) == (None, 0.85)
+
+
+def test_the_manifest_is_left_alone(manifest: Make) -> None:
+    made = manifest()
+    parse(made)
+    assert made == manifest()
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ({"memory": {"treshold": 1}}, "spec.memory.treshold: unknown field; did you mean thresh"),
+        ({"pools": {"small": {}}}, "spec.pools.small: unknown field; the fields here are large,"),
+        ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
+        ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
+        ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),
+        ({"memory": {"threshold": 1.5}}, "spec.memory.threshold: threshold is a share"),
+        ({"memory": {"threshold": 0}}, "spec.memory.threshold: threshold is a share"),
+        ({"memory": []}, "spec.memory: must be of type object, not []"),
+        ({"device": "gpu"}, "spec.device: must be one of auto, cuda, cpu, not 'gpu'"),
+        ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
+        ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
+        ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
+        ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
+        ({"routing": {"ladder": ["queue", "queue"]}}, "spec.routing.ladder: ladder must name"),
+        ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
+        ({"routing": {"queue": {"timeout": "10"}}}, "spec.routing.queue.timeout: must be a durat"),
+        ({"routing": {"queue": {"timeout": "0s"}}}, "spec.routing.queue.timeout: timeout must be"),
+        ({"routing": {"largeRequestKV": "0Gi"}}, "spec.routing.largeRequestKV: must be a quantity"),
+        ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),
+        ({"limits": {"requestTimeout": 30}}, "spec.limits.requestTimeout: must be a duration"),
+        ({"model": {"source": "/m.gguf", "name": "m"}}, "spec.model.source: source must be hf://"),
+        ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
+    ],
+)
+def test_each_mistake_is_one_line(manifest: Make, spec: dict[str, Any], line: str) -> None:
+    lines = refusals(manifest(**spec))
+    assert len(lines) == 1
+    assert lines[0].startswith(line)
+
+
+def test_the_large_pool_must_be_reachable(manifest: Make) -> None:
+    model = {"source": "file:///m", "name": "m", "maxModelLen": 4096}
+    assert parse(manifest(model=model))
+    lines = refusals(manifest(model=model, pools={"large": {}}))
+    assert lines[0].startswith("spec.routing.largeRequestTokens: ")
+    assert parse(manifest(model=model, pools={"large": {}}, routing={"largeRequestTokens": 2000}))
+
+
+def test_all_mistakes_are_told_at_once(manifest: Make) -> None:
+    lines = refusals(manifest(device="tpu", memory={"maxKV": "x", "max": 1}, limit={}))
+    assert [line.split(":")[0] for line in lines] == [
+        "spec.memory.max",
+        "spec.limit",
+        "spec.device",
+        "spec.memory.maxKV",
+    ]
+
+
+@pytest.mark.parametrize("name", ["Demo", "1demo", "a.b", "demo-", "d" * 41])
+def test_names_must_fit_into_pod_names(manifest: Make, name: str) -> None:
+    made = manifest()
+    made["metadata"]["name"] = name
+    assert refusals(made)[0].startswith("metadata.name must be")
+
+
+@pytest.mark.parametrize("document", [None, [], "text", 1])
+def test_what_is_no_object_is_refused(document: Any) -> None:
+    assert "write an LLMService" in refusals(document)[0]
+
+
+def test_another_kind_is_refused() -> None:
+    lines = refusals({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}})
+    assert lines == [
+        "apiVersion: must be serving.ullage.dev/v1alpha1, not 'v1'",
+        "kind: must be LLMService, not 'Pod'",
+    ]
+
+
+def test_field_names() -> None:
+    assert camel("session_kv_limit") == "sessionKVLimit"
+    assert camel("e2e_p95") == "e2eP95"
+    assert camel("large_request_tokens") == "largeRequestTokens"
