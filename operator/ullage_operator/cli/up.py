@@ -95,6 +95,7 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    console.print(f"starting {plan.model}: {', '.join(pod.name for pod in plan.pods)}")
     view = StartView([pod.name for pod in plan.pods], console)
     runtime = LocalRuntime(plan.pods, run_dir, view.update)
     async with runtime.running() as followed:

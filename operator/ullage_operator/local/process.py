@@ -31,8 +31,11 @@ class PodFailed(Exception):
 
 
 def die_with_parent() -> None:
-    """Runs in the child: asks the kernel for SIGTERM when the parent is gone, however it went."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Runs in the child: the kernel kills it when the parent is gone, however that went.
+
+    SIGKILL, because then nobody is left to insist. An engine's worker asks for the same.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class PodProcess:
@@ -45,7 +48,7 @@ class PodProcess:
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
         self._last_error = ""
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -58,10 +61,10 @@ class PodProcess:
             PodFailed: it exited with the status that says a restart cannot help, or too often.
         """
         failures = 0
-        while not self._stopping:
+        while not self._stopping.is_set():
             started = time.monotonic()
             status = await self._run_once()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if status == MISUSE:
                 raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
@@ -71,12 +74,14 @@ class PodProcess:
                 raise PodFailed(f"{count}\n{tail(self.log_path)}")
             pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
             self._on_progress(f"exited with status {status}; restarting in {pause:.1f} s")
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL to whatever is left after the grace."""
-        self._stopping = True
+        self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -102,6 +107,8 @@ class PodProcess:
             preexec_fn=die_with_parent,
             limit=1 << 20,
         )
+        if self._stopping.is_set():
+            self._process.terminate()  # told to stop while it was being started
         assert self._process.stdout is not None
         with self.log_path.open("a", encoding="utf-8") as log:
             await self._follow(self._process.stdout, log)

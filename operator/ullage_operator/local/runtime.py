@@ -41,6 +41,7 @@ class LocalRuntime:
             engines = [p for p in self.processes if "http" not in p.pod.ports]
             for group in (routers, engines):
                 await asyncio.gather(*(process.stop(STOP_GRACE_S) for process in group))
+            await asyncio.wait({followed}, timeout=STOP_GRACE_S)
             followed.cancel()
             with contextlib.suppress(asyncio.CancelledError, PodFailed):
                 await followed

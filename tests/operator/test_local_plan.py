@@ -1,0 +1,111 @@
+"""The plan on loopback: the same pods and files with other addresses."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from ullage_engine.config import EngineConfig
+from ullage_operator.errors import LocalFailure
+from ullage_operator.local.plan import LocalPlan, plan_local
+from ullage_operator.local.ports import PortBusy
+from ullage_operator.local.runtime import write_files
+from ullage_operator.spec import parse
+from ullage_router.config import RouterConfig
+
+Make = Callable[..., dict[str, Any]]
+LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
+
+
+def local(manifest: dict[str, Any], run_dir: Path, http_port: int = 0) -> LocalPlan:
+    return plan_local(
+        parse(manifest), run_dir, http_port=http_port, grpc_port=0, log_level="warning"
+    )
+
+
+def read(plan: LocalPlan, pod: str, kind: type[Any]) -> Any:
+    [text] = [file.text for file in plan.files if file.path.parent.parent.name == pod]
+    return msgspec.convert(yaml.safe_load(text), kind)
+
+
+def test_every_replica_is_a_process_and_the_router_one(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": LARGE}), tmp_path)
+    assert [(pod.name, pod.part) for pod in plan.pods] == [
+        ("demo-single-0", "pools.single"),
+        ("demo-single-1", "pools.single"),
+        ("demo-large-0", "pools.large"),
+        ("demo-router-0", "router"),
+    ]
+    assert plan.model == "smollm2"
+
+
+def test_no_two_pods_share_a_port(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 3}}), tmp_path)
+    ports = [port for pod in plan.pods for port in pod.ports.values()]
+    assert len(set(ports)) == len(ports) == 3 * 2 + 3
+
+
+def test_the_router_finds_every_engine_on_loopback(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": LARGE}), tmp_path)
+    router = read(plan, "demo-router-0", RouterConfig)
+    grpc = {pod.name: f"127.0.0.1:{pod.ports['grpc']}" for pod in plan.pods}
+    assert [(pool.name, pool.targets) for pool in router.pools] == [
+        ("single", (grpc["demo-single-0"], grpc["demo-single-1"])),
+        ("large", (grpc["demo-large-0"],)),
+    ]
+    assert router.http.host == router.grpc.host == router.metrics.host == "127.0.0.1"
+    assert router.log_level == "warning"
+
+
+def test_an_engine_lives_in_its_own_folder(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}}), tmp_path)
+    servers = [read(plan, f"demo-single-{i}", EngineConfig).server for i in (0, 1)]
+    assert [server.engine_id for server in servers] == ["demo-single-0", "demo-single-1"]
+    assert servers[1].run_dir == str(tmp_path / "demo-single-1")
+    assert servers[0].weights_dir == servers[1].weights_dir == str(tmp_path / "weights")
+    assert servers[0].host == "127.0.0.1"
+    assert servers[0].grpc_port == plan.pods[0].ports["grpc"]
+    assert servers[0].metrics_port == plan.pods[0].ports["metrics"]
+
+
+def test_commands_name_files_that_are_written(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(), tmp_path)
+    write_files(plan.files)
+    engine, router = plan.pods
+    for pod in (engine, router):
+        assert Path(pod.command[pod.command.index("--config") + 1]).is_file()
+    assert engine.command[1:3] == ("-m", "ullage_engine.main")
+    assert engine.command[-2:] == ("--engine-id", "demo-single-0")
+    assert router.command[1:3] == ("-m", "ullage_router.main")
+
+
+def test_everything_stays_in_the_run_directory(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(), tmp_path)
+    assert all(file.path.is_relative_to(tmp_path) for file in plan.files)
+    assert plan.pods[0].env["HF_HOME"] == str(tmp_path / "cache" / "huggingface")
+
+
+def test_a_pool_without_engines_is_no_target(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"large": LARGE | {"replicas": 0}}), tmp_path)
+    assert [pool.name for pool in read(plan, "demo-router-0", RouterConfig).pools] == ["single"]
+
+
+def test_a_service_without_engines_is_refused(manifest: Make, tmp_path: Path) -> None:
+    with pytest.raises(LocalFailure, match=r"set spec\.pools\.single\.replicas"):
+        local(manifest(pools={"single": {"replicas": 0}}), tmp_path)
+
+
+def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortBusy, match=rf"^port {port} on 127\.0\.0\.1 .*--http-port"):
+            local(manifest(), tmp_path, http_port=port)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
+    with pytest.raises(LocalFailure, match="choose a shorter one"):
+        local(manifest(), Path("/", "d" * 100))
