@@ -13,6 +13,9 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         "MALLOC_MMAP_MAX_": "0",
         # Never give the heap's top back to the kernel: what warm-up took is in the ledger already.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+        # Compute threads that spin while they wait take the cores of whoever they wait for: with
+        # two engines on two cores a warm-up of seconds lasts minutes.
+        "OMP_WAIT_POLICY": "passive",
     }
 )
 """Set for every worker, on top of the parent's environment."""
