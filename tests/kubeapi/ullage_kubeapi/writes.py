@@ -1,15 +1,13 @@
 """Every change of an object: create, update, patch, apply, delete, and the rules they share."""
 
 import copy
-import datetime
-import re
 import secrets
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ullage_kubeapi import builtins, fields, resources, rules, schema
+from ullage_kubeapi import builtins, checks, fields, resources, rules, schema
 from ullage_kubeapi.fields import Managed, Manager
 from ullage_kubeapi.listtypes import ListTypes
 from ullage_kubeapi.objects import Object, Objects
@@ -25,8 +23,6 @@ from ullage_kubeapi.status import (
     stale,
 )
 
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _SERVER_OWNED = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
                  "generation", "selfLink")  # fmt: skip
 
@@ -52,10 +48,6 @@ class Written:
     obj: Object
     created: bool
     warnings: list[str]
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Writer:
@@ -208,7 +200,7 @@ class Writer:
         return [] if silent else [f'unknown field "{path}"' for path in unknown]
 
     def _validate(self, request: Request, live: Object | None, new: Object) -> None:
-        causes = [*_metadata_problems(request, live, new)]
+        causes = [*checks.metadata_problems(live, new)]
         if request.resource.is_custom:
             causes += schema.validate(_body(new), request.resource.schema)
             if not causes:
@@ -217,7 +209,7 @@ class Writer:
         else:
             causes += builtins.problems(request.resource, new, live)
         if request.resource.kind == "CustomResourceDefinition":
-            causes += _crd_problems(new)
+            causes += checks.crd_problems(new)
         if causes:
             kind = request.resource.kind
             group = f".{request.resource.group}" if request.resource.group else ""
@@ -236,15 +228,15 @@ class Writer:
         kept = {m: paths for m, paths in managed.items() if paths}
         if kept == fields.read(before):
             return before
-        return fields.write(kept, request.resource.api_version, now())
+        return fields.write(kept, request.resource.api_version, checks.now())
 
     def _store(self, resource: Resource, live: Object | None, new: Object) -> Object:
         meta = new["metadata"]
         if live is None:
             meta["uid"] = str(uuid.uuid4())
-            meta["creationTimestamp"] = now()
+            meta["creationTimestamp"] = checks.now()
         if resource.kind == "CustomResourceDefinition":
-            _establish(new)
+            checks.establish(new)
             for served in resources.from_crd(new):
                 self._objects.register(served)
         if meta.get("deletionTimestamp") and not meta.get("finalizers"):
@@ -271,7 +263,7 @@ class Writer:
             return self._gone(request.resource, doomed)
         if "deletionTimestamp" in meta:
             return live
-        meta["deletionTimestamp"], meta["deletionGracePeriodSeconds"] = now(), 0
+        meta["deletionTimestamp"], meta["deletionGracePeriodSeconds"] = checks.now(), 0
         if "generation" in meta:
             meta["generation"] += 1
         return self._objects.put(request.resource, doomed)
@@ -354,66 +346,3 @@ def _same(live: Object, new: Object) -> bool:
         return {**obj, "metadata": meta}
 
     return content(live) == content(new)
-
-
-def _metadata_problems(
-    request: Request, live: Object | None, new: Object
-) -> Iterator[dict[str, str]]:
-    meta = new["metadata"]
-    if not meta.get("name"):
-        yield cause("FieldValueRequired", "metadata.name", "name or generateName is required")
-    elif not _NAME.fullmatch(meta["name"]) or len(meta["name"]) > 253:
-        message = f'Invalid value: "{meta["name"]}": a lowercase RFC 1123 subdomain is needed'
-        yield cause("FieldValueInvalid", "metadata.name", message)
-    for key, value in (meta.get("labels") or {}).items():
-        if not isinstance(value, str) or not _LABEL.fullmatch(value):
-            message = f'Invalid value: "{value}" (label {key}): a label is at most 63 characters'
-            yield cause("FieldValueInvalid", "metadata.labels", message)
-    for owner in meta.get("ownerReferences") or ():
-        missing = [k for k in ("apiVersion", "kind", "name", "uid") if not owner.get(k)]
-        for name in missing:
-            yield cause("FieldValueRequired", f"metadata.ownerReferences.{name}", "Required value")
-    if live is not None and meta.get("deletionTimestamp"):
-        before = set(live["metadata"].get("finalizers") or ())
-        if added := set(meta.get("finalizers") or ()) - before:
-            message = f"Forbidden: no new finalizers can be added if the object is being deleted, \
-found new finalizers {sorted(added)}"
-            yield cause("FieldValueForbidden", "metadata.finalizers", message)
-
-
-def _crd_problems(crd: Object) -> Iterator[dict[str, str]]:
-    spec = crd["spec"]
-    expected = f"{spec['names']['plural']}.{spec['group']}"
-    if crd["metadata"]["name"] != expected:
-        yield cause(
-            "FieldValueInvalid", "metadata.name", f"must be spec.names.plural+'.'+group: {expected}"
-        )
-    if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
-        yield cause("FieldValueInvalid", "spec.versions", "must have exactly one storage version")
-    for version in spec["versions"]:
-        root = version.get("schema", {}).get("openAPIV3Schema")
-        if root is None:
-            yield cause("FieldValueRequired", "spec.versions[].schema", "schemas are required")
-        else:
-            yield from rules.compile_all(root)
-
-
-def _establish(crd: Object) -> None:
-    names = crd["spec"]["names"]
-    conditions = [
-        {
-            "type": kind,
-            "status": "True",
-            "reason": reason,
-            "message": "",
-            "lastTransitionTime": now(),
-        }
-        for kind, reason in (
-            ("NamesAccepted", "NoConflicts"),
-            ("Established", "InitialNamesAccepted"),
-        )
-    ]
-    stored = [version["name"] for version in crd["spec"]["versions"] if version.get("storage")]
-    crd.setdefault(
-        "status", {"conditions": conditions, "acceptedNames": names, "storedVersions": stored}
-    )
