@@ -65,9 +65,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         """The tokenizer is loaded; until then nothing is accepted."""
         self._language = language
 
-    async def GetModel(
-        self, request: pb.GetModelRequest, context: Context
-    ) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         try:
             check_model(request.model, self._config.model.name)
             return answers.model_response(
@@ -76,9 +74,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         except ServiceError as error:
             await abort(context, error)
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:
             language = self._accepting()
             job = await self._job(request, language)
