@@ -347,7 +347,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    # Where there is no terminal to ask for its width, the table still needs a wide one.
     console = Console(stderr=options.json)
+    if not console.is_terminal:
+        console.width = 120
     with tempfile.TemporaryDirectory(prefix="ullage-demo-") as folder:
         state_file = Path(folder, "state.json")
         service = start(options.file, state_file, options.verbose)

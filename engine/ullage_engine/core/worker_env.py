@@ -18,9 +18,6 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         # running. 120 small products with two threads on two cores took 18 ms either way when the
         # cores were free; with two busy neighbours 26 ms against 80 ms, at worst 32 ms against 2 s.
         "GOMP_SPINCOUNT": "1000",
-        # Compute threads that spin while they wait take the cores of whoever they wait for: with
-        # two engines on two cores a warm-up of seconds lasts minutes.
-        "OMP_WAIT_POLICY": "passive",
     }
 )
 """Set for every worker, on top of the parent's environment."""
