@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ullage_engine.core.plan import Chunk, StepPlan
+from ullage_engine.memory.rungs import block_rung, decode_rows, row_rung, tile_rows
 
 GROUP_WASTE_TOKENS = 1024
 """Padding, in tokens of context, worth one decode group fewer: a group's fixed cost of about 60 µs
@@ -19,22 +20,26 @@ class DecodeGroup:
 
     start: int
     end: int
+    padded_rows: int
     num_blocks: int
-    """Blocks gathered for each row; shorter tables repeat their last block."""
+    """Blocks gathered for each row."""
     block_ids: list[int]
+    """Of every padded row; shorter tables repeat their last block, padding the last row's."""
     lengths: list[int]
-    """Context of each row, its own token included."""
+    """Context of each padded row, its own token included."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """Several tokens of one sequence: rows start to end of the flat batch."""
+class PrefillTile:
+    """Consecutive tokens of one sequence: rows start to end of the flat batch."""
 
     start: int
     end: int
-    position: int
-    """Of the first row's token, so how many tokens of KV precede it."""
+    padded_rows: int
+    earlier: int
+    """Tokens of the sequence before the first row's."""
     block_ids: list[int]
+    """Context of the last row, and padding that repeats its last block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class StepBatch:
     positions: list[int]
     slots: list[int]
     decodes: list[DecodeGroup]
-    prefills: list[PrefillSpan]
+    prefills: list[PrefillTile]
     sampled: list[Chunk]
     """Chunks to sample, in the plan's order."""
     sampled_rows: list[int]
@@ -68,7 +73,7 @@ def build_batch(plan: StepPlan, block_tokens: int, max_gather_tokens: int) -> St
         positions=[position for chunk in ordered for position in _positions(chunk)],
         slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens)],
         decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens),
-        prefills=_prefill_spans(prefills, len(decodes), block_tokens),
+        prefills=_prefill_tiles(prefills, len(decodes), block_tokens),
         sampled=sampled,
         sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
     )
@@ -90,14 +95,20 @@ def _num_blocks(chunk: Chunk, block_tokens: int) -> int:
     return -(-(chunk.start + len(chunk.token_ids)) // block_tokens)
 
 
-def _prefill_spans(chunks: Sequence[Chunk], row: int, block_tokens: int) -> list[PrefillSpan]:
-    spans = []
+def _prefill_tiles(chunks: Sequence[Chunk], row: int, block_tokens: int) -> list[PrefillTile]:
+    tiles = []
     for chunk in chunks:
-        end = row + len(chunk.token_ids)
-        blocks = chunk.block_ids[: _num_blocks(chunk, block_tokens)]
-        spans.append(PrefillSpan(row, end, chunk.start, blocks))
-        row = end
-    return spans
+        tokens = len(chunk.token_ids)
+        size = tile_rows(block_rung(_num_blocks(chunk, block_tokens)), block_tokens)
+        for first in range(0, tokens, size):
+            count = min(size, tokens - first)
+            blocks = -(-(chunk.start + first + count) // block_tokens)
+            table = _padded(chunk.block_ids[:blocks], block_rung(blocks))
+            start = row + first
+            earlier = chunk.start + first
+            tiles.append(PrefillTile(start, start + count, row_rung(count), earlier, table))
+        row += tokens
+    return tiles
 
 
 def _decode_groups(
@@ -106,26 +117,33 @@ def _decode_groups(
     """Cuts decodes, longest first, into groups that fit the workspace and waste little."""
     groups, start = [], 0
     while start < len(chunks):
-        widest = _num_blocks(chunks[start], block_tokens)
-        end, waste = start, 0
-        while end < len(chunks) and (end - start + 1) * widest <= max_blocks:
-            waste += (widest - _num_blocks(chunks[end], block_tokens)) * block_tokens
-            if waste > GROUP_WASTE_TOKENS:
+        widest = block_rung(_num_blocks(chunks[start], block_tokens))
+        similar, waste = start, 0
+        while similar < len(chunks):
+            waste += (widest - _num_blocks(chunks[similar], block_tokens)) * block_tokens
+            if waste > GROUP_WASTE_TOKENS and similar > start:
                 break
-            end += 1
-        groups.append(_decode_group(chunks[start:end], start, widest, block_tokens))
-        start = end
+            similar += 1
+        rows, padded_rows = decode_rows(similar - start, max(1, max_blocks // widest))
+        groups.append(
+            _decode_group(chunks[start : start + rows], start, padded_rows, widest, block_tokens)
+        )
+        start += rows
     return groups
 
 
 def _decode_group(
-    chunks: Sequence[Chunk], start: int, num_blocks: int, block_tokens: int
+    chunks: Sequence[Chunk], start: int, padded_rows: int, num_blocks: int, block_tokens: int
 ) -> DecodeGroup:
+    rows = [*chunks, *[chunks[-1]] * (padded_rows - len(chunks))]
     block_ids: list[int] = []
-    for chunk in chunks:
+    for chunk in rows:
         own = chunk.block_ids[: _num_blocks(chunk, block_tokens)]
-        block_ids += own
-        # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
-        block_ids += own[-1:] * (num_blocks - len(own))
-    lengths = [chunk.start + 1 for chunk in chunks]
-    return DecodeGroup(start, start + len(chunks), num_blocks, block_ids, lengths)
+        block_ids += _padded(own, num_blocks)
+    lengths = [chunk.start + 1 for chunk in rows]
+    return DecodeGroup(start, start + len(chunks), padded_rows, num_blocks, block_ids, lengths)
+
+
+def _padded(block_ids: list[int], num_blocks: int) -> list[int]:
+    # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
+    return block_ids + block_ids[-1:] * (num_blocks - len(block_ids))

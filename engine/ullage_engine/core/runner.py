@@ -7,10 +7,11 @@ import torch
 from ullage_engine.core.batch import build_batch
 from ullage_engine.core.plan import SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
-from ullage_engine.core.warm_up import warm_up_plans
+from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped
 from ullage_engine.kernels.pool import LayerCache, allocate_pool, kv_block_bytes
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.memory.rungs import token_rung
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.models.llama import Llama
 from ullage_engine.weights.store import LoadedModel
@@ -98,21 +99,27 @@ class ModelRunner:
         Overwrites the KV pool; call it before the first request.
         """
         num_blocks = self._caches[0].blocks.shape[1]
-        for plan in warm_up_plans(self._limits, num_blocks, self.geometry.vocab):
+        # Every layer has the same shapes, so one layer is enough to compile them all.
+        for plan in shape_plans(self._limits, num_blocks):
+            self._run(plan, self._caches[:1])
+        for plan in largest_plans(self._limits, num_blocks):
             self.execute(plan)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
+        return self._run(plan, self._caches)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:
         assert self._model is not None, "allocate_arena comes first"
         batch = build_batch(plan, self._limits.block_tokens, self._limits.max_gather_tokens)
-        hidden = self._model.forward(batch, self._caches)
+        hidden = self._model.forward(batch, caches)
         if not batch.sampled:
             return []
-        shape = (len(batch.sampled), self.geometry.vocab)
-        computed = shaped(self._sampling["computed"], *shape)
+        rows, vocab = len(batch.sampled), self.geometry.vocab
+        computed = shaped(self._sampling["computed"], token_rung(rows), vocab)
         self._model.logits(hidden, batch.sampled_rows, computed)
-        logits = shaped(self._sampling["logits"], *shape).copy_(computed)
+        logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
         return sample(logits, batch.sampled)
 
 

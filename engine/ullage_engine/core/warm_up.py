@@ -1,10 +1,11 @@
 """The largest steps an engine can meet, as plans."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
-from ullage_engine.memory.arena import StepLimits, padded_tokens
+from ullage_engine.memory.arena import StepLimits
+from ullage_engine.memory.rungs import MAX_TILE_ROWS, MIN_TILE_ROWS, block_rung, token_rung
 
 EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -17,30 +18,73 @@ EVERYTHING = SamplingParams(
 """Sampling that takes the most memory: every penalty, a sort of the vocabulary, alternatives."""
 
 
-def warm_up_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
-    """Plans that touch every buffer and every number of rows that matrix products see.
+GREEDY = SamplingParams(temperature=0.0)
 
-    They use whatever blocks exist, sharing them where the pool is smaller than the step.
-    """
+
+def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """One plan for every shape a matrix product can have; see `ullage_engine.memory.rungs`."""
+    longest = min(limits.max_tokens, limits.max_model_len)
+    for tokens in _largest_of_each(token_rung, longest):
+        yield StepPlan([_chunk(0, tokens, 0, limits, num_blocks, None)])
+    for rows in _largest_of_each(token_rung, min(limits.max_rows, limits.max_tokens)):
+        yield StepPlan([_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
+    most_blocks = -(-limits.max_model_len // limits.block_tokens)
+    for blocks in _largest_of_each(block_rung, most_blocks):
+        context = min(blocks * limits.block_tokens, limits.max_model_len)
+        yield from _decodes(context, blocks, limits, num_blocks)
+        yield from _tiles(context, limits, num_blocks)
+
+
+def largest_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """The longest prompt chunk at the end of the longest sequence; the fullest batch."""
     longest = min(limits.max_tokens, limits.max_model_len)
     yield StepPlan([_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks)])
     rows = min(limits.max_rows, limits.max_tokens)
-    context = min(limits.max_gather_tokens // rows, limits.max_model_len)
-    decodes = [_chunk(index, 1, context - 1, limits, num_blocks) for index in range(rows)]
-    yield StepPlan(decodes)
-    for tokens in sorted({padded_tokens(count) for count in range(1, min(longest, 512) + 1)}):
-        yield StepPlan([_chunk(0, min(tokens, longest), 0, limits, num_blocks)])
+    context = max(1, min(limits.max_gather_tokens // rows, limits.max_model_len))
+    yield StepPlan([_chunk(row, 1, context - 1, limits, num_blocks) for row in range(rows)])
 
 
-def _chunk(index: int, tokens: int, start: int, limits: StepLimits, num_blocks: int) -> Chunk:
+def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Every number of rows that sequences of this length can be attended in."""
+    gathered = max(1, limits.max_gather_tokens // (block_rung(blocks) * limits.block_tokens))
+    rows = 1
+    while rows <= min(gathered, 2 * limits.max_rows - 1):
+        decodes = min(rows, limits.max_rows)
+        yield StepPlan(
+            [_chunk(row, 1, context - 1, limits, num_blocks, GREEDY) for row in range(decodes)]
+        )
+        rows *= 2
+
+
+def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    rows = MIN_TILE_ROWS
+    while rows <= min(MAX_TILE_ROWS, limits.max_tokens, context):
+        yield StepPlan([_chunk(0, rows, context - rows, limits, num_blocks, None)])
+        rows *= 2
+
+
+def _largest_of_each(rung: Callable[[int], int], most: int) -> list[int]:
+    """The largest size up to `most` of each rung."""
+    largest = {rung(size): size for size in range(1, most + 1)}
+    return list(largest.values())
+
+
+def _chunk(
+    index: int,
+    tokens: int,
+    start: int,
+    limits: StepLimits,
+    num_blocks: int,
+    sampling: SamplingParams | None = EVERYTHING,
+) -> Chunk:
+    """A chunk in whatever blocks exist, shared where the pool is smaller than the step."""
     end = start + tokens
-    blocks = range(-(-end // limits.block_tokens))
     return Chunk(
         request_id=f"warm-up-{index}",
         token_ids=[0] * tokens,
         start=start,
-        block_ids=[(block + index) % num_blocks for block in blocks],
-        sampling=EVERYTHING,
+        block_ids=[(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))],
+        sampling=sampling,
         history=[0] * end,
         num_prompt_tokens=0,
     )

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.core.batch import DecodeGroup, PrefillSpan
+from ullage_engine.core.batch import DecodeGroup, PrefillTile
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
-from ullage_engine.memory.arena import prefill_tile_rows
 from ullage_engine.models.geometry import ModelGeometry
 
 
@@ -33,6 +32,11 @@ class Workspace:
         """Room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
         width = self.block_tokens * self.geometry.head_dim
         return shaped(self.gathered, 2 * self.geometry.num_kv_heads, num_blocks, width)
+
+    def mask_view(self, rows: int, context: int) -> torch.Tensor:
+        """Causal mask of the last `rows` of `context` tokens, [rows, context]."""
+        end = self.mask.shape[1] - self.mask.shape[0] + rows
+        return self.mask[:rows, end - context : end]
 
 
 def fill_mask(mask: torch.Tensor) -> None:
@@ -58,23 +62,23 @@ class DecodeAttention:
     ) -> None:
         geometry = workspace.geometry
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
-        rows = group.end - group.start
+        rows, padded = group.end - group.start, group.padded_rows
         length = group.num_blocks * workspace.block_tokens
-        device = rotated.device
         self._scale = head_dim**-0.5
-        self._block_ids = torch.tensor(group.block_ids, device=device)
+        self._block_ids = torch.tensor(group.block_ids, device=rotated.device)
         self._gathered = workspace.gather_view(len(group.block_ids))
-        keys, values = self._gathered.view(2, kv_heads * rows, length, head_dim)
+        keys, values = self._gathered.view(2, kv_heads * padded, length, head_dim)
         self._keys, self._values = keys.transpose(1, 2), values
         heads = rotated[: geometry.num_heads, group.start : group.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim).transpose(1, 2)
-        self._queries = shaped(workspace.queries, kv_heads, rows, size, head_dim)
-        self._folded = self._queries.view(kv_heads * rows, size, head_dim)
-        self._scores = shaped(workspace.scores, kv_heads * rows, size, length)
-        self._masked = self._scores.view(kv_heads, rows, size, length)
+        queries = shaped(workspace.queries, kv_heads, padded, size, head_dim)
+        self._queries = queries[:, :rows]
+        self._folded = queries.view(kv_heads * padded, size, head_dim)
+        self._scores = shaped(workspace.scores, kv_heads * padded, size, length)
+        self._masked = self._scores.view(kv_heads, padded, size, length)
         self._mask = _length_mask(group.lengths, length, rotated)
-        self._out = attended[group.start : group.end].view(rows, kv_heads, size, head_dim)
-        self._out = self._out.transpose(0, 1)
+        out = attended[group.start : group.end].view(rows, kv_heads, size, head_dim)
+        self._out = out.transpose(0, 1)
 
     def run(self, cache: LayerCache) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
@@ -99,24 +103,23 @@ class PrefillAttention:
 
     def __init__(
         self,
-        span: PrefillSpan,
+        tile: PrefillTile,
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
         attended: torch.Tensor,  # [tokens, heads * head_dim]
         workspace: Workspace,
     ) -> None:
         geometry = workspace.geometry
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
-        rows = span.end - span.start
-        self._workspace = workspace
-        self._position = span.position
-        self._rows = rows
-        self._block_ids = torch.tensor(span.block_ids, device=rotated.device)
-        self._gathered = workspace.gather_view(len(span.block_ids))
+        rows = tile.end - tile.start
+        self._workspace, self._tile = workspace, tile
+        self._block_ids = torch.tensor(tile.block_ids, device=rotated.device)
+        self._gathered = workspace.gather_view(len(tile.block_ids))
         self._keys, self._values = self._gathered.view(2, kv_heads, -1, head_dim)
-        heads = rotated[: geometry.num_heads, span.start : span.end]
+        heads = rotated[: geometry.num_heads, tile.start : tile.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim)
-        out = attended[span.start : span.end].view(rows, kv_heads, size, head_dim)
+        out = attended[tile.start : tile.end].view(rows, kv_heads, size, head_dim)
         self._out = out.permute(1, 2, 0, 3)
+        self._mask = workspace.mask_view(rows, tile.earlier + rows)
         # Measured on a CPU: the fused kernel wins in float32, two matrix products in bfloat16.
         fused = rotated.device.type != "cpu" or rotated.dtype == torch.float32
         self._attend = self._fused if fused else self._multiplied
@@ -124,37 +127,33 @@ class PrefillAttention:
     def run(self, cache: LayerCache) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
-        tile = prefill_tile_rows(self._position + self._rows)
-        for start in range(0, self._rows, tile):
-            self._attend(start, min(self._rows, start + tile))
+        self._attend()
 
-    def _mask(self, rows: int, context: int) -> torch.Tensor:
-        """Mask of the last `context` columns of a tile of rows."""
-        end = self._workspace.mask.shape[1] - self._workspace.mask.shape[0] + rows
-        return self._workspace.mask[:rows, end - context : end]
-
-    def _fused(self, start: int, end: int) -> None:
-        context = self._position + end
+    def _fused(self) -> None:
         grouped = (-1, self._workspace.geometry.group_size, -1, -1)
-        self._out[:, :, start:end] = F.scaled_dot_product_attention(
-            self._heads[:, :, start:end],
-            self._keys[:, None, :context].expand(grouped),
-            self._values[:, None, :context].expand(grouped),
-            attn_mask=self._mask(end - start, context),
+        context = self._mask.shape[1]
+        self._out.copy_(
+            F.scaled_dot_product_attention(
+                self._heads,
+                self._keys[:, None, :context].expand(grouped),
+                self._values[:, None, :context].expand(grouped),
+                attn_mask=self._mask,
+            )
         )
 
-    def _multiplied(self, start: int, end: int) -> None:
-        geometry, rows = self._workspace.geometry, end - start
+    def _multiplied(self) -> None:
+        geometry, earlier = self._workspace.geometry, self._tile.earlier
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
-        earlier = self._position + start
-        context = earlier + rows
-        queries = shaped(self._workspace.queries, kv_heads, size, rows, head_dim)
-        folded = queries.view(kv_heads, size * rows, head_dim)
-        scores = shaped(self._workspace.scores, kv_heads, size * rows, context)
-        torch.mul(self._heads[:, :, start:end], head_dim**-0.5, out=queries)
-        torch.bmm(folded, self._keys[:, :context].transpose(1, 2), out=scores)
-        newest = scores.view(kv_heads, size, rows, context)[..., earlier:]
-        newest.add_(self._mask(rows, rows))
+        rows, padded = self._heads.shape[2], self._tile.padded_rows
+        context, length = earlier + rows, self._keys.shape[1]
+        queries = shaped(self._workspace.queries, kv_heads, size, padded, head_dim)
+        folded = queries.view(kv_heads, size * padded, head_dim)
+        scores = shaped(self._workspace.scores, kv_heads, size * padded, length)
+        torch.mul(self._heads, head_dim**-0.5, out=queries[:, :, :rows])
+        torch.bmm(folded, self._keys.transpose(1, 2), out=scores)
+        by_row = scores.view(kv_heads, size, padded, length)
+        by_row[:, :, :rows, earlier:context].add_(self._mask[:, earlier:])
+        by_row[..., context:].fill_(-math.inf)
         torch.softmax(scores, -1, out=scores)
-        torch.bmm(scores, self._values[:, :context], out=folded)
-        self._out[:, :, start:end] = queries
+        torch.bmm(scores, self._values, out=folded)
+        self._out.copy_(queries[:, :, :rows])

@@ -5,16 +5,17 @@ Buffers that never live at the same time share bytes: attention's and the MLP's 
 
 from dataclasses import dataclass
 
+from ullage_engine.memory.rungs import (
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    SCORE_TOKENS,
+    block_rung,
+    token_rung,
+)
 from ullage_engine.models.geometry import ModelGeometry
 
 ALIGNMENT = 64
 """Bytes; a cache line, and enough for any vector instruction."""
-
-PREFILL_TILE_ROWS = 128
-"""Most prompt tokens whose scores are computed at once; measured fastest of 32 to 256."""
-
-SCORE_TOKENS = 1 << 19
-"""Rows times context of one prefill tile above which tiles get shorter, to bound the scores."""
 
 FLOAT32_BYTES = 4
 
@@ -61,36 +62,22 @@ class ArenaLayout:
 
 def gather_tokens(max_model_len: int, decode_max_batch_tokens: int, block_tokens: int) -> int:
     """Size of the gather workspace, tokens: at least the longest sequence, in whole blocks."""
-    tokens = max(max_model_len, decode_max_batch_tokens)
-    return -(-tokens // block_tokens) * block_tokens
-
-
-def prefill_tile_rows(context: int) -> int:
-    """How many prompt tokens with `context` tokens before and among them are scored at once."""
-    return max(1, min(PREFILL_TILE_ROWS, SCORE_TOKENS // context))
+    longest = block_rung(-(-max_model_len // block_tokens))
+    return max(longest, decode_max_batch_tokens // block_tokens) * block_tokens
 
 
 def mask_width(max_model_len: int) -> int:
     """Columns of the causal mask: any number of earlier tokens, then a tile."""
-    return max_model_len + PREFILL_TILE_ROWS
-
-
-def padded_tokens(num_tokens: int) -> int:
-    """Rows that matrix products compute for a step of `num_tokens`.
-
-    Libraries keep compiled code for every shape they ever saw; few shapes keep memory flat.
-    """
-    step = 1 if num_tokens <= 8 else 4 if num_tokens <= 64 else 32
-    return -(-num_tokens // step) * step
+    return max_model_len + MAX_TILE_ROWS
 
 
 def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
-    tokens, itemsize = padded_tokens(limits.max_tokens), limits.itemsize
+    tokens, itemsize = token_rung(limits.max_tokens), limits.itemsize
     always = {
         "hidden": tokens * geometry.hidden,
         "normed": tokens * geometry.hidden,
-        "mask": PREFILL_TILE_ROWS * mask_width(limits.max_model_len),
+        "mask": MAX_TILE_ROWS * mask_width(limits.max_model_len),
         "cos": limits.max_model_len * geometry.head_dim,
         "sin": limits.max_model_len * geometry.head_dim,
         "step_cos": tokens * geometry.head_dim,
@@ -105,7 +92,7 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
 
 def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     """Logits of every sampled row, as computed and in float32."""
-    elements = limits.max_rows * geometry.vocab
+    elements = token_rung(limits.max_rows) * geometry.vocab
     computed = _place({"computed": elements}, 0, limits.itemsize)
     return ArenaLayout(
         (*computed, *_place({"logits": elements}, _aligned(computed[-1].end), FLOAT32_BYTES))
@@ -113,13 +100,14 @@ def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
 
 
 def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
-    tokens = padded_tokens(limits.max_tokens)
+    tokens = token_rung(limits.max_tokens)
     rotated_heads = geometry.num_heads + geometry.num_kv_heads
-    tile_scores = min(SCORE_TOKENS, PREFILL_TILE_ROWS * limits.max_model_len)
+    longest = block_rung(-(-limits.max_model_len // limits.block_tokens)) * limits.block_tokens
+    tile_scores = max(min(SCORE_TOKENS, MAX_TILE_ROWS * longest), MIN_TILE_ROWS * longest)
     return {
         "qkv": tokens * geometry.qkv_width,
         "rotated": tokens * rotated_heads * geometry.head_dim,
-        "queries": max(limits.max_rows, PREFILL_TILE_ROWS) * geometry.query_width,
+        "queries": max(2 * limits.max_rows, MAX_TILE_ROWS) * geometry.query_width,
         "attended": tokens * geometry.query_width,
         "gathered": limits.max_gather_tokens * 2 * geometry.num_kv_heads * geometry.head_dim,
         "scores": geometry.num_heads * max(tile_scores, limits.max_gather_tokens),

@@ -16,7 +16,8 @@ from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.layers.mlp import gate
 from ullage_engine.layers.norm import rms_norm
 from ullage_engine.layers.rotary import fill_tables, rotate
-from ullage_engine.memory.arena import PREFILL_TILE_ROWS, StepLimits, mask_width, padded_tokens
+from ullage_engine.memory.arena import StepLimits, mask_width
+from ullage_engine.memory.rungs import MAX_TILE_ROWS, token_rung
 from ullage_engine.models.geometry import ModelGeometry
 
 
@@ -51,7 +52,7 @@ class Llama:
         positions = (limits.max_model_len, geometry.head_dim)
         self._cos, self._sin = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
         fill_tables(geometry, self._cos, self._sin)
-        mask = shaped(arena["mask"], PREFILL_TILE_ROWS, mask_width(limits.max_model_len))
+        mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(limits.max_model_len))
         fill_mask(mask)
         self._workspace = Workspace(
             geometry,
@@ -63,12 +64,12 @@ class Llama:
         )
 
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> torch.Tensor:
-        """Hidden states of the batch's rows after the last layer, not yet normalised.
+        """Hidden states of the batch's rows after a layer for each cache, not yet normalised.
 
         Writes the KV of every token. The result lives in the arena until the next step.
         """
         tokens = len(batch.token_ids)
-        padded = padded_tokens(tokens)
+        padded = token_rung(tokens)
         geometry, arena, device = self._geometry, self._arena, self._embedding.device
         hidden = shaped(arena["hidden"], padded, geometry.hidden)
         normed = shaped(arena["normed"], padded, geometry.hidden)
@@ -88,7 +89,7 @@ class Llama:
         unrotated, values = heads[: rotated.shape[0]], heads[rotated.shape[0] :]
         keys = rotated[geometry.num_heads :]
         attentions = self._attentions(batch, rotated, attended)
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for layer, cache in zip(self._layers, caches, strict=False):
             rms_norm(hidden, layer.attention_norm, geometry.rms_eps, normed)
             torch.mm(normed, layer.qkv, out=qkv)
             rotate(unrotated, cos, sin, rotated)
@@ -104,8 +105,9 @@ class Llama:
         return hidden[:tokens]
 
     def logits(self, hidden: torch.Tensor, rows: list[int], out: torch.Tensor) -> None:
-        """Writes the logits of some rows of `forward`'s result to out [rows, vocab]."""
-        chosen = hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+        """Writes the logits of some rows of `forward`'s result to out [token_rung(rows), vocab]."""
+        padded = rows + rows[-1:] * (out.shape[0] - len(rows))
+        chosen = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
         normed = shaped(self._arena["normed"], *chosen.shape)
         rms_norm(chosen, self._norm, self._geometry.rms_eps, normed)
         torch.mm(normed, self._head, out=out)
@@ -125,7 +127,7 @@ class Llama:
             DecodeAttention(group, rotated, attended, self._workspace) for group in batch.decodes
         ]
         prefills = [
-            PrefillAttention(span, rotated, attended, self._workspace) for span in batch.prefills
+            PrefillAttention(tile, rotated, attended, self._workspace) for tile in batch.prefills
         ]
         return [*decodes, *prefills]
 

@@ -4,7 +4,6 @@ import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +31,7 @@ class SafetensorsReader:
         self._folder = folder
         self.geometry = read_geometry(folder)
         self._stack = ExitStack()
-        self._files = {}
+        self._files: dict[str, safe_open] = {}
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -49,7 +48,8 @@ class SafetensorsReader:
             raise WeightsError(
                 f"{self._folder}: tensor {name!r} is missing; download the model again"
             )
-        return cast(torch.Tensor, self._files[name].get_tensor(name))
+        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
 
 
 def weight_files(folder: Path) -> list[Path]:

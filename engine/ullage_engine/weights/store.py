@@ -215,7 +215,7 @@ def _write_tensor(
                 f"configuration needs {list(shape)}; download the model again"
             )
         converted = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        file.write(memoryview(converted.numpy()))
+        file.write(converted.numpy().data)
 
 
 def _lay_out(

@@ -1,0 +1,73 @@
+"""The few sizes that matrix products are given.
+
+oneDNN keeps compiled code for every shape it ever saw, about 0.6 MB each, so free shapes make
+resident memory creep for hours. Sizes are rounded up to rungs; warm-up visits every rung.
+"""
+
+MAX_TILE_ROWS = 128
+"""Most prompt tokens whose scores are computed at once; measured fastest of 32 to 256."""
+
+MIN_TILE_ROWS = 32
+
+SCORE_TOKENS = 1 << 19
+"""Rows times context of one prefill tile above which tiles get shorter, to bound the scores."""
+
+MIN_BLOCKS = 8
+
+MAX_ROW_WASTE = 0.25
+"""Share of padding rows accepted to save a decode group."""
+
+
+def token_rung(tokens: int) -> int:
+    """Rows of the layers' products for a step of `tokens`."""
+    if tokens <= 64:
+        return _ladder(tokens, 1)
+    step = 64 if tokens <= 1024 else 512
+    return -(-tokens // step) * step
+
+
+def block_rung(blocks: int) -> int:
+    """Blocks of context gathered for sequences of at most `blocks`."""
+    return _ladder(blocks, MIN_BLOCKS)
+
+
+def decode_rows(rows: int, most: int) -> tuple[int, int]:
+    """How many of `rows` decodes to attend together, and how many rows that is with padding.
+
+    Padded rows are a power of two, at most `most`.
+    """
+    above = 1 << (rows - 1).bit_length()
+    if above <= most and (above - rows) <= MAX_ROW_WASTE * above:
+        return rows, above
+    taken = 1 << (min(rows, most).bit_length() - 1)
+    return taken, taken
+
+
+def tile_rows(blocks: int, block_tokens: int) -> int:
+    """Prompt tokens scored at once against this many blocks of context."""
+    affordable = SCORE_TOKENS // (blocks * block_tokens)
+    return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
+
+
+def row_rung(rows: int) -> int:
+    """Rows of a prefill tile, padding included."""
+    return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
+
+
+def rungs_up_to(most: int, smallest: int) -> list[int]:
+    """All rungs of the ladder from `smallest` that sizes up to `most` round to."""
+    rungs = [_ladder(smallest, smallest)]
+    while rungs[-1] < most:
+        rungs.append(_ladder(rungs[-1] + 1, smallest))
+    return rungs
+
+
+def _ladder(size: int, smallest: int) -> int:
+    """Rounds up to smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
+    rung = smallest
+    while rung < size:
+        half_steps = rung + rung // 2
+        if half_steps >= size and half_steps % smallest == 0:
+            return half_steps
+        rung *= 2
+    return rung
