@@ -11,9 +11,9 @@ VERSION = version("ullage")
 class Settings:
     """What the operator's own Deployment decides, the same for every service."""
 
-    engine_image: str = f"ghcr.io/ullage/engine:{VERSION}"
+    engine_image: str = f"ullage/engine:{VERSION}"
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
-    router_image: str = f"ghcr.io/ullage/router:{VERSION}"
+    router_image: str = f"ullage/router:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
