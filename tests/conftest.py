@@ -1,0 +1,7 @@
+"""Settings that must be in the environment before any test module is imported."""
+
+import os
+
+# Tests that compute share the cores with the processes they start. Threads that spin while they
+# wait for one another burn the very time slices that those processes need: minutes for seconds.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
