@@ -102,7 +102,11 @@ class ModelRunner:
         # Every layer has the same shapes, so one layer is enough to compile them all.
         for plan in shape_plans(self._limits, num_blocks):
             self._run(plan, self._caches[:1])
-        for plan in largest_plans(self._limits, num_blocks):
+        self.run_largest()
+
+    def run_largest(self) -> None:
+        """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
+        for plan in largest_plans(self._limits, self._caches[0].blocks.shape[1]):
             self.execute(plan)
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:

@@ -82,6 +82,7 @@ class _Startup:
         self._warm_up(runner)
         profile = self._profile(loaded.geometry, runner, settings)
         self._allocate_kv(runner, profile)
+        self._settle()
         pace = Pace()
         scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len))
         return Started(
@@ -131,8 +132,24 @@ class _Startup:
         progress = self._progress("kv_pool")
         progress(0, size)
         runner.allocate_kv(size // block_bytes(profile))
+        # The pool may lie where the first warm-up had its temporaries; give them their place now,
+        # or the first requests would.
+        runner.run_largest()
         self._ledger.allocated("kv_pool", size)
         progress(size, size)
+
+    def _settle(self) -> None:
+        """Records what the workspace holds in the end: the pool may have taken freed parts of it.
+
+        What exceeds it, such as the pool's bookkeeping, is staging.
+        """
+        entries = {entry.name: entry for entry in self._ledger.states()}
+        workspace, staging = entries["workspace"], entries["staging"]
+        known = self._ledger.allocated_bytes - workspace.allocated_bytes
+        rest = max(0, self._meter.used_bytes() - known)
+        self._ledger.allocated("workspace", min(rest, workspace.reserved_bytes))
+        excess = rest - workspace.reserved_bytes
+        self._ledger.allocated("staging", min(max(0, excess), staging.reserved_bytes))
 
     def _profile(
         self, geometry: ModelGeometry, runner: ModelRunner, settings: RunnerSettings
