@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,14 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch_worker(
     tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[StartWorker]:
-    """Starts workers; sections given by keyword replace fields of the default configuration."""
+    """Starts workers; sections given by keyword replace fields of the default configuration.
+
+    `prefix` is a command that starts the worker in its stead.
+    """
     with contextlib.ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
 
-        def launch(**sections: Any) -> WorkerProcess:
+        def launch(prefix: Sequence[str] = (), **sections: Any) -> WorkerProcess:
             folder = tmp_path_factory.mktemp("w")
             config = default_config(weights_dir)
             for name, value in sections.items():
@@ -146,9 +149,10 @@ def launch_worker(
             socket: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.PAIR))
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
-            command = ["--config", str(folder / "engine.yaml"), "--endpoint", endpoint]
+            arguments = ["--config", str(folder / "engine.yaml"), "--endpoint", endpoint]
             process = subprocess.Popen(
-                [sys.executable, "-m", "ullage_engine.core.worker", *command],
+                [*prefix, sys.executable, "-m", "ullage_engine.core.worker", *arguments],
+                stdin=subprocess.PIPE,
                 env={**os.environ, **worker_env(2)},
             )
             stack.callback(end, process)
@@ -202,4 +206,4 @@ def default_config(weights_dir: Path) -> dict[str, Any]:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait(10)
+    process.communicate(timeout=10)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from ullage_engine.core.request import EngineRequest
@@ -62,13 +64,12 @@ def test_a_resumed_request_continues_the_same_text(worker: Any, make_request: Ma
 
 
 def test_a_cancelled_request_frees_its_memory(worker: Any, make_request: MakeRequest) -> None:
-    worker.submit(make_request("gone", QUESTION, max_tokens=2000))
-    worker.wait_for(lambda: bool(worker.answers["gone"].token_ids))
+    answer = worker.submit(make_request("gone", QUESTION, max_tokens=2000))
+    worker.wait_for(lambda: bool(answer.token_ids))
     worker.send(Cancel(request_id="gone"))
-    worker.answers.pop("gone").finish = "cancelled"
-    worker.answers["gone"] = type(next(iter(worker.answers.values())))()
     state = worker.fresh_state()
-    worker.answers.pop("gone")
+    answer.finish = "cancelled"
+    assert len(answer.token_ids) < 2000
     assert (state.num_running, state.kv_free_bytes) == (0, state.kv_pool_bytes)
     assert state.kv_committed_bytes == 0
 
@@ -120,6 +121,15 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
     assert words in message.error and "\n" not in message.error
     assert worker.process.wait(20) == 2
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_it_dies_with_the_server(launch_worker: StartWorker) -> None:
+    starter = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid); input()"
+    worker = launch_worker(prefix=[sys.executable, "-u", "-c", starter])
+    worker.receive()
+    (child,) = psutil.Process(worker.process.pid).children()
+    worker.process.kill()
+    assert psutil.wait_procs([child], timeout=20)[1] == []
 
 
 def test_it_ignores_ctrl_c_which_is_meant_for_the_server(launch_worker: StartWorker) -> None:
