@@ -40,8 +40,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         # A circle of all blocks and one extra entry, which is the list's head and tail in one.
         self._head = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
         self._num_free = num_blocks
 
     @property
