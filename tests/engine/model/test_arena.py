@@ -1,0 +1,104 @@
+"""The arena's layout, and that the runner allocates exactly it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_engine.core.runner import ModelRunner
+from ullage_engine.kernels.buffers import allocate
+from ullage_engine.memory.arena import (
+    ALIGNMENT,
+    StepLimits,
+    gather_tokens,
+    sampler_arena,
+    step_arena,
+)
+from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.weights.store import LoadedModel
+
+SMOLLM2 = ModelGeometry(
+    architecture="llama",
+    num_layers=30,
+    hidden=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate=1536,
+    vocab=49152,
+    max_position=8192,
+    rope_theta=1e5,
+    rms_eps=1e-5,
+    tied=True,
+    eos_token_ids=[2],
+)
+TOGETHER = {"gate_up", "gated"}
+"""May overlap with anything of attention, and with nothing else."""
+
+ATTENTION = {"qkv", "rotated", "queries", "attended", "gathered", "scores"}
+
+
+def limits(tokens: int = 576, rows: int = 64, length: int = 8192, itemsize: int = 2) -> StepLimits:
+    return StepLimits(tokens, rows, length, gather_tokens(length, 8192, 16), 16, itemsize)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    tokens=st.integers(1, 9000),
+    rows=st.integers(1, 256),
+    length=st.integers(1, 8192),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_buffers_are_aligned_and_only_phases_overlap(
+    tokens: int, rows: int, length: int, itemsize: int
+) -> None:
+    for layout in (
+        step_arena(SMOLLM2, limits(tokens, rows, length, itemsize)),
+        sampler_arena(SMOLLM2, limits(tokens, rows, length, itemsize)),
+    ):
+        buffers = sorted(layout.buffers, key=lambda buffer: buffer.offset)
+        for index, buffer in enumerate(buffers):
+            assert buffer.offset % ALIGNMENT == 0
+            assert buffer.end <= layout.nbytes
+            for other in buffers[index + 1 :]:
+                phases = {buffer.name in TOGETHER, other.name in TOGETHER}
+                if phases == {True, False} and {buffer.name, other.name} & ATTENTION:
+                    continue
+                assert buffer.end <= other.offset
+
+
+def test_the_demo_models_arenas_are_small() -> None:
+    assert step_arena(SMOLLM2, limits()).nbytes < 32 << 20
+    assert sampler_arena(SMOLLM2, limits()).nbytes == 64 * 49152 * (2 + 4)
+
+
+def test_more_of_anything_takes_no_less() -> None:
+    base = limits(tokens=100, rows=4, length=512)
+    for change in ({"max_tokens": 200}, {"max_model_len": 1024}, {"max_gather_tokens": 20_000}):
+        assert (
+            step_arena(SMOLLM2, replace(base, **change)).nbytes >= step_arena(SMOLLM2, base).nbytes
+        )
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_allocation_is_exactly_the_layout(itemsize: int) -> None:
+    layout = sampler_arena(SMOLLM2, limits(rows=3, itemsize=itemsize))
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    buffers = allocate(layout, dtype, torch.device("cpu"))
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers.values()}
+    assert len(storages) == 1
+    assert buffers["logits"].untyped_storage().nbytes() == layout.nbytes
+    assert buffers["logits"].dtype == torch.float32
+    assert buffers["computed"].dtype == dtype
+
+
+def test_the_runner_names_what_it_allocates(
+    smollm2: LoadedModel, new_runner: Callable[..., ModelRunner]
+) -> None:
+    runner = new_runner(smollm2, max_step_tokens=64, max_sequences=4, max_model_len=128)
+    assert runner.kv_block_bytes == 16 * 30 * 2 * 3 * 64 * 4
+    assert runner.sampler_arena_bytes == 4 * 49152 * 8
+    assert runner.weights_bytes == smollm2.nbytes
