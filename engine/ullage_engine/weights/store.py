@@ -92,9 +92,7 @@ def load_weights(
     """
     files = resolve_source(model.source)
     path = weights_dir / f"{content_key(files, dtype)}.weights"
-    header = read_header(path)
-    if header is None:
-        header = _prepare_once(files, path, dtype, progress)
+    header = _attach(files, path, dtype, progress)
     progress(header.nbytes, header.nbytes)
     return _map(path, header, device)
 
@@ -135,8 +133,12 @@ def _parse_header(file: BinaryIO, size: int) -> Header | None:
     return header if header.nbytes == size else None
 
 
-def _prepare_once(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
+def _attach(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
+    """The header of the prepared file, which is made if need be."""
     try:
+        header = read_header(path)
+        if header is not None:
+            return header
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, progress):
             return read_header(path) or _prepare(files, path, dtype, progress)

