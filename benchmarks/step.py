@@ -77,7 +77,7 @@ def chunk(row: int, tokens: int, start: int) -> Chunk:
 
 def measure(runner: ModelRunner, plan: StepPlan) -> float:
     """Median milliseconds; the sampled ids come to the host, so a device has finished too."""
-    times = []
+    times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
     while time.perf_counter() < deadline or len(times) < 3:
         started = time.perf_counter()
