@@ -66,10 +66,10 @@ def start_engine(
                 config[name] |= fields
             path = folder / "engine.yaml"
             path.write_text(yaml.safe_dump(config))
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ullage_engine.main", "--config", str(path)],
-                stderr=(folder / "log").open("wb"),
-            )
+            with (folder / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "ullage_engine.main", "--config", str(path)], stderr=log
+                )
             stack.callback(end, process)
             engine = Engine(
                 process, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{metrics_port}/metrics"
@@ -84,7 +84,13 @@ def default_config(
     folder: Path, weights_dir: Path, grpc_port: int, metrics_port: int
 ) -> dict[str, Any]:
     return {
-        "model": {"source": MODEL, "name": "smollm2-135m", "dtype": "float32"},
+        # A short context: warm-up computes the largest step, which is the whole of it unchunked.
+        "model": {
+            "source": MODEL,
+            "name": "smollm2-135m",
+            "dtype": "float32",
+            "max_model_len": 1024,
+        },
         "device": "cpu",
         "memory": {"device_bytes": 2 << 30, "safety_reserve": 64 << 20},
         "batching": {},
@@ -140,8 +146,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
     command += ["-f", str(ROOT / "examples" / "smollm2.yaml"), "--state-file", str(state_file)]
     command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    log = (folder / "log").open("w")
-    process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not state_file.exists():

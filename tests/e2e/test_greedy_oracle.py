@@ -16,7 +16,7 @@ from ullage_rpc.channels import open_channel
 if TYPE_CHECKING:
     Engine = Any
 
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
