@@ -350,7 +350,7 @@ def main() -> int:
     # Where there is no terminal to ask for its width, the table still needs a wide one.
     console = Console(stderr=options.json)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 110
     with tempfile.TemporaryDirectory(prefix="ullage-demo-") as folder:
         state_file = Path(folder, "state.json")
         service = start(options.file, state_file, options.verbose)
