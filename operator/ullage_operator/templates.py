@@ -4,6 +4,7 @@ Both run as an ordinary user without privileges on a read-only root; what they w
 emptyDir volumes.
 """
 
+import math
 from typing import Any
 
 from ullage_operator import naming
@@ -14,9 +15,10 @@ from ullage_operator.spec import Pool, Service
 Manifest = dict[str, Any]
 
 USER = 65532
-GRACE_S = 75
-"""preStop 15 s (until no router sends new work) + drain 45 s + a margin."""
 PRE_STOP_S = 15
+"""Until no router sends new work to a pod that ends."""
+LAST_MARGIN_S = 15
+"""For the last messages and the end of the process, after the drain."""
 START_PERIOD_S = 5
 START_FAILURES = 360
 """Half an hour to fetch and load a model."""
@@ -153,7 +155,7 @@ def pod_defaults(service: Service, component: str, pool: str | None = None) -> M
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_S,
+        "terminationGracePeriodSeconds": grace_s(service),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -170,6 +172,11 @@ def pod_defaults(service: Service, component: str, pool: str | None = None) -> M
             }
         ],
     }
+
+
+def grace_s(service: Service) -> int:
+    """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
+    return PRE_STOP_S + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
 
 
 def container_security() -> Manifest:

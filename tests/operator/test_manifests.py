@@ -93,7 +93,9 @@ def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> N
 )
 def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str) -> None:
     pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
-    assert pod["terminationGracePeriodSeconds"] == 75
+    assert pod["terminationGracePeriodSeconds"] == 15 + 30 + 15
+    patient = pod_spec(make_plan(limits={"requestTimeout": "9m0.5s"}), kind, name)
+    assert patient["terminationGracePeriodSeconds"] == 15 + 541 + 15
     assert made["lifecycle"]["preStop"]["sleep"]["seconds"] == 15
 
 

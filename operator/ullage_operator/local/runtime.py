@@ -10,7 +10,8 @@ from ullage_operator.local.pods import Pod
 from ullage_operator.local.process import PodFailed, PodProcess
 from ullage_operator.local.readiness import wait_ready
 
-# Longer than an engine's own drain, shorter than a person's patience.
+# What a person at a terminal waits for. A pod drains for limits.requestTimeout, which may be
+# longer: a local stop cuts off the answers that take longer than this.
 STOP_GRACE_S = 20.0
 
 OnProgress = Callable[[str, str], None]
