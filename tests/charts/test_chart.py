@@ -52,6 +52,12 @@ def test_lint(helm):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("version", "ok"), [("1.29.9", False), ("1.30.0", True)])
+def test_only_a_cluster_that_knows_sleeping_hooks_is_taken(helm, version, ok):
+    done = helm("template", "release", str(CHART), "--kube-version", version)
+    assert (done.returncode == 0) is ok, done.stderr
+
+
 @pytest.mark.parametrize("values", VALUE_SETS)
 def test_rendered_objects_are_valid(render, values):
     objects = render(*values)
