@@ -2,8 +2,12 @@
 
 import grpc
 
+from ullage_rpc.guard import RequestGuard
+
 # A tokenizer.json with a 200k vocabulary is about 30 MB; prompts and tokens are far smaller.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# gRPC's own refusal has no details; RequestGuard's has, so requests up to here must reach it.
+MAX_RECEIVED_BYTES = 128 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 
 CHANNEL_OPTIONS = (
@@ -21,7 +25,7 @@ CHANNEL_OPTIONS = (
 )
 
 SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without this a server answers keepalive pings more frequent than 5 minutes with GOAWAY.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -36,5 +40,5 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 def new_server() -> grpc.aio.Server:
-    """A server with no service and no port yet."""
-    return grpc.aio.server(options=SERVER_OPTIONS)
+    """A server with no service and no port yet; it refuses requests that it cannot read."""
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
