@@ -133,6 +133,19 @@ def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
     run(scenario)
 
 
+def test_an_overlong_line_is_logged_and_ends_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        running = process(f"print('x' * (5 << 20)); {FOREVER}", tmp_path)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop(DEADLINE_S)
+        await task
+        text = (tmp_path / "pod.log").read_text(encoding="utf-8")
+        assert (text.count("x"), text.splitlines()[-1]) == (5 << 20, "up")
+
+    run(scenario)
+
+
 def test_environment_and_log(tmp_path: Path) -> None:
     async def scenario() -> None:
         running = process(f"import os; print('I am', os.environ['POD_NAME']); {FOREVER}", tmp_path)

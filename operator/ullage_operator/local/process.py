@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +21,9 @@ STEADY_S = 60.0
 MAX_FAILURES = 5
 """Exits in a row, none after a steady run, until it is taken for hopeless."""
 TAIL_LINES = 5
+READ_BYTES = 1 << 16
+LONGEST_LINE = 1 << 20
+"""Bytes of a line of output; a longer one is logged as several."""
 MISUSE = 2
 """Exit status of a process whose configuration can never work."""
 PR_SET_PDEATHSIG = 1
@@ -105,7 +108,6 @@ class PodProcess:
             # Ctrl-C in a terminal goes to the whole foreground group; pods are stopped in order.
             start_new_session=True,
             preexec_fn=die_with_parent,
-            limit=1 << 20,
         )
         if self._stopping.is_set():
             self._process.terminate()  # told to stop while it was being started
@@ -115,13 +117,26 @@ class PodProcess:
         return await self._process.wait()
 
     async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
-        async for raw in output:
-            line = raw.decode(errors="replace").rstrip()
+        async for line in lines_of(output):
             print(line, file=log, flush=True)
             if "error: " in line and not line.startswith("{"):
                 self._last_error = line.partition("error: ")[2]
             elif progress := progress_of(line):
                 self._on_progress(progress)
+
+
+async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines as they are written; of an overlong one, pieces, so that none has to be held whole."""
+    pending = b""
+    while chunk := await output.read(READ_BYTES):
+        *whole, pending = (pending + chunk).split(b"\n")
+        for raw in whole:
+            yield raw.decode(errors="replace").rstrip()
+        if len(pending) > LONGEST_LINE:
+            yield pending.decode(errors="replace")
+            pending = b""
+    if pending:
+        yield pending.decode(errors="replace").rstrip()
 
 
 def tail(path: Path) -> str:
