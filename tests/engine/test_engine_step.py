@@ -140,6 +140,42 @@ def test_other_errors_are_not_swallowed() -> None:
         engine.step()
 
 
+def test_an_error_costs_only_the_request_it_belongs_to() -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        if any(chunk.request_id == "bad" and chunk.start for chunk in plan.chunks):
+            raise IndexError("index 7 is out of bounds\nmore")
+        return False
+
+    runner._fails = fails
+    for name in ("a", "bad", "b"):
+        submit(engine, name, 8)
+    tokens = run(engine)
+    assert {name: tokens[name] for name in "ab"} == {name: [8, 9, 10, 11] for name in "ab"}
+    assert tokens["bad"] == [8]
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "bad"
+    assert failed.message == "its step cannot be computed: index 7 is out of bounds"
+
+
+@pytest.mark.parametrize("message", ["shapes differ", "CUDA error: illegal memory access"])
+def test_an_error_of_the_device_or_of_every_request_is_the_workers(message: str) -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        if message == "shapes differ" or len(plan.chunks) > 1:
+            raise RuntimeError(message)
+        return False
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    submit(engine, "b", 8)
+    with pytest.raises(RuntimeError, match=message):
+        engine.step()
+    assert engine.take_failed() == []
+
+
 def test_speed_is_measured() -> None:
     engine, _ = make_engine(lambda plan: False)
     submit(engine, "a", 8)

@@ -1,15 +1,18 @@
 """The step loop: schedule, execute, commit; and what happens when a step runs out of memory."""
 
+import logging
 import time
 from typing import Protocol
 
 import torch
 
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Chunk, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
 from ullage_engine.core.scheduler import Scheduler
 from ullage_engine.messages import Rejected, RequestFailed, TokenOutput
+
+log = logging.getLogger("ullage.engine.worker")
 
 
 class Runner(Protocol):
@@ -28,7 +31,8 @@ class Engine:
 
     A step that runs out of memory is computed again after freeing what torch caches and with half
     the prompt tokens, then without the newest sequence, and only when a sequence alone still does
-    not fit is that one request failed.
+    not fit is that one request failed. A step that fails otherwise is computed again chunk by
+    chunk, and only requests whose own chunk fails are given up.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace) -> None:
@@ -73,10 +77,12 @@ class Engine:
         while plan.chunks:
             try:
                 return self._measured(plan)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
+            except Exception as error:
+                if is_device_lost(error):
                     raise
-                reason = str(error).splitlines()[0]
+                cause, reason = error.with_traceback(None), _first_line(error)
+            if not is_out_of_memory(cause):
+                return self._one_by_one(plan, cause)
             # Outside the handler: the exception's frames keep the step's tensors alive.
             self.num_oom_events += 1
             free_cached_memory()
@@ -98,6 +104,33 @@ class Engine:
         )
         return output
 
+    def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
+        """Computes a failed plan's chunks alone and gives up those that fail again.
+
+        Raises:
+            Exception: `cause`; every chunk fails, so it is not a request's fault, or a chunk alone
+                meets an error that only a new process gets over.
+        """
+        log.error("a step failed; computing its %d chunks alone: %r", len(plan.chunks), cause)
+        sampled: list[SampledToken] = []
+        failed: list[tuple[Chunk, str]] = []
+        for chunk in plan.chunks:
+            try:
+                sampled += self._runner.execute(StepPlan(chunks=[chunk]))
+            except Exception as error:
+                if is_device_lost(error) or is_out_of_memory(error):
+                    raise cause from error
+                failed.append((chunk, _first_line(error)))
+        if len(failed) == len(plan.chunks):
+            raise cause
+        for chunk, reason in failed:
+            self._give_up(chunk.request_id, f"its step cannot be computed: {reason}")
+        return sampled
+
+    def _give_up(self, request_id: str, message: str) -> None:
+        self.scheduler.cancel(request_id)
+        self._failed.append(RequestFailed(request_id=request_id, message=message))
+
     def _drop_newest(self, reason: str) -> None:
         if self.scheduler.num_running > 1:
             self.scheduler.preempt_newest()
@@ -114,9 +147,21 @@ class Engine:
             raise torch.OutOfMemoryError("injected fault")
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether torch failed to allocate; its CPU allocator has no error class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether the device failed rather than the computation; later calls would fail as well."""
+    if is_out_of_memory(error):
+        return False
+    is_reported = isinstance(error, torch.AcceleratorError)
+    return is_reported or (isinstance(error, RuntimeError) and "CUDA" in str(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def free_cached_memory() -> None:

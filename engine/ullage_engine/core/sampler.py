@@ -22,6 +22,9 @@ CANDIDATES = (128, 1024)
 """How many of the likeliest tokens are tried before the whole vocabulary is sorted: sorting 49,152
 logits takes 3.2 ms a row, finding the 128 likeliest 0.06."""
 
+LARGEST = 1e30
+"""Stands for an infinite logit: far beyond any other, and sums with it stay finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -48,21 +51,31 @@ class Row:
 
 
 def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
-    """One token a row of float32 logits [rows, vocab], which penalties change in place."""
+    """One token a row of float32 logits [rows, vocab], which penalties change in place.
+
+    The token is in the vocabulary whatever the logits are: NaN counts as the least likely.
+    """
     rows = [
         Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens)
         for chunk in chunks
         if chunk.sampling is not None
     ]
+    _make_finite(logits)
     raw = _raw_logprobs(logits, rows)
     for index, row in enumerate(rows):
         if row.is_penalised:
             penalise(logits[index], row)
+            _make_finite(logits[index])
     tokens = choose(logits, rows)
     return [
         _sampled(chunk.request_id, token, raw.get(index))
         for index, (chunk, token) in enumerate(zip(chunks, tokens, strict=True))
     ]
+
+
+def _make_finite(logits: torch.Tensor) -> None:
+    """A model with damaged weights, or a penalty, may overflow; NaN would spoil every sum."""
+    logits.nan_to_num_(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
 
 
 def _sampled(request_id: str, token: int, raw: "_RawLogprobs | None") -> SampledToken:
@@ -147,6 +160,8 @@ def _noise(rows: Sequence[Row], like: torch.Tensor) -> torch.Tensor:
 def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Probabilities at each row's temperature, up to a factor: the likeliest token has 1."""
     temperature = _column([row.params.temperature for row in rows], logits)
+    # One too small for float32 would be zero, and zero by zero is NaN.
+    temperature.clamp_(min=torch.finfo(logits.dtype).tiny)
     return ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
 
 
@@ -155,7 +170,8 @@ def _draw(running: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     total = running[:, -1:]
     # Rounding may give the total itself, which no sum exceeds.
     target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, target, right=True)[:, 0]
+    found = torch.searchsorted(running, target, right=True)[:, 0]
+    return found.clamp_(max=running.shape[1] - 1)
 
 
 def _choose_any(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:

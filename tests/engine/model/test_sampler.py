@@ -201,3 +201,27 @@ def test_noise_is_even_and_uncorrelated() -> None:
     assert abs(values.std() - math.sqrt(1 / 12)) < 0.01
     assert abs(np.corrcoef(values[:, :-1].ravel(), values[:, 1:].ravel())[0, 1]) < 0.04
     assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.04
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -3e38])
+@pytest.mark.parametrize("share", [1, 2, VOCAB])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1e-60},
+        {"temperature": 1.0, "top_k": 40},
+        {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_a_token_is_in_the_vocabulary_whatever_the_logits_are(
+    value: float, share: int, params: dict[str, Any]
+) -> None:
+    logits = random_logits(4)
+    logits[0, ::share] = value
+    for penalty in (0.01, 1.0, 100.0, 1e-38):
+        item = chunk([6, 7, 8], seed=5, repetition_penalty=penalty, top_logprobs=2, **params)
+        (sampled,) = sample(logits.clone(), [item])
+        assert 0 <= sampled.token_id < VOCAB
+        assert not math.isnan(sampled.logprob)
