@@ -1,7 +1,7 @@
 """Errors of the router: all are ServiceError (`ullage_rpc.errors`); here is what HTTP says of them.
 
 gRPC status         HTTP  type
-INVALID_ARGUMENT    400   invalid_request_error   (413 with the reason BODY_TOO_LARGE)
+INVALID_ARGUMENT    400   invalid_request_error
 NOT_FOUND           404   not_found_error
 RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After
 UNAVAILABLE         503   service_unavailable     with Retry-After
@@ -37,8 +37,6 @@ _KINDS = {
 
 def http_status(error: ServiceError) -> int:
     """The HTTP status that says the same."""
-    if error.reason == "BODY_TOO_LARGE":
-        return 413
     return _STATUSES.get(error.code, (500, ""))[0]
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ullage_router.errors import error_type, http_status, retry_after_s
+from ullage_router.errors import error_type, retry_after_s
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
@@ -24,7 +24,7 @@ def error_headers(error: ServiceError) -> Headers:
     """Retry-After where coming back helps."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
-    if http_status(error) == 413:
+    if error.reason == "BODY_TOO_LARGE":  # the rest of it is never read
         headers.append((b"connection", b"close"))
     return headers
 
