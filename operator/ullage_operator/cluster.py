@@ -4,6 +4,7 @@ The only module beside kopf's watches that speaks HTTP to the API server. Everyt
 wrong there leaves as Temporary (worth another try) or Permanent (the API server refuses).
 """
 
+import asyncio
 import json
 import logging
 import time
@@ -58,6 +59,7 @@ class Cluster:
     def __init__(self) -> None:
         self._connection = connection()
         self._session = self._open()
+        self._renewing = asyncio.Lock()
         self._discovered: dict[str, _Discovered] = {}
 
     def _open(self) -> aiohttp.ClientSession:
@@ -162,17 +164,24 @@ class Cluster:
         headers: Mapping[str, str] | None = None,
     ) -> Object | None:
         """The answer's body; None for 404. A refused token is read anew once."""
+        used = self._session
         status, answer = await self._send(method, path, params, body, headers)
         if status == 401:
-            await self._session.close()
-            self._connection = connection()
-            self._session = self._open()
+            await self._renew(used)
             status, answer = await self._send(method, path, params, body, headers)
         if status == 404:
             return None
         if status >= 400:
             raise _translated(status, f"{method} {path}", answer)
         return answer
+
+    async def _renew(self, refused: aiohttp.ClientSession) -> None:
+        """Reads the credentials anew, once for all requests that were refused together."""
+        async with self._renewing:
+            if self._session is refused:
+                self._connection = connection()
+                self._session = self._open()
+                await refused.close()
 
     async def _send(
         self,
@@ -185,12 +194,17 @@ class Cluster:
         url = self._connection.server.rstrip("/") + path
         data = None if body is None else json.dumps(body)
         sent = {"Content-Type": "application/json"} | dict(headers or {})
+        session = self._session
         try:
-            async with self._session.request(
+            async with session.request(
                 method, url, params=params, data=data, headers=sent
             ) as response:
                 return response.status, _parsed(await response.read())
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not session.closed:
+                raise  # aiohttp has no type of its own for `Session is closed`
+            if session is not self._session:
+                return 401, {}  # closed under it, for its credentials were refused to another
             raise ClusterUnavailable(f"{method} {path}: {error or type(error).__name__}") from error
 
 

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from ullage_kubeapi.server import running
 
+import ullage_operator.cluster as cluster_module
 import ullage_operator.naming as naming
-from ullage_operator.cluster import Cluster
+from ullage_operator.cluster import Cluster, connection
 from ullage_operator.errors import ClusterRefused, ClusterUnavailable, OperatorError
 
 
@@ -103,6 +104,53 @@ def test_a_refused_token_is_read_anew(api):
         return await cluster.apply(config_map(a="1"))
 
     assert run(scenario)["data"] == {"a": "1"}
+
+
+def test_many_refused_together_read_the_token_once(api, monkeypatch):
+    read = []
+
+    async def scenario(cluster):
+        monkeypatch.setattr(cluster_module, "connection", lambda: read.append(1) or connection())
+        used = cluster._session
+        await asyncio.gather(*(cluster._renew(used) for _ in range(8)))
+        return await cluster.apply(config_map(a="1"))
+
+    assert run(scenario)["data"] == {"a": "1"}
+    assert len(read) == 1
+
+
+def test_one_refused_token_fails_no_other_request(api):
+    async def scenario(cluster):
+        await cluster.apply(config_map())
+        api.inject("PATCH", "/configmaps/", 401, times=1)
+        names = [f"c{number}" for number in range(8)]
+        made = await asyncio.gather(*(cluster.apply(config_map(name)) for name in names))
+        return [obj["metadata"]["name"] for obj in made] == names
+
+    assert run(scenario)
+
+
+def test_a_request_under_which_the_session_was_renewed_is_sent_again(api):
+    async def scenario(cluster):
+        await cluster.apply(config_map())
+        used = cluster._session
+        asked = asyncio.create_task(cluster.get("v1", "ConfigMap", "default", "c"))
+        await asyncio.sleep(0)  # the request has begun
+        await cluster._renew(used)
+        await cluster._renew(used)
+        return await asked, used.closed, cluster._session.closed
+
+    found, old, new = run(scenario)
+    assert (found["metadata"]["name"], old, new) == ("c", True, False)
+
+
+def test_after_close_it_is_unavailable(api):
+    async def scenario(cluster):
+        await cluster.close()
+        with pytest.raises(ClusterUnavailable, match="closed"):
+            await cluster.get("v1", "ConfigMap", "default", "c")
+
+    run(scenario)
 
 
 def test_a_server_that_is_not_there_is_temporary(tmp_path, monkeypatch):
