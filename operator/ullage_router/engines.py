@@ -80,7 +80,10 @@ class Engines:
     async def _keep_resolving(self) -> None:
         while True:
             await asyncio.sleep(RESOLVE_INTERVAL_S)
-            await self._resolve()
+            try:
+                await self._resolve()
+            except Exception:  # one failure must not end the search for engines
+                log.exception("cannot look for engines; trying again")
 
     async def _resolve(self) -> None:
         for pool in self._pools:

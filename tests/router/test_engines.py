@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from ullage_router import engines
 from ullage_router.engines import resolve
 
 if TYPE_CHECKING:
     StartService = Any
+
+NAMED_POOL = {"single": ["engines.example:9000"]}
 
 
 def test_resolving() -> None:
@@ -32,6 +35,33 @@ def test_a_named_target(start_service: "StartService") -> None:
                 await named.until(lambda: router.is_ready)
                 assert (await named.complete()).status_code == 200
                 assert len(service.engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_search_is_repeated(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[set[str]] = [set()]
+    failures = 0
+
+    async def resolve_badly(_: str) -> set[str]:
+        nonlocal failures
+        if found[-1] and failures < 3:
+            failures += 1
+            raise UnicodeError("label too long")
+        return found[-1]
+
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            monkeypatch.setattr(engines, "resolve", resolve_badly)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as late:
+                found.append({service.engine.address})
+                await late.until(lambda: late.router.service.is_ready)
+                assert failures == 3
+                assert (await late.complete()).status_code == 200
 
     asyncio.run(scenario())
 
