@@ -122,6 +122,18 @@ def test_a_pod_that_cannot_be_placed_says_why(make_plan: MakePlan) -> None:
     assert message == "pod demo-single-0: 0/1 nodes: Insufficient nvidia.com/gpu"
 
 
+def test_a_pool_of_several_gpus_is_said_to_be_unsupported(make_plan: MakePlan) -> None:
+    pools: dict[str, Any] = {"large": {}}
+    before = live(make_plan(pools=pools))
+    plan = make_plan(observed(before), pools=pools)
+    assert conditions(plan)["Ready"] == ("False", "UnsupportedParallelism")
+    assert conditions(plan)["Degraded"] == ("True", "UnsupportedParallelism")
+    assert conditions(plan)["Available"] == ("True", "Serving")
+    message = plan.status["conditions"][0]["message"]
+    assert message.startswith("pools.large.gpus: 4 is not supported") and "to 1" in message
+    assert "pools.single" not in message
+
+
 @pytest.mark.parametrize("reason", ["CrashLoopBackOff", "ImagePullBackOff"])
 def test_a_stuck_container_says_what_it_said_last(reason: str) -> None:
     waiting = {"state": {"waiting": {"reason": reason, "message": "back-off 40s"}}}
