@@ -24,6 +24,9 @@ from ullage_router.tokenize import Model
 from ullage_rpc.errors import ServiceError, from_rpc_error
 
 MAX_ENGINE_FAILURES = 3
+# A request at which engines break may be the cause, and must not go on to break them all.
+MAX_BREAKAGES = 2
+BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
 # Failures that another engine may not have; anything else is the request's own.
 ANOTHER_ENGINE_MAY = frozenset(
     {
@@ -224,15 +227,16 @@ class Pipeline:
             deadline=call.record.arrived + call.timeout_s,
         )
         refused: dict[str, int] = {}
-        failures = 0
+        failures: list[ServiceError] = []
         while True:
             grant = await self._admission.admit(wish, call.record, refused)
             try:
                 return await self._send(call, grant)
             except ServiceError as error:
-                failures += error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED
-                if error.code not in ANOTHER_ENGINE_MAY or failures >= MAX_ENGINE_FAILURES:
-                    raise _as_told(error, call) from error
+                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    failures.append(error)
+                if error.code not in ANOTHER_ENGINE_MAY or _is_enough(failures):
+                    raise _as_told(error, call, len(failures)) from error
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
 
@@ -322,7 +326,13 @@ def _check_ending(finished: inference_pb2.Finished) -> None:
         raise errors.broken_stream("the engine cancelled it")
 
 
-def _as_told(error: ServiceError, call: Call) -> ServiceError:
+def _is_enough(failures: list[ServiceError]) -> bool:
+    """Whether a request that failed so on engines goes to no other."""
+    breakages = sum(error.reason in BREAKAGES for error in failures)
+    return len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
+
+
+def _as_told(error: ServiceError, call: Call, num_failures: int) -> ServiceError:
     """What the client is told when no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(call.timeout_s)
@@ -330,7 +340,7 @@ def _as_told(error: ServiceError, call: Call) -> ServiceError:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
             "NO_ENGINE",
-            f"{MAX_ENGINE_FAILURES} engines failed, the last with: {error.message}; retry",
+            f"{num_failures} attempts failed, the last with: {error.message}; retry",
             retry_after_s=error.retry_after_s or 1,
         )
     return error

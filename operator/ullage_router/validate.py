@@ -17,7 +17,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, False),
     "top_p": (0, 1, True),
     "min_p": (0, 1, False),
-    "repetition_penalty": (0, math.inf, True),
+    "repetition_penalty": (0.01, 100, False),
     "presence_penalty": (-2, 2, False),
     "frequency_penalty": (-2, 2, False),
 }

@@ -45,6 +45,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
     ({"messages": HI, "frequency_penalty": -3}, "frequency_penalty"),
     ({"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
+    ({"messages": HI, "repetition_penalty": 1e-30}, "repetition_penalty"),
+    ({"messages": HI, "repetition_penalty": 101}, "repetition_penalty"),
     ({"messages": HI, "seed": "x"}, "seed"),
     ({"messages": HI, "stop": 5}, "stop"),
     ({"messages": HI, "stop": [""]}, "stop"),

@@ -216,10 +216,30 @@ def test_an_engine_that_keeps_failing_is_503(start_service: "StartService") -> N
         async with start_service() as service:
             service.engine.heartbeat_s = 0.05
             service.engine.script.fail_after = 0
+            service.engine.script.failure = ServiceError(
+                grpc.StatusCode.UNAVAILABLE, "DRAINING", "stopping"
+            )
             answer = await service.complete()
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
             assert len(service.engine.requests) == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reason", ["WORKER_LOST", "REQUEST_FAILED"])
+def test_a_request_that_breaks_engines_is_tried_on_one_other(
+    start_service: "StartService", reason: str
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100, 100)) as service:
+            for engine in service.engines:
+                engine.script.fail_after = 0
+                engine.script.failure = ServiceError(grpc.StatusCode.INTERNAL, reason, "broke")
+            answer = await service.complete()
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == reason
+            assert sorted(len(engine.requests) for engine in service.engines) == [0, 1, 1]
 
     asyncio.run(scenario())
 
