@@ -47,19 +47,21 @@ class Job:
 
 
 class _Range:
-    """A closed interval that a number must lie in; NaN lies in none."""
+    """A closed interval that a number must lie in; NaN lies in none.
+
+    The numbers come as float32, which has about seven digits: 0.01 arrives a little smaller.
+    """
 
     def __init__(self, low: float, high: float, low_open: bool = False) -> None:
         self._low, self._high, self._low_open = low, high, low_open
 
     def check(self, field: str, value: float) -> None:
+        value = float(f"{value:.7g}")
         above = value > self._low if self._low_open else value >= self._low
         if not (math.isfinite(value) and above and value <= self._high):
             raise invalid(field, f"{field} is {value:g}; give a number {self}")
 
     def __str__(self) -> str:
-        if math.isinf(self._high):
-            return f"above {self._low:g}"
         return f"{'above' if self._low_open else 'from'} {self._low:g} to {self._high:g}"
 
 
@@ -67,7 +69,7 @@ _SAMPLING_RANGES: Mapping[str, _Range] = {
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, low_open=True),
     "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0, math.inf, low_open=True),
+    "repetition_penalty": _Range(0.01, 100),
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
 }

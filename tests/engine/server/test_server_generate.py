@@ -253,6 +253,8 @@ INVALID = {
     "negative temperature": (ask(sampling={"temperature": -0.1}), "sampling.temperature"),
     "infinite": (ask(sampling={"repetition_penalty": float("inf")}), "sampling.repetition_penalty"),
     "zero penalty": (ask(sampling={"repetition_penalty": 0}), "sampling.repetition_penalty"),
+    "tiny penalty": (ask(sampling={"repetition_penalty": 1e-38}), "sampling.repetition_penalty"),
+    "huge penalty": (ask(sampling={"repetition_penalty": 101}), "sampling.repetition_penalty"),
     "top_p": (ask(sampling={"top_p": 0}), "sampling.top_p"),
     "min_p": (ask(sampling={"min_p": 1.5}), "sampling.min_p"),
     "presence": (ask(sampling={"presence_penalty": -3}), "sampling.presence_penalty"),
@@ -268,6 +270,19 @@ INVALID = {
     "priority": (ask(priority=101), "priority"),
     "too long": (ask(*[1] * 8192), "input"),
 }
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+def test_the_ends_of_a_range_are_allowed(serve: Serve, penalty: float) -> None:
+    async def scenario() -> None:
+        async with serve() as engine:
+            answer = await engine.generate(ask(sampling={"repetition_penalty": penalty}))
+            assert answer.finished is not None
+            error = await refusal(engine.generate(ask(sampling={"repetition_penalty": 1e-38})))
+            assert "sampling.repetition_penalty is 1e-38" in error.message
+            assert "from 0.01 to 100" in error.message
+
+    asyncio.run(scenario())
 
 
 def test_every_invalid_field_is_named(serve: Serve) -> None:
