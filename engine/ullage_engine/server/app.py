@@ -5,8 +5,10 @@ loads and not one that is absent.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from ullage_engine.detokenizer import TokenBytes, UnsupportedDecoder
 from ullage_engine.server.admin import AdminService
 from ullage_engine.server.board import Board
 from ullage_engine.server.headroom import HeadroomService
+from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.journal import Journal
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.policy import RestartPolicy
@@ -89,10 +92,14 @@ class EngineApp:
 
         Raises:
             AppError: the configuration or the model cannot be served.
-            GaveUpError: workers keep dying.
+            EndpointError: no socket for a worker can be made.
+            GaveUpError: workers keep dying, or none can be started.
         """
         async with self._listening():
-            self._inference.speak(await self._load_language())
+            language = await self._load_language(stop)
+            if language is None:
+                return
+            self._inference.speak(language)
             supervising = asyncio.create_task(self._supervisor.run())
             following = asyncio.create_task(self._follow_readiness())
             try:
@@ -111,12 +118,20 @@ class EngineApp:
             await supervising
         except StartError as error:
             raise AppError(str(error)) from error
-        except GaveUpError as error:
-            lost = _engine_lost(str(error))
-            self._journal.end_all(lambda entry: entry.fail(lost))
+        except (GaveUpError, EndpointError) as error:
+            self._fail_all(str(error))
             raise
+        except Exception as error:
+            log.exception("the supervisor failed")
+            message = f"no worker can be kept running: {error!r}"
+            self._fail_all(message)
+            raise GaveUpError(message) from error
         finally:
             await self._journal.emptied(_LAST_MESSAGES_S)
+
+    def _fail_all(self, message: str) -> None:
+        lost = _engine_lost(message)
+        self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         """Takes nothing new and lets the open requests end, up to the time one may take."""
@@ -166,11 +181,18 @@ class EngineApp:
                 "choose a free port"
             ) from error
 
-    async def _load_language(self) -> Language:
+    async def _load_language(self, stop: asyncio.Event) -> Language | None:
+        """Off the event loop: a large vocabulary takes seconds, a download minutes.
+
+        None: told to stop before it was loaded.
+        """
         source = self._config.model.source
+        loading = _in_daemon(lambda: _load_language(source))
+        await _first_of(stop.wait(), loading)
+        if not loading.done():
+            return None
         try:
-            # Off the event loop: a large vocabulary takes seconds, a download minutes.
-            return await asyncio.to_thread(_load_language, source)
+            return loading.result()
         except (WeightsError, TokenizerError, UnsupportedDecoder, ChatTemplateError) as error:
             raise AppError(str(error)) from error
 
@@ -187,6 +209,21 @@ def _load_language(source: str) -> Language:
     if tokenizer.chat_template:
         chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     return Language(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+
+
+def _in_daemon(load: Callable[[], Language]) -> asyncio.Future[Language]:
+    """Like asyncio.to_thread, but the process may end before the thread does."""
+    result: concurrent.futures.Future[Language] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            result.set_result(load())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="load-language", daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 def _make_run_dir(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The server's end of the wire to its worker: a ZeroMQ PAIR, one msgpack message a frame."""
 
 import asyncio
-import contextlib
 
 import msgspec
 import zmq
@@ -39,7 +38,8 @@ class ServerLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._outbox: asyncio.Queue[ToWorker] = asyncio.Queue()
-        self._sending = asyncio.create_task(self._send_all())
+        self.sending = asyncio.create_task(self._send_all())
+        """Done only when it failed: then nothing reaches the worker any more."""
 
     def post(self, message: ToWorker) -> None:
         """Queues a message; it is lost if the worker dies before taking it."""
@@ -54,9 +54,8 @@ class ServerLink:
         return self._decoder.decode(await self._socket.recv())
 
     async def close(self) -> None:
-        self._sending.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._sending
+        self.sending.cancel()
+        await asyncio.gather(self.sending, return_exceptions=True)
         self._socket.close()
 
     async def _send_all(self) -> None:

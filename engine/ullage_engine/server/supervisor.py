@@ -145,12 +145,12 @@ class Supervisor:
     async def _live(self, context: zmq.asyncio.Context) -> WorkerLife:
         """One worker from start to end, its last words included."""
         self._num_lives += 1
-        life = self._start(context)
+        life = await self._start(context)
         receiving = asyncio.create_task(self._receive(life))
         try:
             while not life.exited.done():
                 await asyncio.wait(
-                    {life.exited, receiving},
+                    {life.exited, receiving, life.link.sending},
                     timeout=_CHECK_S,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
@@ -164,10 +164,14 @@ class Supervisor:
             await life.link.close()
         return life
 
-    def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
+    async def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
         endpoint = f"ipc://{self._run_dir}/worker-{self._num_lives}.ipc"
         link = ServerLink(context, endpoint)
-        process = ChildProcess(self._command(endpoint), self._environment)
+        try:
+            process = ChildProcess(self._command(endpoint), self._environment)
+        except OSError:
+            await link.close()  # an open socket would keep the context from ending
+            raise
         log.info("worker started", extra={"pid": process.pid, "start": self._num_lives})
         self._life = WorkerLife(process, link)
         return self._life
@@ -185,11 +189,15 @@ class Supervisor:
             await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
 
     def _kill_if_useless(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
-        """A worker that speaks nonsense, or no more at all, is worth no more than a dead one."""
+        """A worker that speaks nonsense, or cannot be reached, is worth no more than a dead one."""
         if life.exited.done():
             return
         if receiving.done():
             log.error("worker sent what is not a message", exc_info=receiving.exception())
+            life.process.kill()
+        elif life.link.sending.done():
+            error = life.link.sending.exception()
+            log.error("nothing can be sent to the worker; killing it", exc_info=error)
             life.process.kill()
         elif life.is_wedged(self._policy, has_work=bool(self._journal.unfinished())):
             log.error("worker is stuck; killing it", extra={"pid": life.process.pid})

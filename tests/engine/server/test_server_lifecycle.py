@@ -199,6 +199,27 @@ def test_wrong_configuration_is_one_line_and_status_2(
     assert done.stderr.count("\n") == 1
 
 
+def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: Path) -> None:
+    """The load never ends here: it takes longer than anybody would wait."""
+    path = run_dir / "engine.yaml"
+    path.write_text(
+        "model: {source: 'file:///none.gguf', name: y}\n"
+        f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}"
+    )
+    code = (
+        "import sys, threading; from ullage_engine import main; from ullage_engine.server import app\n"
+        "app._load_language = lambda source: threading.Event().wait()\n"
+        f"sys.exit(main.main(['--config', {str(path)!r}, '--grpc-port', '0', '--metrics-port', '0']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process, process.stderr:
+        assert any("listening" in line for line in process.stderr)
+        process.terminate()
+        assert process.wait(timeout=10) == 0
+        assert "rror" not in process.stderr.read()
+
+
 def test_the_server_process_never_loads_torch() -> None:
     code = "import sys, ullage_engine.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

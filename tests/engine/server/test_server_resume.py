@@ -18,6 +18,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import EngineConfig
 from ullage_engine.server.app import AppError
+from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.policy import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
 from ullage_rpc.errors import from_rpc_error
@@ -203,6 +204,44 @@ def test_workers_that_keep_dying_end_the_server(serve: Serve) -> None:
             await engine.running
 
     with pytest.raises(GaveUpError, match="4 workers in a row"):
+        asyncio.run(scenario())
+
+
+def test_a_worker_that_nothing_can_be_sent_to_is_replaced(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            engine._app._supervisor._life.link.post(object())
+            assert (await answer).token_ids == expected(fake)
+            assert (await answer).finished.resumes == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("damage", ["no socket", "no program"])
+def test_open_requests_are_answered_when_no_worker_can_be_started(
+    serve: Serve, run_dir: Path, damage: str
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.05) as engine:
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            if damage == "no socket":
+                (run_dir / "worker-2.ipc").mkdir()
+            else:
+                engine._app._supervisor._command = lambda endpoint: ["/nowhere/python"]
+            await engine.admin.InjectFault(KILL)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await answer
+            assert from_rpc_error(raised.value).reason == "WORKER_LOST"
+            await engine.running
+
+    error, message = {
+        "no socket": (EndpointError, "server.run_dir: cannot make"),
+        "no program": (GaveUpError, "no worker can be kept running: FileNotFoundError"),
+    }[damage]
+    with pytest.raises(error, match=message):
         asyncio.run(scenario())
 
 
