@@ -6,6 +6,7 @@ are filled in, the structural schema is checked, and then the CEL rules.
 
 import copy
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,14 @@ def typed(schema: Schema, value: Any) -> Any:
 
 
 def holds(rule: str, value: Any) -> bool:
+    return bool(compiled(rule).evaluate({"self": json_to_cel(value)}))
+
+
+@functools.cache
+def compiled(rule: str) -> celpy.Runner:
+    """The rule's program: there are as many as the CRD has rules, and they keep no state."""
     environment = celpy.Environment()
-    program = environment.program(environment.compile(rule))
-    return bool(program.evaluate({"self": json_to_cel(value)}))
+    return environment.program(environment.compile(rule))
 
 
 def join(path: str, name: str) -> str:

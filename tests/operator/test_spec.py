@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ullage_operator import schema
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.spec import camel, parse
 
@@ -123,6 +124,13 @@ def test_names_must_fit_into_pod_names(manifest: Make, name: str) -> None:
 @pytest.mark.parametrize("document", [None, [], "text", 1])
 def test_what_is_no_object_is_refused(document: Any) -> None:
     assert "write an LLMService" in refusals(document)[0]
+
+
+def test_rules_are_compiled_once(manifest: Make) -> None:
+    parse(manifest())
+    compiled = schema.compiled.cache_info().misses
+    parse(manifest(pools={"single": {"replicas": 2}}))
+    assert schema.compiled.cache_info().misses == compiled
 
 
 def test_another_kind_is_refused() -> None:
