@@ -43,16 +43,12 @@ def router_objects(service: Service, settings: Settings) -> list[Manifest]:
     ]
 
 
-def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
+def engine_objects(service: Service) -> list[Manifest]:
     """What the engines of all pools share."""
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
-    operator = {
-        "namespaceSelector": {"matchLabels": {naming.NAMESPACE_LABEL: settings.namespace}},
-        "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
-    }
-    asking = {"from": [routers, operator], "ports": [policy_port(naming.GRPC_PORT)]}
+    asking = {"from": [routers], "ports": [policy_port(naming.GRPC_PORT)]}
     policy = {"ingress": [asking, from_anywhere(naming.METRICS_PORT)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]

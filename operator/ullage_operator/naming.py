@@ -12,7 +12,6 @@ FIELD_MANAGER = "ullage-operator"
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation; a changed configuration changes it, and so rolls the pods."""
 POOL_LABEL = f"{GROUP}/pool"
-NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 HTTP_PORT = 8000
 GRPC_PORT = 9000

@@ -44,8 +44,6 @@ class Observed:
     """Pods of the service, for the reasons why they are stuck."""
     apis: frozenset[str] = frozenset()
     """Optional API group/versions that the cluster serves, such as monitoring.coreos.com/v1."""
-    headroom: Mapping[str, int] = field(default_factory=dict)
-    """KV bytes that a pool's engines can still promise, by pool, where known."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
 
@@ -69,7 +67,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
 
 def wanted_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
     """Engines first, so that a router finds its targets' names when it starts."""
-    objects = engine_objects(service, settings)
+    objects = engine_objects(service)
     for name, pool in service.spec.pools.items():
         objects += pool_objects(service, name, pool, settings)
     objects += router_objects(service, settings)
@@ -97,7 +95,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
         "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
-            pool_name: pool_status(service, pool_name, workload, observed)
+            pool_name: pool_status(service, pool_name, workload)
             for pool_name, workload in pools.items()
         },
         "conditions": render(
@@ -116,13 +114,10 @@ def unsupported(service: Service) -> str:
     )
 
 
-def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
+def pool_status(service: Service, pool: str, workload: Workload) -> Manifest:
     match = naming.selector(service.name, naming.ENGINE, pool)
-    status: Manifest = {
+    return {
         "replicas": workload.exist,
         "readyReplicas": workload.ready,
         "selector": naming.selector_text(match),
     }
-    if pool in observed.headroom:
-        status["headroomBytes"] = observed.headroom[pool]
-    return status

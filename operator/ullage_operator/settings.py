@@ -17,8 +17,6 @@ class Settings:
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
-    namespace: str = "ullage-system"
-    """POD_NAMESPACE: where the operator runs; its pods may ask engines for their headroom."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
 
@@ -28,7 +26,6 @@ class Settings:
             "engine_image": "ULLAGE_ENGINE_IMAGE",
             "router_image": "ULLAGE_ROUTER_IMAGE",
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
-            "namespace": "POD_NAMESPACE",
             "log_level": "ULLAGE_LOG_LEVEL",
         }
         return cls(**{field: environ[name] for field, name in names.items() if environ.get(name)})

@@ -173,15 +173,12 @@ def test_scaling_rolls_nothing(make_plan: MakePlan) -> None:
     assert one["template"] == five["template"]
 
 
-def test_only_routers_and_the_operator_reach_engines(make_plan: MakePlan) -> None:
+def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
     spec = find(make_plan(), "NetworkPolicy", "demo-engine")["spec"]
     grpc, metrics = spec["ingress"]
     assert [port["port"] for port in grpc["ports"]] == [9000]
-    routers, operator = grpc["from"]
+    [routers] = grpc["from"]
     assert routers["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
-    assert operator["namespaceSelector"]["matchLabels"] == {
-        "kubernetes.io/metadata.name": "ullage-system"
-    }
     assert metrics == {"ports": [{"port": 9090, "protocol": "TCP"}]}
 
 
