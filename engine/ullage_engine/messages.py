@@ -155,6 +155,12 @@ class StepDone(Message, frozen=True, kw_only=True):
     outputs: list[TokenOutput]
 
 
+class Admitted(Message, frozen=True, kw_only=True):
+    """The request is in the worker's hands: it computes it, or it waits for memory there."""
+
+    request_id: str
+
+
 class Rejected(Message, frozen=True, kw_only=True):
     """Admission refused a request; nothing of it is kept."""
 
@@ -180,4 +186,4 @@ class State(Message, frozen=True, kw_only=True):
 
 
 ToWorker = Submit | Cancel | Fault | Shutdown
-ToServer = Loading | Ready | StartFailed | StepDone | Rejected | RequestFailed | State
+ToServer = Loading | Ready | StartFailed | StepDone | Admitted | Rejected | RequestFailed | State

@@ -26,6 +26,7 @@ from ullage_engine.core.startup import Started, StartError, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.messages import (
+    Admitted,
     Cancel,
     Fault,
     Ready,
@@ -158,7 +159,9 @@ class Worker:
         answer = self._engine.submit(message.request, resumed=message.resumed)
         if isinstance(answer, Rejected):
             self._link.send(answer)
-        elif answer is not None:
+            return
+        self._link.send(Admitted(request_id=message.request.request_id))
+        if answer is not None:
             self._link.send(StepDone(outputs=[answer]))
 
     def _until_report(self) -> float:

@@ -49,7 +49,9 @@ class Entry:
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
-        """A worker has been sent it."""
+        """The present worker has been sent it."""
+        self.admitted = False
+        """A worker, this one or one before, has said that it took it."""
         self.resumes = 0
         self.stalled_resumes = 0
         """Resumes since the last token."""
@@ -80,13 +82,17 @@ class Entry:
         return msgspec.structs.replace(request, token_ids=request.token_ids + self.output_ids)
 
     def resume(self) -> None:
-        """The worker is gone; the request goes to the next one."""
+        """The worker is gone; the request goes to the next one, as new if none ever took it."""
+        self.submitted = False
+        if not self.admitted:
+            return
         self.resumes += 1
         self.stalled_resumes += 1
         self._preemptions_before, self._preemptions_now = self.preemptions, 0
 
     def take(self, output: TokenOutput) -> None:
         """Takes what a step produced; a stop string may end the request before the worker does."""
+        self.admitted = True
         self.stalled_resumes = 0
         self._preemptions_now = output.num_preemptions
         logprobs = output.logprobs or []

@@ -16,6 +16,7 @@ import grpc
 import zmq.asyncio
 
 from ullage_engine.messages import (
+    Admitted,
     Cancel,
     Fault,
     Loading,
@@ -154,7 +155,8 @@ class Supervisor:
                     timeout=_CHECK_S,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                self._kill_if_useless(life, receiving)
+                if self._kill_if_useless(life, receiving):
+                    await asyncio.wait({life.exited})
             await self._hear_last_words(life, receiving)
         finally:
             self._life = None
@@ -188,20 +190,21 @@ class Supervisor:
             heard_at = life.heard_at
             await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
 
-    def _kill_if_useless(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
+    def _kill_if_useless(self, life: WorkerLife, receiving: asyncio.Task[None]) -> bool:
         """A worker that speaks nonsense, or cannot be reached, is worth no more than a dead one."""
         if life.exited.done():
-            return
+            return False
         if receiving.done():
             log.error("worker sent what is not a message", exc_info=receiving.exception())
-            life.process.kill()
         elif life.link.sending.done():
             error = life.link.sending.exception()
             log.error("nothing can be sent to the worker; killing it", exc_info=error)
-            life.process.kill()
         elif life.is_wedged(self._policy, has_work=bool(self._journal.unfinished())):
             log.error("worker is stuck; killing it", extra={"pid": life.process.pid})
-            life.process.kill()
+        else:
+            return False
+        life.process.kill()
+        return True
 
     def _handle(self, life: WorkerLife, message: ToServer) -> None:
         match message:
@@ -218,6 +221,8 @@ class Supervisor:
             case State(state=state):
                 self._metrics.worker_state(state)
                 self._board.worker_state(state)
+            case Admitted(request_id=request_id):
+                self._admitted(request_id)
             case Rejected():
                 self._rejected(message)
             case RequestFailed():
@@ -240,25 +245,20 @@ class Supervisor:
             self._send(life, entry)
 
     def _send(self, life: WorkerLife, entry: Entry) -> None:
-        resumed = entry.submitted
         entry.submitted = True
         life.has_work_from_now(len(self._journal.unfinished()) == 1)
-        life.link.post(Submit(request=entry.engine_request(), resumed=resumed))
+        life.link.post(Submit(request=entry.engine_request(), resumed=entry.admitted))
+
+    def _admitted(self, request_id: str) -> None:
+        entry = self._journal.get(request_id)
+        if entry is not None:
+            entry.admitted = True
 
     def _rejected(self, rejected: Rejected) -> None:
+        """Only new requests are rejected: one that a worker took before waits for memory there."""
         entry = self._journal.get(rejected.request_id)
-        if entry is None:
-            return
-        if entry.resumes and not rejected.never:
-            # It was admitted once, so its client is not told; it waits for memory like a client.
-            loop = asyncio.get_running_loop()
-            loop.call_later(max(0.05, rejected.retry_after_s), self._submit_again, entry)
-        else:
+        if entry is not None:
             entry.fail(rejection_error(rejected))
-
-    def _submit_again(self, entry: Entry) -> None:
-        if not entry.is_over and self._journal.get(entry.key) is entry:
-            self.submit(entry)
 
     def _request_failed(self, failed: RequestFailed) -> None:
         self._board.fault(0.9)

@@ -14,6 +14,7 @@ import zmq
 
 from ullage_engine.core.request import EngineRequest
 from ullage_engine.messages import (
+    Admitted,
     CacheGroupSpec,
     Cancel,
     Fault,
@@ -48,6 +49,7 @@ class Script(enum.IntEnum):
     WEDGES_ONCE = 12
     SILENT = 13
     NONSENSE_ONCE = 14
+    LOST_TWICE = 15
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,6 +149,10 @@ class FakeWorker:
 
     def _admit(self, request: EngineRequest) -> None:
         first = request.token_ids[0]
+        if first == Script.LOST_TWICE and (self._once("first") or self._once("second")):
+            os.kill(os.getpid(), 9)
+        if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            self._send(Admitted(request_id=request.request_id))
         if first in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
             self._send(
                 Rejected(
@@ -168,11 +174,11 @@ class FakeWorker:
             self._sequences[request.request_id] = Sequence(request)
             self._send(State(state=self._state()))
 
-    def _once(self) -> bool:
+    def _once(self, name: str = "") -> bool:
         """True the first time in the life of one server's run directory."""
-        if os.path.exists(self._marker):
+        if os.path.exists(self._marker + name):
             return False
-        open(self._marker, "w").close()
+        open(self._marker + name, "w").close()
         return True
 
     def _step(self) -> None:

@@ -207,6 +207,23 @@ def test_workers_that_keep_dying_end_the_server(serve: Serve) -> None:
         asyncio.run(scenario())
 
 
+def test_a_request_that_no_worker_took_is_sent_again_as_new(
+    serve: Serve, fake: ModuleType, run_dir: Path
+) -> None:
+    trace = run_dir / "trace"
+    policy = RestartPolicy(first_backoff_s=0.01, max_stalled_resumes=0)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, trace=str(trace)) as engine:
+            answer = await engine.generate(ask(fake.Script.LOST_TWICE, 2, 3))
+            assert answer.token_ids == expected(fake)
+            assert answer.finished.resumes == 0
+
+    asyncio.run(scenario())
+    submits = [line.split()[2] for line in trace.read_text().splitlines() if "submit" in line]
+    assert submits == ["False"] * 3
+
+
 def test_a_worker_that_nothing_can_be_sent_to_is_replaced(serve: Serve, fake: ModuleType) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02) as engine:
