@@ -80,6 +80,8 @@ class Engine:
             except Exception as error:
                 if is_device_lost(error):
                     raise
+                if not is_out_of_memory(error):
+                    log.exception("a step failed; computing its %d chunks alone", len(plan.chunks))
                 cause, reason = error.with_traceback(None), _first_line(error)
             if not is_out_of_memory(cause):
                 return self._one_by_one(plan, cause)
@@ -111,7 +113,6 @@ class Engine:
             Exception: `cause`; every chunk fails, so it is not a request's fault, or a chunk alone
                 meets an error that only a new process gets over.
         """
-        log.error("a step failed; computing its %d chunks alone: %r", len(plan.chunks), cause)
         sampled: list[SampledToken] = []
         failed: list[tuple[Chunk, str]] = []
         for chunk in plan.chunks:

@@ -207,11 +207,14 @@ def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: P
         f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}"
     )
     code = (
-        "import sys, threading; from ullage_engine import main; from ullage_engine.server import app\n"
+        "import sys, threading; from ullage_engine import main; "
+        "from ullage_engine.server import app\n"
         "app._load_language = lambda source: threading.Event().wait()\n"
-        f"sys.exit(main.main(['--config', {str(path)!r}, '--grpc-port', '0', '--metrics-port', '0']))"
+        "sys.exit(main.main(sys.argv[1:]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    ports = ["--grpc-port", "0", "--metrics-port", "0"]
+    command_line = [sys.executable, "-c", code, "--config", str(path), *ports]
+    process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process, process.stderr:
         assert any("listening" in line for line in process.stderr)
