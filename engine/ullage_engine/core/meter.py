@@ -1,10 +1,11 @@
 """Measures the memory that this process holds, and touches what it must hold."""
 
-import ctypes
 from collections.abc import Iterable
 
 import psutil
 import torch
+
+from ullage_rpc.heap import give_back_heap
 
 _PAGE = 4096
 
@@ -31,10 +32,8 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
         tensor.view(-1).view(torch.uint8)[::_PAGE].sum()
 
 
-def give_back_heap() -> None:
+def give_back_freed() -> None:
     """Returns freed memory to the kernel, so that what loading took is not taken for used."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(0)
+    give_back_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """Executes step plans on a device."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,20 +99,25 @@ class ModelRunner:
 
         Overwrites the KV pool; call it before the first request.
         """
-        num_blocks = self._caches[0].blocks.shape[1]
-        # Every layer has the same shapes, so one layer is enough to compile them all.
-        for plan in shape_plans(self._limits, num_blocks):
-            self._run(plan, self._caches[:1])
+        self._run_one_layer(shape_plans(self._limits, self._num_blocks))
         self.run_largest()
 
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
-        for plan in largest_plans(self._limits, self._caches[0].blocks.shape[1]):
-            self.execute(plan)
+        self._run_one_layer(largest_plans(self._limits, self._num_blocks))
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
         return self._run(plan, self._caches)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self._caches[0].blocks.shape[1]
+
+    def _run_one_layer(self, plans: Iterable[StepPlan]) -> None:
+        # Every layer has the same shapes and frees what it took before the next.
+        for plan in plans:
+            self._run(plan, self._caches[:1])
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:

@@ -10,7 +10,7 @@ import torch
 
 from ullage_engine.config import EngineConfig
 from ullage_engine.core.engine import Engine
-from ullage_engine.core.meter import MemoryMeter, give_back_heap, touch_pages
+from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
@@ -100,7 +100,7 @@ class _Startup:
         model, folder = self._config.model, Path(self._config.server.weights_dir)
         loaded = load_weights(model, self._device, self._dtype, folder, self._progress("weights"))
         self._ledger.record("weights", loaded.nbytes)
-        give_back_heap()
+        give_back_freed()
         touch_pages(loaded.tensors.values(), self._device)
         return loaded
 

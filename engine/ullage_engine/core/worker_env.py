@@ -18,6 +18,11 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         # running. 120 small products with two threads on two cores took 18 ms either way when the
         # cores were free; with two busy neighbours 26 ms against 80 ms, at worst 32 ms against 2 s.
         "GOMP_SPINCOUNT": "1000",
+        # Descriptors and code of one shape of matrix product take about 0.6 MB, and are kept in two
+        # caches of 1,024: oneDNN's and torch's own above it. One is enough, and not that large:
+        # shapes that fell out cost about a millisecond when they come again.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96",
+        "LRU_CACHE_CAPACITY": "1",
     }
 )
 """Set for every worker, on top of the parent's environment."""

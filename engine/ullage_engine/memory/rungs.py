@@ -1,7 +1,7 @@
 """The few sizes that matrix products are given.
 
-oneDNN keeps compiled code for every shape it ever saw, about 0.6 MB each, so free shapes make
-resident memory creep for hours. Sizes are rounded up to rungs; warm-up visits every rung.
+oneDNN prepares every shape anew, about a millisecond and 0.6 MB each, and keeps the latest hundred
+(`ullage_engine.core.worker_env`). Sizes are rounded up to rungs, so that they seldom miss.
 """
 
 MAX_TILE_ROWS = 128

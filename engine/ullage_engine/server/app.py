@@ -37,6 +37,7 @@ from ullage_rpc.channels import new_server
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.errors import ServiceError
 from ullage_rpc.health import Health
+from ullage_rpc.heap import give_back_heap
 from ullage_rpc.metrics import serve_metrics
 
 log = logging.getLogger("ullage.engine")
@@ -208,7 +209,9 @@ def _load_language(source: str) -> Language:
     chat = None
     if tokenizer.chat_template:
         chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    return Language(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+    language = Language(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+    give_back_heap()  # parsing took as much again
+    return language
 
 
 def _in_daemon(load: Callable[[], Language]) -> asyncio.Future[Language]:
