@@ -44,6 +44,12 @@ class MemorySection(Strict, frozen=True, kw_only=True):
     max_kv: int = 20 << 30
     device_bytes: int | None = None
     """Budget of a CPU device; None is the cgroup's limit."""
+    prefix_cache: bool = True
+    """Keep computed KV and share it with requests that begin alike."""
+    session_idle: float = 300.0
+    """Seconds without a request after which a session's KV may be evicted like any other."""
+    host_kv: int = 0
+    """Host memory for sequences preempted by swapping; 0 recomputes them."""
 
 
 class BatchingSection(Strict, frozen=True, kw_only=True):
@@ -58,6 +64,27 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 class LimitsSection(Strict, frozen=True, kw_only=True):
     max_output_tokens: int = 4096
     request_timeout: float = 30.0
+    step_deadline: float = 30.0
+    """A worker that has work and finishes no step for this long is restarted."""
+
+
+class DegradeLevel(Strict, frozen=True, kw_only=True):
+    """What requests are given less of while headroom is below a share of the KV pool."""
+
+    below: float
+    max_output_tokens: int | None = None
+    max_temperature: float | None = None
+    max_top_p: float | None = None
+    batch_share: float | None = None
+    """Share of `batching.max_sequences` that run at once."""
+
+
+class DegradeSection(Strict, frozen=True, kw_only=True):
+    change_sampling: bool = True
+    """Levels may lower temperature and top_p."""
+    hysteresis: float = 0.05
+    levels: tuple[DegradeLevel, ...] = ()
+    """In any order; of those whose `below` exceeds the headroom the smallest holds."""
 
 
 class ServerSection(Strict, frozen=True, kw_only=True):
@@ -86,6 +113,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     memory: MemorySection = MemorySection()
     batching: BatchingSection = BatchingSection()
     limits: LimitsSection = LimitsSection()
+    degrade: DegradeSection = DegradeSection()
     server: ServerSection = ServerSection()
 
 

@@ -28,6 +28,7 @@ def engine_config(
         "memory": plain(pool.memory),
         "batching": plain(spec.batching),
         "limits": plain(spec.limits),
+        "degrade": plain(spec.degrade),
         "server": {
             "pool": pool_name,
             "host": "0.0.0.0",
@@ -55,7 +56,10 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
         "metrics": {"host": "0.0.0.0", "port": naming.METRICS_PORT},
         "pools": pools,
         "routing": plain(spec.routing),
-        "limits": plain(spec.limits),
+        "limits": {
+            "max_output_tokens": spec.limits.max_output_tokens,
+            "request_timeout": float(spec.limits.request_timeout),
+        },
         "memory": {
             "threshold": spec.memory.threshold,
             "safety_reserve": int(spec.memory.safety_reserve),
@@ -82,7 +86,7 @@ def simplify(value: Any) -> Any:
         case Seconds():
             return float(value)
         case tuple():
-            return list(value)
+            return [simplify(item) for item in value]
         case _:
             return value
 

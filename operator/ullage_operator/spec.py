@@ -54,6 +54,9 @@ class Memory(Section, frozen=True, kw_only=True):
     session_kv_limit: Bytes
     max_kv: Bytes
     device_bytes: Bytes | None = None
+    prefix_cache: bool
+    session_idle: Seconds
+    host_kv: Bytes
 
 
 class Pool(Section, frozen=True, kw_only=True):
@@ -105,6 +108,21 @@ class Batching(Section, frozen=True, kw_only=True):
 class Limits(Section, frozen=True, kw_only=True):
     max_output_tokens: int
     request_timeout: Seconds
+    step_deadline: Seconds
+
+
+class DegradeLevel(Section, frozen=True, kw_only=True):
+    below: float
+    max_output_tokens: int | None = None
+    max_temperature: float | None = None
+    max_top_p: float | None = None
+    batch_share: float | None = None
+
+
+class Degrade(Section, frozen=True, kw_only=True):
+    change_sampling: bool
+    hysteresis: float
+    levels: tuple[DegradeLevel, ...]
 
 
 class SLO(Section, frozen=True, kw_only=True):
@@ -124,6 +142,7 @@ class Spec(Section, frozen=True, kw_only=True):
     routing: Routing
     batching: Batching
     limits: Limits
+    degrade: Degrade
     slo: SLO
 
 
