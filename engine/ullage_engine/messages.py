@@ -2,7 +2,7 @@
 
 The worker connects and sends `Loading` (any number), then `Ready` once or `StartFailed` once; from
 then on the server sends `Submit` and `Cancel`, the worker `StepDone` after each step and `State`
-when its memory changes. Every `Submit` is answered by tokens ending with a finish, by one
+when its memory changes. Every request of a `Submit` is answered by tokens ending with a finish, by one
 `Rejected` or by one `RequestFailed`.
 """
 
@@ -21,7 +21,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    request: EngineRequest
+    requests: list[EngineRequest]
+    """Samples of one prompt, admitted together or refused together by one `Rejected` that names the
+    first; of a beam search, its hypotheses from best to worst, answered when all are known."""
     resumed: bool = False
     """Admitted before, by a worker that is gone: waits for memory and is never rejected for lack
     of it."""
@@ -105,6 +107,19 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     prefill_backlog_tokens: int
     num_preemptions: int
     """Since the worker started."""
+    num_swaps: int = 0
+    """Preemptions by swapping since the worker started."""
+    prefix_lookup_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache since the worker started."""
+    prefix_hit_tokens: int = 0
+    """Of them, those whose KV was found."""
+    prefix_merged_tokens: int = 0
+    """Tokens whose KV was computed twice and is now stored once."""
+    num_sessions: int = 0
+    session_bytes: int = 0
+    """KV that sessions keep between their requests."""
+    pressure_level: int = 0
+    """Degrade level that holds, counted from 1, the mildest; 0 is none."""
     num_oom_events: int
     """torch.OutOfMemoryError caught since the worker started."""
     releases: list[ReleaseState]

@@ -1,6 +1,6 @@
 """What the scheduler tells the runner to compute, and what the runner answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ullage_engine.core.request import SamplingParams
 
@@ -25,10 +25,29 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies of whole blocks over all layers, done in this order before the step, once.
+
+    They allocate nothing and cannot fail for lack of memory.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(block, host slot)"""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host slot, block)"""
+    copy: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block)"""
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copy)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: at most one chunk a sequence; decodes first."""
 
     chunks: list[Chunk]
+    moves: Moves = field(default_factory=Moves)
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Alternatives reported for each token; None reports no log-probabilities at all."""
 
 
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Beam search over one prompt."""
+
+    width: int
+    """Hypotheses kept."""
+    length_penalty: float = 1.0
+    """Exponent of the length that divides a hypothesis' log-probability."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the worker gets it, for the first time or again after a restart."""
 
@@ -35,3 +44,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     """Ends generation when produced, unless it would be an end-of-sequence token being ignored."""
     priority: int = 0
+    session_id: str = ""
+    """Turns of one conversation, whose KV is kept between them; empty: none."""
+    beam: BeamParams | None = None
+    """Beam search instead of sampling."""

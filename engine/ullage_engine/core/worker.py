@@ -156,13 +156,14 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        answer = self._engine.submit(message.request, resumed=message.resumed)
-        if isinstance(answer, Rejected):
-            self._link.send(answer)
-            return
-        self._link.send(Admitted(request_id=message.request.request_id))
-        if answer is not None:
-            self._link.send(StepDone(outputs=[answer]))
+        for request in message.requests:
+            answer = self._engine.submit(request, resumed=message.resumed)
+            if isinstance(answer, Rejected):
+                self._link.send(answer)
+                return
+            self._link.send(Admitted(request_id=request.request_id))
+            if answer is not None:
+                self._link.send(StepDone(outputs=[answer]))
 
     def _until_report(self) -> float:
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S

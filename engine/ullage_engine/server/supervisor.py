@@ -247,7 +247,7 @@ class Supervisor:
     def _send(self, life: WorkerLife, entry: Entry) -> None:
         entry.submitted = True
         life.has_work_from_now(len(self._journal.unfinished()) == 1)
-        life.link.post(Submit(request=entry.engine_request(), resumed=entry.admitted))
+        life.link.post(Submit(requests=[entry.engine_request()], resumed=entry.admitted))
 
     def _admitted(self, request_id: str) -> None:
         entry = self._journal.get(request_id)

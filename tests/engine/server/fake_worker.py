@@ -133,7 +133,7 @@ class FakeWorker:
 
     def _take(self, message: ToWorker) -> bool:
         match message:
-            case Submit(request=request):
+            case Submit(requests=[request]):
                 self._trace(f"submit {request.request_id} {message.resumed} {request.token_ids}")
                 self._admit(request)
             case Cancel(request_id=request_id):

@@ -74,7 +74,7 @@ class WorkerProcess:
         return message
 
     def submit(self, request: EngineRequest, *, resumed: bool = False) -> Answer:
-        self.send(Submit(request=request, resumed=resumed))
+        self.send(Submit(requests=[request], resumed=resumed))
         return self.answers.setdefault(request.request_id, Answer())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
