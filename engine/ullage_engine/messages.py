@@ -2,8 +2,8 @@
 
 The worker connects and sends `Loading` (any number), then `Ready` once or `StartFailed` once; from
 then on the server sends `Submit` and `Cancel`, the worker `StepDone` after each step and `State`
-when its memory changes. Every request of a `Submit` is answered by tokens ending with a finish, by one
-`Rejected` or by one `RequestFailed`.
+when its memory changes. Every request of a `Submit` is answered by tokens ending with a finish, by
+one `Rejected` or by one `RequestFailed`.
 """
 
 from typing import Literal
