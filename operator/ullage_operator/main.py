@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import kopf
+import yaml
 from prometheus_client import CollectorRegistry
 
 from ullage_operator.cluster import connection
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         connection()
-    except (OperatorError, OSError, KeyError, ValueError) as error:
+    except (OperatorError, kopf.LoginError, yaml.YAMLError, OSError, KeyError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     metrics_registry = CollectorRegistry()

@@ -16,7 +16,7 @@ from ullage_router.errors import refusal
 from ullage_router.prompts import Prompt
 from ullage_router.queue import Ticket, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
-from ullage_router.tokenize import TokenizerThreads
+from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_router.views import Facts, Policy, QueueState
 from ullage_rpc.errors import ServiceError
 
@@ -127,9 +127,13 @@ class Admission:
     async def shrink(self, prompt: Prompt, decision: ShrinkContext, record: Record) -> Prompt:
         """The prompt shortened as decided, or the same marked as spent."""
         characters = sum(len(turn["content"]) for turn in prompt.turns)
-        result = await self._threads.run(
-            characters, lambda: compress(prompt.turns, decision.prompt_tokens, prompt.model.render)
-        )
+        try:
+            result = await self._threads.run(
+                characters,
+                lambda: compress(prompt.turns, decision.prompt_tokens, prompt.model.render),
+            )
+        except PromptError:  # the template refuses the turns that are left
+            return replace(prompt, is_spent=True)
         is_short = len(result.token_ids) <= decision.prompt_tokens
         if not is_short and decision.reason != "CONTEXT_TOO_LONG":
             return replace(prompt, is_spent=True)

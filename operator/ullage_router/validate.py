@@ -63,7 +63,8 @@ def _check_messages(messages: inference_pb2.Messages) -> None:
 def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
     for name, (least, most, is_open) in _RANGES.items():
         if sampling.HasField(name):
-            value = getattr(sampling, name)
+            # A float32 has about seven digits: 0.01 arrives a little smaller.
+            value = float(f"{getattr(sampling, name):.7g}")
             is_right = math.isfinite(value) and least <= value <= most
             wanted = f"{'above ' if is_open else ''}{least:g} to {most:g}"
             _require(is_right and not (is_open and value == least), name, value, wanted)

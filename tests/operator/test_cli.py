@@ -53,6 +53,16 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PodMonitor" in [item["kind"] for item in listed["items"]]
 
 
+@pytest.mark.parametrize(
+    ("option", "path"), [("--run-dir", "/proc/nowhere"), ("--state-file", "/nowhere/state.json")]
+)
+def test_a_folder_that_cannot_be_had_is_one_line(
+    capsys: pytest.CaptureFixture[str], option: str, path: str
+) -> None:
+    [line] = errors(capsys, "up", "-f", str(EXAMPLE), option, path)
+    assert line.startswith(f"error: {option} {path}: ")
+
+
 @pytest.mark.parametrize("command", ["up", "plan"])
 def test_an_unknown_field_is_one_line(
     capsys: pytest.CaptureFixture[str], manifest: Make, write: Write, command: str

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import yaml
 
@@ -109,3 +110,11 @@ def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
 def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
     with pytest.raises(LocalFailure, match="choose a shorter one"):
         local(manifest(), Path("/", "d" * 100))
+
+
+def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path) -> None:
+    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    plan = local(manifest(pools={"single": {}, "large": large}), tmp_path)
+    assert read(plan, "demo-large-0", EngineConfig).memory.device_bytes == 1 << 30
+    share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
+    assert 0 < share <= psutil.virtual_memory().total // 2

@@ -31,6 +31,11 @@ def test_cleansing_keeps_what_means_something() -> None:
     assert cleanse("def f():\n    return  1") == "def f():\n    return 1"
 
 
+def test_cleansing_takes_time_in_proportion_to_the_text() -> None:
+    blanks = " " * 1_000_000
+    assert cleanse(f"a{blanks}b{blanks}\nc") == "a b\nc"
+
+
 def test_cleansing_alone_may_do() -> None:
     messy = [turn("user", "a" + " " * 50 + "b"), turn("user", "c")]
     made = compress(messy, 30, render)

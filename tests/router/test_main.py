@@ -113,6 +113,6 @@ async def no_longer_listening(url: str) -> None:
         while True:
             try:
                 await http.get(f"{url}/healthz")
-            except httpx.ConnectError:
+            except httpx.TransportError:  # refused, or reset in the backlog of a closed listener
                 return
             await asyncio.sleep(0.02)

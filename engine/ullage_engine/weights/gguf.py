@@ -46,6 +46,7 @@ class GgufReader:
         self._tensors = {tensor.name: tensor for tensor in self._file.tensors}
         self._check_quantisation()
         self.geometry = self._read_geometry()
+        self._check_names()
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
@@ -77,6 +78,17 @@ class GgufReader:
                 raise WeightsError(
                     f"{self._path}: tensor {tensor.name!r} is {tensor.tensor_type.name}; "
                     f"use a file quantised as one of {', '.join(QUANTISATIONS)}"
+                )
+
+    def _check_names(self) -> None:
+        """Refuses tensors that no layer reads: leaving one out, such as a bias, changes answers."""
+        layer = r"(blk\.\d+\.)?"
+        known = re.compile(rf"{layer}({'|'.join([*NAMES.values(), 'rope_freqs'])})\.weight")
+        for name in self._tensors:
+            if not known.fullmatch(name):
+                raise WeightsError(
+                    f"{self._path}: tensor {name!r} is not part of the models supported; "
+                    "use another model"
                 )
 
     def _value(self, key: str, default: object = None) -> object:

@@ -89,6 +89,15 @@ def _hub_path(source: str, organisation: str, path: str) -> Path:
 
 
 def _check(source: str, path: Path) -> ModelFiles:
+    try:
+        return _look(source, path)
+    except OSError as error:
+        raise WeightsError(
+            f"model.source {source!r}: {path}: {error.strerror}; check the path and its permissions"
+        ) from error
+
+
+def _look(source: str, path: Path) -> ModelFiles:
     if path.is_file():
         if path.suffix != ".gguf":
             raise WeightsError(

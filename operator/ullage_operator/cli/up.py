@@ -55,6 +55,8 @@ def port(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     service = read_service(options.file)
+    if options.state_file and not options.state_file.parent.is_dir():
+        raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
     with run_directory(options.run_dir) as run_dir:
         try:
             plan = plan_local(
@@ -75,7 +77,10 @@ def run(options: argparse.Namespace) -> int:
 def run_directory(chosen: Path | None) -> Iterator[Path]:
     """The chosen folder, which is kept, or a fresh one that is removed at the end."""
     if chosen is not None:
-        chosen.mkdir(parents=True, exist_ok=True)
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalFailure(f"--run-dir {chosen}: {error.strerror}; choose another") from error
         yield chosen.resolve()
         return
     folder = Path(tempfile.mkdtemp(prefix="ullage-"))

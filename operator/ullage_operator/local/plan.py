@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import yaml
 
 from ullage_operator import naming
@@ -60,7 +61,29 @@ def plan_local(
     made = pods(decided.apply, run_dir, ports)
     check_engines(made)
     check_length(made, run_dir)
-    return LocalPlan(service.spec.model.name, made, pod_files(decided.apply, run_dir, ports))
+    files = pod_files(share_memory(decided.apply), run_dir, ports)
+    return LocalPlan(service.spec.model.name, made, files)
+
+
+def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
+    """Engines without a budget of their own get equal parts of what the machine has free.
+
+    On Kubernetes each has its container's limit; here each would take the whole machine.
+    """
+    num_engines = sum(len(pod_names(workload)) for workload in workloads(objects)) - 1
+    share = psutil.virtual_memory().available // num_engines
+    return [with_budget(item, share) if "data" in item else item for item in objects]
+
+
+def with_budget(item: Manifest, device_bytes: int) -> Manifest:
+    """A ConfigMap whose engine, if it is one, has a budget."""
+    text = item["data"].get(naming.ENGINE_CONFIG)
+    if text is None:
+        return item
+    document: Document = yaml.safe_load(text)
+    memory = {"device_bytes": device_bytes} | document["memory"]
+    data = item["data"] | {naming.ENGINE_CONFIG: to_yaml(document | {"memory": memory})}
+    return {**item, "data": data}
 
 
 def one_router(service: Service) -> Service:

@@ -11,11 +11,12 @@ from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.errors import retry_after_s
 from ullage_router.stats import Record
 from ullage_router.stream import Call, Generation, Pipeline
+from ullage_router.trace import trace_context
+from ullage_router.validate import MAX_REQUEST_ID_BYTES
 from ullage_rpc.errors import ServiceError, abort
 
 log = logging.getLogger(__name__)
 
-TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = inference_pb2.GenerateResponse
@@ -36,7 +37,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[Response]:
-        record = Record(request.request_id or uuid.uuid4().hex)
+        record = Record(_record_id(request.request_id))
         call = Call(request, record, self._limit_s(context), _trace(context))
         try:
             async with self._pipeline.serve(call) as generation:
@@ -65,6 +66,12 @@ async def _responses(generation: Generation) -> AsyncIterator[Response]:
         yield event
 
 
+def _record_id(wanted: str) -> str:
+    """The client's id; one of our own for logs when that is none, or too long to keep."""
+    is_usable = 0 < len(wanted.encode()) <= MAX_REQUEST_ID_BYTES
+    return wanted if is_usable else uuid.uuid4().hex
+
+
 def _trace(context: Context) -> tuple[tuple[str, str], ...]:
     metadata = context.invocation_metadata() or ()
-    return tuple((key, str(value)) for key, value in metadata if key in TRACE_KEYS)
+    return trace_context({key: value for key, value in metadata if isinstance(value, str)})

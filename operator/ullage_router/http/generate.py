@@ -19,12 +19,12 @@ from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
 from ullage_router.stats import Record
 from ullage_router.stream import Call, Generation, Pipeline
+from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ class GenerateEndpoint:
             await self._refuse(writer, error, receive)
             return
         parsed.request.session_id = headers.get("x-session-id", "")
-        trace = tuple((name, headers[name]) for name in TRACE_HEADERS if name in headers)
-        call = Call(parsed.request, record, self._timeout_s, trace)
+        call = Call(parsed.request, record, self._timeout_s, trace_context(headers))
         await while_connected(receive, self._answer(call, parsed.body, writer))
 
     async def _refuse(self, writer: Writer, error: ServiceError, receive: Receive) -> None:

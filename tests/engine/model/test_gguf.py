@@ -190,6 +190,17 @@ def test_a_missing_tensor_is_told(tmp_path: Path, load: Callable[..., LoadedMode
     fails_with(path, load, "blk.1.ffn_up.weight", "missing")
 
 
+def test_a_tensor_that_no_layer_reads_is_told(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    def add_bias(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", np.zeros(HEADS * HEAD_DIM, np.float32))
+
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), bias=add_bias)
+    fails_with(path, load, "blk.0.attn_q.bias", "not part of the models supported")
+
+
 def test_a_wrong_shape_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
     path, tensors = tmp_path / "model.gguf", random_tensors()
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((WIDTH - 32, HIDDEN), np.float32)

@@ -59,3 +59,8 @@ def test_what_is_no_model_is_said_to_be_none(tmp_path: Path) -> None:
         resolve_source(f"file://{tmp_path}/model.bin")
     with pytest.raises(WeightsError, match=r"no config\.json"):
         resolve_source(f"file://{tmp_path}")
+
+
+def test_a_path_that_the_system_refuses_is_told() -> None:
+    with pytest.raises(WeightsError, match=r"File name too long; check the path"):
+        resolve_source(f"file:///{'x' * 300}.gguf")

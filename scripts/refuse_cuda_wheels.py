@@ -1,0 +1,41 @@
+"""Stops an installation that would bring CUDA to a Linux machine without an NVIDIA GPU.
+
+PyTorch's default wheel for Linux needs gigabytes of CUDA packages; its CPU wheel lies in an index
+of its own. This asks pip what it would install, and installs nothing.
+
+exit status: 0 go on, 1 the wheel would bring CUDA
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+REMEDY = """error: torch from this package index brings CUDA (gigabytes) to a machine without a
+GPU. Set PIP_EXTRA_INDEX_URL to PyTorch's CPU index (the installation page of pytorch.org shows it:
+Linux, Pip, CPU) and run make again. To install CUDA all the same: make ... CUDA=yes"""
+
+
+def main(constraints: str) -> int:
+    is_asked = sys.platform == "linux" and not shutil.which("nvidia-smi")
+    if not is_asked or importlib.util.find_spec("torch"):
+        return 0
+    if any(name.startswith(("nvidia-", "cuda-")) for name in would_install("torch", constraints)):
+        print(REMEDY, file=sys.stderr)
+        return 1
+    return 0
+
+
+def would_install(package: str, constraints: str) -> list[str]:
+    """Names of all packages that pip would install; none when it cannot tell."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-"]
+    report = subprocess.run([*pip, "-c", constraints, package], stdout=subprocess.PIPE, check=False)
+    if report.returncode:
+        return []  # the installation itself will say what is wrong
+    found = json.loads(report.stdout)["install"]
+    return [item["metadata"]["name"].lower() for item in found]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
