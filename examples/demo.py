@@ -287,7 +287,9 @@ def wait_ready(service: subprocess.Popen[bytes], state_file: Path) -> dict[str, 
 
 def stop(service: subprocess.Popen[bytes]) -> list[str]:
     """Stops the service as Ctrl-C would; returns what went wrong."""
-    family = psutil.Process(service.pid).children(recursive=True) if service.poll() is None else []
+    if service.poll() is not None:
+        return [f"ullage up ended by itself with status {service.returncode}"]
+    family = psutil.Process(service.pid).children(recursive=True)
     service.send_signal(signal.SIGINT)
     try:
         status = service.wait(STOP_TIMEOUT_S)
@@ -347,6 +349,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    # As by Ctrl-C, so that the service is stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Where there is no terminal to ask for its width, the table still needs a wide one.
     console = Console(stderr=options.json)
     if not console.is_terminal:
@@ -357,7 +361,7 @@ def main() -> int:
         try:
             demo = asyncio.run(play(wait_ready(service, state_file), console))
         finally:
-            problems = stop(service) if service.poll() is None else []
+            problems = stop(service)
     console.print()
     report(demo.rows, console)
     failures = demo.failures + problems

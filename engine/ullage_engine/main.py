@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import uvloop
 
 from ullage_engine.config import ConfigError, EngineConfig, read_config
 from ullage_engine.core.worker_env import worker_env
+from ullage_engine.cores import usable_cores
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
 from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.policy import RestartPolicy
@@ -81,7 +81,7 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
-    threads = config.server.threads or len(os.sched_getaffinity(0))
+    threads = config.server.threads or usable_cores()
     base = [sys.executable, "-m", "ullage_engine.core.worker", "--config", str(config_path)]
     return WorkerLaunch(
         command=lambda endpoint: [*base, "--endpoint", endpoint],

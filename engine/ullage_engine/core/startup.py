@@ -1,6 +1,5 @@
 """From a configuration to an engine that steps: every byte enters the ledger on the way."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.cores import usable_cores
 from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.memory.ledger import Ledger, mib
@@ -213,7 +213,7 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
-    torch.set_num_threads(config.server.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.server.threads or usable_cores())
     if config.model.deterministic:
         # Even turning it off imports torch's compiler: 70 MB and a second of every start.
         torch.use_deterministic_algorithms(True)
