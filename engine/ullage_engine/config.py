@@ -6,16 +6,7 @@ The operator writes this file (`ullage_operator.manifests`); sizes are bytes and
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-import yaml
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field, the value and the remedy."""
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections: immutable, and an unknown field is an error."""
+from ullage_rpc.config import Strict, read_file
 
 
 class ModelSection(Strict, frozen=True, kw_only=True):
@@ -121,15 +112,6 @@ def read_config(path: Path) -> EngineConfig:
     """Reads and checks a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is unknown or wrong.
+        ConfigError: see `ullage_rpc.config.read_file`.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; pass an existing file as --config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
-    try:
-        return msgspec.convert(data, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return read_file(path, EngineConfig)

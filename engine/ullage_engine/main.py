@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from ullage_engine.config import ConfigError, EngineConfig, read_config
+from ullage_engine.config import EngineConfig, read_config
 from ullage_engine.core.worker_env import worker_env
 from ullage_engine.cores import usable_cores
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
@@ -19,6 +19,7 @@ from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.policy import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
 from ullage_rpc import logs
+from ullage_rpc.config import ConfigError
 
 EXAMPLES = """\
 examples:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import yaml
+
+from ullage_rpc.config import Strict, read_file
 
 LARGE_POOL = "large"
 
@@ -19,14 +20,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field, the value and the remedy."""
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections: immutable, and an unknown field is an error."""
 
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
@@ -114,16 +107,6 @@ def read_config(path: Path) -> RouterConfig:
     """Reads and checks a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is unknown or wrong.
+        ConfigError: see `ullage_rpc.config.read_file`.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; pass an existing file as --config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not YAML: {message}") from error
-    try:
-        return msgspec.convert(data, RouterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return read_file(path, RouterConfig)

@@ -16,12 +16,13 @@ import uvicorn
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_router.config import ConfigError, RouterConfig, read_config
+from ullage_router.config import RouterConfig, read_config
 from ullage_router.grpc.service import InferenceServicer
 from ullage_router.http.app import build_app
 from ullage_router.service import RouterService
 from ullage_rpc import logs
 from ullage_rpc.channels import new_server
+from ullage_rpc.config import ConfigError
 from ullage_rpc.health import Health
 from ullage_rpc.metrics import serve_metrics
 

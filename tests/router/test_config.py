@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ullage_router.config import ConfigError, RouterConfig, read_config
+from ullage_router.config import RouterConfig, read_config
+from ullage_rpc.config import ConfigError
 
 GOOD = """
 model: smollm2-135m

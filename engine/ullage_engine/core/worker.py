@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ullage_engine.config import BatchingSection, ConfigError, EngineConfig, read_config
+from ullage_engine.config import BatchingSection, EngineConfig, read_config
 from ullage_engine.core.startup import Started, StartError, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
@@ -42,6 +42,7 @@ from ullage_engine.messages import (
 )
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
+from ullage_rpc.config import ConfigError
 
 log = logging.getLogger("ullage.engine.worker")
 
