@@ -7,7 +7,7 @@ import torch
 
 from ullage_engine.core.engine import Engine
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
 from ullage_engine.memory.expected import ExpectedOutput
@@ -19,7 +19,11 @@ class FakeRunner:
 
     def __init__(self, fails: Callable[[StepPlan], bool]) -> None:
         self.plans: list[list[tuple[str, int]]] = []
+        self.moves: list[Moves] = []
         self._fails = fails
+
+    def move(self, moves: Moves) -> None:
+        self.moves.append(moves)
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.plans.append([(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks])
