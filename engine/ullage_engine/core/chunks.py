@@ -1,6 +1,6 @@
 """What a step computes of which sequence: pure functions over sequences."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from ullage_engine.core.plan import Chunk, SampledToken
@@ -87,16 +87,20 @@ def prefix_under_way(
     return None
 
 
-def stored_tokens(sequences: Iterable[Sequence], block_tokens: int) -> int:
+def stored_tokens(
+    sequences: Iterable[Sequence], block_tokens: int, is_cached: Callable[[int], bool]
+) -> int:
     """Tokens in blocks that the prefix cache does not know, those of a shared block once."""
     filled: dict[int, int] = {}
     for sequence in sequences:
-        for block, tokens in _uncached(sequence, block_tokens):
-            filled[block] = max(tokens, filled.get(block, 0))
+        for block, tokens in _tail(sequence, block_tokens):
+            if not is_cached(block):
+                filled[block] = max(tokens, filled.get(block, 0))
     return sum(filled.values())
 
 
-def _uncached(sequence: Sequence, block_tokens: int) -> Iterator[tuple[int, int]]:
+def _tail(sequence: Sequence, block_tokens: int) -> Iterator[tuple[int, int]]:
+    """Blocks that the sequence itself did not cache, and how many of its tokens each holds."""
     for index in range(sequence.num_cached_blocks, len(sequence.block_ids)):
         tokens = min(block_tokens, sequence.num_computed - index * block_tokens)
         yield sequence.block_ids[index], max(0, tokens)

@@ -109,11 +109,11 @@ class Intake:
         return blocks * block_bytes(self._profile) + states
 
     def _whole_blocks(self, sequence: Sequence) -> int:
-        """What a sequence needs of an empty pool of any size."""
+        """What a sequence of a group needs of an empty pool of any size."""
         longest = self._limits.max_model_len
         length = expected_length(sequence.request, sequence.expected_output, longest)
         shared = sequence.num_shared // self._store.block_tokens
-        return num_blocks(self._profile, length) - shared
+        return num_blocks(self._profile, length) - shared + sequence.has_followers
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
         """Sequences of one arrival; followers of the first if they have anything in common."""

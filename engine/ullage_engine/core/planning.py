@@ -127,7 +127,8 @@ class Planner:
                 return False
         if is_shared:
             self._copy_on_write(sequence, first, blocks.pop(0))
-        sequence.block_ids = sequence.block_ids + blocks
+        if blocks:
+            sequence.block_ids = sequence.block_ids + blocks
         return True
 
     def _copy_on_write(self, sequence: Sequence, index: int, block: int) -> None:

@@ -128,7 +128,7 @@ class Scheduler:
     def usage(self) -> PoolUsage:
         """How full the blocks are that sequences hold, each block counted once."""
         size, cached = self._store.block_tokens, self._store.num_cached_used
-        used = cached * size + stored_tokens(self._roster, size)
+        used = cached * size + stored_tokens(self._roster, size, self._store.is_cached)
         return PoolUsage(self._store.num_used * size, used)
 
     def releases(self) -> list[ReleaseState]:

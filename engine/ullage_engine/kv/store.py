@@ -90,6 +90,9 @@ class KvStore:
         """Sequences that hold the block."""
         return self._pool.references(block) - (block in self._tree)
 
+    def is_cached(self, block: int) -> bool:
+        return block in self._tree
+
     def is_shared(self, block: int) -> bool:
         """Whether anybody but one sequence reads the block, so that it must not be written."""
         return self._pool.references(block) > 1

@@ -119,6 +119,8 @@ class Promises:
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
         """Allocates `count` blocks for the sequence; None: others must be preempted first."""
+        if count == 0:
+            return []
         if count > sequence.reserved:
             owed = self._owed.get(sequence.request_id, 0)
             beyond = count - sequence.reserved
