@@ -103,6 +103,8 @@ class Rig:
 
     undisturbed = staticmethod(undisturbed)
     block_bytes = BLOCK_BYTES
+    invented = 5
+    """The token of steps that are not computed."""
 
     def __init__(
         self,
@@ -178,6 +180,11 @@ class Rig:
         self.scheduler.check_integrity()
         self._keep(outputs)
         return outputs
+
+    def invent(self, plan: StepPlan) -> list[SampledToken]:
+        """Tokens for a plan that is not computed."""
+        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        return [SampledToken(chunk.request_id, self.invented, -0.5, [], []) for chunk in sampled]
 
     def run(self, max_steps: int = 20_000) -> dict[str, list[int]]:
         """Steps until nothing is left; the tokens of every request so far."""
