@@ -7,9 +7,9 @@ import torch
 
 from ullage_engine.core.engine import Engine
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest, SamplingParams
-from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.core.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.messages import CacheGroupSpec, Profile, TokenOutput
 
@@ -19,7 +19,11 @@ class FakeRunner:
 
     def __init__(self, fails: Callable[[StepPlan], bool]) -> None:
         self.plans: list[list[tuple[str, int]]] = []
+        self.moves: list[Moves] = []
         self._fails = fails
+
+    def move(self, moves: Moves) -> None:
+        self.moves.append(moves)
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         self.plans.append([(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks])
@@ -33,7 +37,9 @@ class FakeRunner:
         ]
 
 
-def make_engine(fails: Callable[[StepPlan], bool]) -> tuple[Engine, FakeRunner]:
+def make_engine(
+    fails: Callable[[StepPlan], bool], host_slots: int = 0
+) -> tuple[Engine, FakeRunner]:
     profile = Profile(
         block_tokens=16,
         groups=[CacheGroupSpec(bytes_per_token=10)],
@@ -44,21 +50,23 @@ def make_engine(fails: Callable[[StepPlan], bool]) -> tuple[Engine, FakeRunner]:
         kv_pool_bytes=64 * 160,
     )
     pace, runner = Pace(), FakeRunner(fails)
-    scheduler = Scheduler(
-        profile, SchedulerLimits(512, 8, 64, True, 8192), pace, ExpectedOutput(512, start=32)
-    )
+    limits, policy = SchedulerLimits(512, 8, 64, True, 8192), KvPolicy(host_slots=host_slots)
+    scheduler = Scheduler(profile, limits, pace, ExpectedOutput(512, start=32), policy)
     return Engine(scheduler, runner, pace), runner
 
 
-def submit(engine: Engine, name: str, prompt: int, max_tokens: int = 4) -> None:
-    request = EngineRequest(
+def make_request(name: str, prompt: int, max_tokens: int = 4) -> EngineRequest:
+    return EngineRequest(
         request_id=name,
         token_ids=[1] * prompt,
         num_prompt_tokens=prompt,
         max_tokens=max_tokens,
         sampling=SamplingParams(),
     )
-    assert engine.submit(request) is None
+
+
+def submit(engine: Engine, name: str, prompt: int, max_tokens: int = 4) -> None:
+    assert engine.submit(make_request(name, prompt, max_tokens)) is None
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
@@ -110,6 +118,34 @@ def test_an_injected_fault_changes_no_output() -> None:
     submit(engine, "b", 8, max_tokens=6)
     assert run(engine) == {"a": list(range(80, 86)), "b": list(range(8, 14))}
     assert engine.num_oom_events == 3
+
+
+def test_the_moves_of_a_step_are_done_once_however_often_it_is_computed() -> None:
+    failures = iter([False, True, True, True])
+    engine, runner = make_engine(lambda plan: next(failures, False))
+    requests = [make_request(name, 40) for name in "abc"]
+    assert engine.submit_group(requests) == []
+    assert run(engine) == {name: [40, 41, 42, 43] for name in "abc"}
+    copies = [copy for moves in runner.moves for copy in moves.copy]
+    # Of three that share a block and write to it two copy, and nobody copies again after failures.
+    assert engine.num_oom_events == 3
+    assert len(copies) == len({destination for _, destination in copies}) == 2
+    assert all(runner.moves), "asked to move nothing"
+
+
+def test_a_sequence_preempted_for_memory_moves_to_the_host_before_the_retry() -> None:
+    def fails(plan: StepPlan) -> bool:
+        return len(plan.chunks) > 1 and plan.chunks[0].start > 21
+
+    engine, runner = make_engine(fails, host_slots=64)
+    submit(engine, "a", 20)
+    submit(engine, "b", 8)
+    assert run(engine) == {"a": [20, 21, 22, 23], "b": [8, 9, 10, 11]}
+    assert engine.scheduler.num_swaps == engine.scheduler.num_preemptions == 1
+    (out,) = [move for moves in runner.moves for move in moves.swap_out]
+    (back,) = [move for moves in runner.moves for move in moves.swap_in]
+    assert back[0] == out[1]
+    assert engine.take_failed() == []
 
 
 def test_the_cpu_allocators_error_counts_as_out_of_memory() -> None:

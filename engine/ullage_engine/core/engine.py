@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import Chunk, SampledToken, StepPlan
+from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
 from ullage_engine.core.scheduler import Scheduler
 from ullage_engine.messages import Rejected, RequestFailed, TokenOutput
@@ -17,6 +17,13 @@ log = logging.getLogger("ullage.engine.worker")
 
 class Runner(Protocol):
     """Computes plans on a device."""
+
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks: all of swap_out, then swap_in, then copy.
+
+        Allocates nothing. Reads of one kind never see writes of the same kind.
+        """
+        ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """One token for each chunk with `sampling`, in the plan's order.
@@ -53,6 +60,12 @@ class Engine:
         """See `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """See `Scheduler.submit_group`."""
+        return self.scheduler.submit_group(requests, resumed=resumed)
+
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
 
@@ -74,6 +87,7 @@ class Engine:
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         prompt_tokens = _num_prompt_tokens(plan)
         is_retried = False
+        self._move(plan)
         while plan.chunks:
             try:
                 return self._measured(plan)
@@ -92,7 +106,13 @@ class Engine:
                 self._drop_newest(reason)
             is_retried, prompt_tokens = True, max(1, prompt_tokens // 2)
             plan = self.scheduler.replan(prompt_tokens)
+            self._move(plan)
         return []
+
+    def _move(self, plan: StepPlan) -> None:
+        """Does a plan's moves once, before it is computed as often as it takes."""
+        if plan.moves:
+            self._runner.move(plan.moves)
 
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
         self._raise_fault()

@@ -28,7 +28,9 @@ class Chunk:
 class Moves:
     """Copies of whole blocks over all layers, done in this order before the step, once.
 
-    They allocate nothing and cannot fail for lack of memory.
+    They allocate nothing and cannot fail for lack of memory. No destination of a kind is given
+    twice. A source of `copy` may be the destination of a `copy` after it, so these are done in
+    their order, or all read before any is written.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)

@@ -1,47 +1,44 @@
 """Decides which tokens are computed next and who holds memory; knows neither device nor model."""
 
-import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import Callable
 
-from ullage_engine.core.admission import Room, refuse_double, refuse_forever, refuse_now
+from ullage_engine.core.admission import soonest
+from ullage_engine.core.chunks import (
+    Finish,
+    common_prefix,
+    finish_of,
+    logprobs_of,
+    stored_tokens,
+)
+from ullage_engine.core.groups import Groups
+from ullage_engine.core.intake import Intake
+from ullage_engine.core.limits import Counters, SchedulerLimits
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import Chunk, SampledToken, StepPlan
+from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.planning import Planner
+from ullage_engine.core.preemption import Mover
 from ullage_engine.core.request import EngineRequest
+from ullage_engine.core.roster import Roster
 from ullage_engine.core.sequence import Sequence
-from ullage_engine.kv.blocks import BlockPool, PoolUsage
+from ullage_engine.kv.blocks import PoolUsage
+from ullage_engine.kv.store import KvPolicy, KvStore
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.predictor import block_bytes, expected_length, num_blocks
+from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.memory.promises import Promises
-from ullage_engine.messages import Profile, Rejected, ReleaseState, TokenLogprobs, TokenOutput
+from ullage_engine.messages import Profile, Rejected, ReleaseState, TokenOutput
 
-_MAX_RELEASES = 32
-_WAITING_PER_RUNNING = 4
-"""Size of the waiting room in batches; whoever comes later is better queued by the router."""
+__all__ = ["KvPolicy", "Scheduler", "SchedulerLimits"]
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What a step and the worker may hold at most."""
-
-    max_model_len: int
-    """Longest sequence, tokens."""
-    max_sequences: int
-    prompt_tokens: int
-    """Prompt tokens computed in one step."""
-    is_chunked: bool
-    """Prompts may be split over steps; otherwise `prompt_tokens` must hold a whole one."""
-    decode_tokens: int
-    """Tokens of context that the decodes of one step read together."""
+_PLAIN_POLICY = KvPolicy()
 
 
 class Scheduler:
-    """Continuous batching over a block pool.
+    """Continuous batching over a store of KV blocks.
 
-    Use: `submit` and `cancel` at any time between steps; then for each step `schedule`, compute
-    the plan, `commit`. Nothing is dropped: an admitted request ends by a token with a finish, by
-    `cancel` or by `fail`.
+    Use: `submit`, `submit_group`, `fork`, `amend` and `cancel` at any time between steps; then for
+    each step `schedule`, do the plan's moves, compute it, `commit`. Nothing is dropped: an admitted
+    request ends by a token with a finish, by `cancel` or by `fail_newest`.
     """
 
     def __init__(
@@ -50,43 +47,58 @@ class Scheduler:
         limits: SchedulerLimits,
         pace: Pace,
         expected: ExpectedOutput,
+        policy: KvPolicy = _PLAIN_POLICY,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        pool_blocks = profile.kv_pool_bytes // block_bytes(profile)
-        self._profile = profile
+        num_blocks = profile.kv_pool_bytes // block_bytes(profile)
+        self.counters = Counters()
+        self._block_bytes = block_bytes(profile)
         self._limits = limits
-        self._pace = pace
         self._expected = expected
-        self._pool = BlockPool(pool_blocks, profile.block_tokens)
-        self._promises = Promises(self._pool)
-        self._by_id: dict[str, Sequence] = {}
-        self._by_rank: list[Sequence] = []
-        self._planned: list[tuple[Sequence, int]] = []
-        self._num_submitted = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
+        self._roster, self._groups = Roster(), Groups()
+        self._store = KvStore(num_blocks, profile.block_tokens, policy, clock)
+        self._promises = Promises(self._store)
+        self._mover = Mover(self._store, self._block_bytes, policy.host_slots, pace)
+        parts = self._store, self._promises
+        self._intake = Intake(profile, limits, pace, expected, *parts, self._roster, self._groups)
+        self._planner = Planner(
+            limits, expected, *parts, self._mover, self._roster, self._groups, self.counters
+        )
 
     # what it holds -------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_rank)
+        return len(self._roster) > 0
 
     @property
     def num_running(self) -> int:
-        return sum(sequence.is_running for sequence in self._by_rank)
+        return self._roster.num_running
 
     @property
     def num_waiting(self) -> int:
-        return len(self._by_rank) - self.num_running
+        return self._roster.num_waiting
 
     @property
     def num_steps(self) -> int:
-        """Steps committed."""
-        return self._num_steps
+        return self.counters.num_steps
 
     @property
     def num_preemptions(self) -> int:
-        return self._num_preemptions
+        return self.counters.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """Preemptions whose KV went to the host."""
+        return self._mover.num_swaps
+
+    @property
+    def num_sessions(self) -> int:
+        return self._store.num_sessions
+
+    @property
+    def session_bytes(self) -> int:
+        return self._store.num_session_blocks * self._block_bytes
 
     @property
     def expected_output_tokens(self) -> int:
@@ -95,35 +107,44 @@ class Scheduler:
     @property
     def prefill_backlog_tokens(self) -> int:
         """Prompt tokens admitted and not computed."""
-        return sum(each.num_remaining for each in self._by_rank if not each.is_decoding)
+        return sum(each.num_remaining for each in self._roster if not each.is_decoding)
 
     @property
     def free_bytes(self) -> int:
-        return self._pool.num_free * block_bytes(self._profile)
+        """KV memory that holds nothing."""
+        return self._store.num_free * self._block_bytes
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """KV memory that is kept for reuse and given up as soon as it is needed."""
+        return self._store.num_reclaimable * self._block_bytes
 
     @property
     def available_bytes(self) -> int:
         """What a new request may be promised."""
-        return self._promises.num_available * block_bytes(self._profile)
+        return self._promises.num_available * self._block_bytes
 
     @property
     def usage(self) -> PoolUsage:
-        return self._pool.usage(sum(sequence.num_computed for sequence in self._by_rank))
+        """How full the blocks are that sequences hold, each block counted once."""
+        size, cached = self._store.block_tokens, self._store.num_cached_used
+        used = cached * size + stored_tokens(self._roster, size, self._store.is_cached)
+        return PoolUsage(self._store.num_used * size, used)
 
     def releases(self) -> list[ReleaseState]:
         """Memory predicted to come back, soonest first; the last entry holds all the rest."""
-        coming = sorted(self._coming_releases())
-        head, rest = coming[: _MAX_RELEASES - 1], coming[_MAX_RELEASES - 1 :]
-        if rest:
-            head.append((rest[-1][0], sum(num_bytes for _, num_bytes in rest)))
-        return [ReleaseState(after_s=after, num_bytes=num_bytes) for after, num_bytes in head]
+        return soonest(self._intake.releases())
 
     def check_integrity(self) -> None:
-        """Asserts that no block is lost and no promise exceeds the pool."""
-        self._promises.check_integrity(self._by_rank)
-        assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
+        """Asserts that no block or slot is lost and no promise exceeds what there is."""
+        self._promises.check_integrity(self._roster)
+        self._mover.check_integrity(list(self._roster))
+        self._roster.check_integrity()
         assert self.num_running <= self._limits.max_sequences, "batch too large"
-        assert all(each.is_running or not each.block_ids for each in self._by_rank), "idle blocks"
+        for each in self._roster:
+            held = len(each.block_ids) * self._store.block_tokens
+            assert each.num_computed <= held, f"{each.request_id}: tokens outside its blocks"
+            assert each.leader is None or not each.is_running, "runs before its leader"
 
     # requests in and out -------------------------------------------------------------------------
 
@@ -135,190 +156,157 @@ class Scheduler:
         A resumed request was admitted before: it may have to wait for its promise but is not
         refused one. It is answered at once if nothing is left of it to produce.
         """
-        produced = len(request.token_ids) - request.num_prompt_tokens
-        refusal = self._refusal(request, resumed or produced > 0)
+        answer = self.submit_group([request], resumed=resumed)
+        if isinstance(answer, Rejected):
+            return answer
+        return answer[0] if answer else None
+
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt together, or refuses all of them and names the first.
+
+        They share the KV of what their tokens have in common and are charged for it once. The
+        answer has an output for each sample of which nothing is left to produce.
+        """
+        used = self._intake.refuse_used(requests)
+        if used:
+            return used
+        done = [request for request in requests if self._is_complete(request, resumed)]
+        left = [request for request in requests if request not in done]
+        is_resumed = resumed or any(len(e.token_ids) > e.num_prompt_tokens for e in requests)
+        refusal = self._intake.submit(left, is_resumed) if left else None
         if refusal:
             return refusal
-        if produced >= request.max_tokens or len(request.token_ids) >= self._limit:
-            return TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
-        self._admit(request)
-        return None
+        return [
+            TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
+            for request in done
+        ]
+
+    def fork(self, parent_id: str, child_request: EngineRequest) -> None:
+        """Admits a request that shares the KV its tokens have in common with those of a parent.
+
+        For searches that branch. The child ranks right behind its parent and is never refused: if
+        memory is short it waits like a preempted sequence. The parent goes on unchanged; `cancel`
+        it when it is not wanted, and before others fork, so that its promise is free for them.
+
+        Raises:
+            KeyError: the parent has ended or never was.
+        """
+        parent = self._roster[parent_id]
+        assert child_request.request_id not in self._roster, "the child's id is in use"
+        child = self._intake.sequence(child_request, parent.priority, parent.arrival)
+        child.cached_prompt_tokens = parent.cached_prompt_tokens
+        self._roster.add(child)
+        computed = parent.token_ids[: parent.num_computed]
+        shared = common_prefix(child_request.token_ids[:-1], computed)
+        if shared:
+            self._promises.fork(parent, child, shared, self._roster)
+        else:
+            self._promises.owe(child)
+
+    def amend(self, request_id: str, token_id: int) -> None:
+        """Replaces the newest output token of a sequence, whose KV is not stored yet.
+
+        For searches that choose otherwise than the sampler did.
+        """
+        sequence = self._roster[request_id]
+        assert sequence.num_output > 0 and sequence.num_remaining > 0, "nothing to amend"
+        sequence.token_ids = [*sequence.token_ids[:-1], token_id]
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request and frees its memory; one that is gone already is no error."""
-        sequence = self._by_id.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence:
             self._remove(sequence)
 
     def fail_newest(self) -> str | None:
         """Gives up on the least important running sequence; its request id."""
-        victim = self._newest_running()
+        victim = self._roster.newest_running
         if victim:
             self._remove(victim)
         return victim.request_id if victim else None
 
     def preempt_newest(self) -> bool:
-        """Frees the memory of the least important running sequence; it waits to be recomputed."""
-        victim = self._newest_running()
+        """Frees the memory of the least important running sequence; it waits to go on."""
+        victim = self._roster.newest_running
         if victim:
-            self._preempt(victim)
+            self._planner.preempt(victim)
         return victim is not None
+
+    def set_batch_share(self, share: float) -> None:
+        """Lets this share of `max_sequences`, at least one, run at once.
+
+        Those that run already go on; none starts until fewer do.
+        """
+        self._planner.max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
+
+    def end_idle_sessions(self) -> None:
+        """Ends sessions that were not used for their idle time."""
+        self._store.end_idle_sessions()
+
+    def evict_all(self) -> None:
+        """Forgets all KV that no sequence uses."""
+        self._store.evict_all()
 
     # a step --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plans the next step: running sequences first, then those that wait, as memory allows."""
-        self._promises.restore(self._by_rank)
-        self._start_waiting()
-        return self._plan(self._limits.prompt_tokens, self._limits.is_chunked)
+        self._store.end_idle_sessions()
+        self._planner.start_waiting()
+        return self._planner.plan(self._limits.prompt_tokens, self._limits.is_chunked)
 
     def replan(self, prompt_tokens: int) -> StepPlan:
-        """Plans the same step anew with smaller prompt chunks; no waiting sequence starts."""
-        return self._plan(prompt_tokens, is_chunked=True)
+        """Plans the same step anew with smaller prompt chunks; no waiting sequence starts.
+
+        The moves of the plan before were done; the new plan has only those that came up since.
+        """
+        return self._planner.plan(prompt_tokens, is_chunked=True)
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Takes over the result of the planned step.
 
         A token that ends its sequence is part of the output, stop tokens included.
         """
-        for sequence, count in self._planned:
+        for sequence, count in self._planner.planned:
             sequence.num_computed += count
-            sequence.last_step = self._num_steps
-        self._planned = []
-        self._num_steps += 1
-        return [self._append(token) for token in sampled if token.request_id in self._by_id]
-
-    # admission -----------------------------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Longest sequence this pool and model hold, tokens."""
-        pool_tokens = self._pool.num_blocks * self._pool.block_tokens
-        return min(self._limits.max_model_len, pool_tokens)
-
-    def _refusal(self, request: EngineRequest, resumed: bool) -> Rejected | None:
-        if request.request_id in self._by_id:
-            return refuse_double(request, self._profile)
-        if resumed and request.token_ids:
-            return None
-        profile, longest = self._profile, self._limits.max_model_len
-        forever = refuse_forever(request, profile, longest, self._expected.tokens)
-        return forever or refuse_now(request, profile, longest, self._room())
-
-    def _room(self) -> Room:
-        places = self._limits.max_sequences * _WAITING_PER_RUNNING - self.num_waiting
-        return Room(self.available_bytes, places, self._expected.tokens, self._coming_releases())
-
-    def _coming_releases(self) -> Iterator[tuple[float, int]]:
-        for each in self._by_rank:
-            if each.promised:
-                prompt = 0 if each.is_decoding else each.num_remaining
-                after = self._pace.seconds_until(prompt, each.expected_remaining)
-                yield after, each.promised * block_bytes(self._profile)
-
-    def _admit(self, request: EngineRequest) -> None:
-        sequence = Sequence(
-            request=request,
-            arrival=self._num_submitted,
-            limit=self._limit,
-            expected_output=self._expected.tokens,
-            token_ids=list(request.token_ids),
-        )
-        self._num_submitted += 1
-        self._by_id[request.request_id] = sequence
-        bisect.insort(self._by_rank, sequence, key=lambda each: each.rank)
-        self._charge(sequence)
-        self._promises.restore(self._by_rank)
-
-    def _charge(self, sequence: Sequence) -> None:
-        length = expected_length(sequence.request, sequence.expected_output, sequence.limit)
-        self._promises.owe(sequence, num_blocks(self._profile, length))
-
-    # planning ------------------------------------------------------------------------------------
-
-    def _start_waiting(self) -> None:
-        room = self._limits.max_sequences - self.num_running
-        for sequence in self._by_rank:
-            if room <= 0:
-                return
-            if not sequence.is_running and self._promises.is_kept(sequence):
-                sequence.is_running = True
-                room -= 1
-
-    def _plan(self, prompt_tokens: int, is_chunked: bool) -> StepPlan:
-        decoding = self._pick_decodes()
-        decodes: list[Chunk] = []
-        prompts: list[Chunk] = []
-        self._planned = []
-        # Oldest first: whoever is preempted for another's block is newer, so not yet planned.
-        for sequence in [each for each in self._by_rank if each.is_running]:
-            if sequence.is_decoding:
-                count = 1 if sequence.request_id in decoding else 0
-            else:
-                count = _prompt_share(sequence.num_remaining, prompt_tokens, is_chunked)
-            if not sequence.is_running or count == 0 or not self._make_room(sequence, count):
-                continue
-            self._planned.append((sequence, count))
-            (decodes if sequence.is_decoding else prompts).append(self._chunk(sequence, count))
-            prompt_tokens -= 0 if sequence.is_decoding else count
-        return StepPlan(chunks=decodes + prompts)
-
-    def _pick_decodes(self) -> set[str]:
-        """Decodes of this step, those that waited longest first, within the context they read."""
-        ready = [each for each in self._by_rank if each.is_running and each.is_decoding]
-        ready.sort(key=lambda each: each.last_step)
-        picked: set[str] = set()
-        room = self._limits.decode_tokens
-        for sequence in ready:
-            room -= len(sequence.token_ids)
-            if room < 0 and picked:
-                break
-            picked.add(sequence.request_id)
-        return picked
-
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        start, end = sequence.num_computed, sequence.num_computed + count
-        needed = num_blocks(self._profile, end)
-        return Chunk(
-            request_id=sequence.request_id,
-            token_ids=sequence.token_ids[start:end],
-            start=start,
-            block_ids=sequence.block_ids[:needed],
-            sampling=sequence.request.sampling if end == len(sequence.token_ids) else None,
-            history=sequence.token_ids,
-            num_prompt_tokens=sequence.request.num_prompt_tokens,
-        )
-
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Allocates blocks for the next `count` tokens; False: the sequence itself had to go."""
-        needed = num_blocks(self._profile, sequence.num_computed + count)
-        while not self._promises.grow(sequence, needed, self._by_rank):
-            victim = self._newest_running()
-            assert victim is not None, "a running sequence found none to preempt"
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _newest_running(self) -> Sequence | None:
-        return next((each for each in reversed(self._by_rank) if each.is_running), None)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._promises.release(sequence)
-        sequence.is_running = False
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        self._num_preemptions += 1
-        # It outlived its estimate: charge it anew for what it has and as much again as is usual.
-        sequence.expected_output = sequence.num_output + self._expected.tokens
-        self._charge(sequence)
+            sequence.last_step = self.counters.num_steps
+            self._remember(sequence)
+        for sequence, _ in self._planner.planned:
+            for follower in self._groups.take_ready(sequence):
+                self._fork_follower(sequence, follower)
+        self._planner.planned = []
+        self.counters.num_steps += 1
+        return [self._append(token) for token in sampled if token.request_id in self._roster]
 
     # results -------------------------------------------------------------------------------------
 
+    def _remember(self, sequence: Sequence) -> None:
+        full = sequence.num_computed // self._store.block_tokens
+        first = sequence.num_cached_blocks
+        if not self._store.has_cache or full <= first:
+            return
+        table = list(sequence.block_ids)
+        num_merged = self._store.remember(sequence.token_ids, table, first, full)
+        self.counters.prefix_merged_tokens += num_merged * self._store.block_tokens
+        sequence.block_ids, sequence.num_cached_blocks = table, full
+
+    def _fork_follower(self, leader: Sequence, follower: Sequence) -> None:
+        follower.cached_prompt_tokens = leader.cached_prompt_tokens
+        self._promises.fork(leader, follower, follower.num_shared, self._roster)
+
+    def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
+        """Nothing is left to produce of a request that was admitted before."""
+        produced = len(request.token_ids) - request.num_prompt_tokens
+        was_admitted = resumed or produced > 0
+        is_full = len(request.token_ids) >= self._intake.longest
+        return was_admitted and (produced >= request.max_tokens or is_full)
+
     def _append(self, sampled: SampledToken) -> TokenOutput:
-        sequence = self._by_id[sampled.request_id]
+        sequence = self._roster[sampled.request_id]
         sequence.token_ids.append(sampled.token_id)
-        finish = _finish(sequence, sampled.token_id)
+        finish = finish_of(sequence, sampled.token_id)
         if finish:
             self._observe_output(sequence, finish)
             self._remove(sequence)
@@ -326,36 +314,27 @@ class Scheduler:
             request_id=sampled.request_id,
             token_ids=[sampled.token_id],
             finish=finish,
-            logprobs=_logprobs(sequence, sampled),
+            logprobs=logprobs_of(sequence, sampled),
             num_preemptions=sequence.num_preemptions,
+            num_cached_tokens=sequence.cached_prompt_tokens or 0,
         )
 
-    def _observe_output(self, sequence: Sequence, finish: str) -> None:
+    def _observe_output(self, sequence: Sequence, finish: Finish) -> None:
         # Output cut below the estimate by its own limit does not tell how long outputs are.
         if finish == "stop" or sequence.num_output >= self._expected.tokens:
             self._expected.observe(sequence.num_output)
 
     def _remove(self, sequence: Sequence) -> None:
+        session, path = sequence.request.session_id, sequence.block_ids
+        if session and sequence.num_cached_blocks:
+            self._store.keep_session(session, path[: sequence.num_cached_blocks])
+        left = self._groups.remove(sequence)
+        self._mover.forget(sequence)
         self._promises.release(sequence)
-        del self._by_id[sequence.request_id]
-        self._by_rank.remove(sequence)
-        self._planned = [entry for entry in self._planned if entry[0] is not sequence]
-
-
-def _prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
-    if is_chunked:
-        return min(remaining, max(0, budget))
-    return remaining if remaining <= budget else 0
-
-
-def _finish(sequence: Sequence, token_id: int) -> Literal["", "stop", "length"]:
-    if token_id in sequence.request.stop_token_ids:
-        return "stop"
-    is_full = len(sequence.token_ids) >= sequence.limit
-    return "length" if is_full or sequence.num_output >= sequence.request.max_tokens else ""
-
-
-def _logprobs(sequence: Sequence, sampled: SampledToken) -> list[TokenLogprobs] | None:
-    if sequence.request.sampling.top_logprobs is None:
-        return None
-    return [TokenLogprobs(sampled.logprob, sampled.top_ids, sampled.top_logprobs)]
+        sequence.is_running = False
+        self._roster.remove(sequence)
+        self._planner.planned = [
+            entry for entry in self._planner.planned if entry[0] is not sequence
+        ]
+        for follower in left:
+            self._promises.owe(follower)

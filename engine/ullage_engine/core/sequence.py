@@ -5,13 +5,32 @@ from dataclasses import dataclass, field
 from ullage_engine.core.request import EngineRequest
 
 
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """KV of a preempted sequence in host memory."""
+
+    first_block: int
+    """Blocks before this one were in use by others, too, and were not copied."""
+    slots: list[int]
+    """Host slot of each block from there on."""
+    num_tokens: int
+    """Tokens whose KV was stored."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, blocks and promise of one request; only the scheduler changes it."""
+    """Tokens, blocks and promise of one request; only the scheduler changes it.
+
+    A running sequence holds the blocks of what was computed. One that waits holds a promise, and
+    with it the cached blocks of its beginning; or it is owed its promise and holds nothing.
+    """
 
     request: EngineRequest
     arrival: int
-    """Grows by one a request; with the priority it orders all sequences."""
+    """Grows by one a submission; with the priority it orders all sequences."""
+    serial: int
+    """Orders those of one arrival: the samples of a prompt, the hypotheses of a search."""
+    priority: int
     limit: int
     """Length at which it ends, tokens."""
     expected_output: int
@@ -19,10 +38,21 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output so far."""
     num_computed: int = 0
-    """Tokens whose KV is stored."""
+    """Tokens whose KV is stored in `block_ids`."""
     block_ids: list[int] = field(default_factory=list)
-    promised: int = 0
-    """Blocks set aside for it, those it has allocated included."""
+    num_cached_blocks: int = 0
+    """Of them, the leading ones that the prefix cache knows."""
+    reserved: int = 0
+    """Blocks it was promised and has not allocated."""
+    leader: "Sequence | None" = None
+    """Sample of the same prompt that computes the first `num_shared` tokens for this one."""
+    num_shared: int = 0
+    has_followers: bool = False
+    awaits: "tuple[Sequence, int] | None" = None
+    """A running sequence that computes the same prefix, and the prefix' length."""
+    swapped: Swapped | None = None
+    cached_prompt_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; None before it first starts."""
     num_preemptions: int = 0
     last_step: int = -1
     """Step in which it was last computed."""
@@ -33,9 +63,9 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """Order of importance, smallest first: larger priority, then earlier arrival."""
-        return (-self.request.priority, self.arrival)
+        return (-self.priority, self.arrival, self.serial)
 
     @property
     def num_output(self) -> int:

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ullage_engine.config import EngineConfig
+from ullage_engine.config import EngineConfig, MemorySection
 from ullage_engine.core.engine import Engine
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
-from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.core.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.cores import usable_cores
 from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.expected import ExpectedOutput
@@ -84,7 +84,8 @@ class _Startup:
         self._allocate_kv(runner, profile)
         self._settle()
         pace = Pace()
-        scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len))
+        policy = _kv_policy(self._config.memory, block_bytes(profile))
+        scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len), policy)
         return Started(
             engine=Engine(scheduler, runner, pace),
             ledger=self._ledger,
@@ -259,6 +260,15 @@ def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimi
         prompt_tokens=_prompt_tokens(config, max_model_len),
         is_chunked=batching.prefill_chunk_tokens > 0,
         decode_tokens=batching.decode_max_batch_tokens,
+    )
+
+
+def _kv_policy(memory: MemorySection, block: int) -> KvPolicy:
+    return KvPolicy(
+        prefix_cache=memory.prefix_cache,
+        session_blocks=memory.session_kv_limit // block,
+        session_idle=memory.session_idle,
+        host_slots=memory.host_kv // block,
     )
 
 

@@ -157,14 +157,14 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
+        answer = self._engine.submit_group(message.requests, resumed=message.resumed)
+        if isinstance(answer, Rejected):
+            self._link.send(answer)
+            return
         for request in message.requests:
-            answer = self._engine.submit(request, resumed=message.resumed)
-            if isinstance(answer, Rejected):
-                self._link.send(answer)
-                return
             self._link.send(Admitted(request_id=request.request_id))
-            if answer is not None:
-                self._link.send(StepDone(outputs=[answer]))
+        if answer:
+            self._link.send(StepDone(outputs=answer))
 
     def _until_report(self) -> float:
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
@@ -175,6 +175,7 @@ class Worker:
             return
         self._reported_at = time.monotonic()
         self._is_changed = False
+        self._engine.scheduler.end_idle_sessions()
         self._link.send(State(state=self._state()))
 
     def _ready(self) -> Ready:
@@ -189,14 +190,15 @@ class Worker:
     def _state(self) -> WorkerState:
         scheduler, ledger, pace = self._engine.scheduler, self._started.ledger, self._started.pace
         profile = self._started.profile
-        usage = scheduler.usage
+        usage, counters = scheduler.usage, scheduler.counters
+        kept = scheduler.free_bytes + scheduler.reclaimable_bytes
         return WorkerState(
             total_bytes=ledger.total_bytes,
             threshold=ledger.threshold,
             kv_pool_bytes=profile.kv_pool_bytes,
             kv_free_bytes=scheduler.free_bytes,
-            kv_reclaimable_bytes=0,
-            kv_committed_bytes=scheduler.free_bytes - scheduler.available_bytes,
+            kv_reclaimable_bytes=scheduler.reclaimable_bytes,
+            kv_committed_bytes=kept - scheduler.available_bytes,
             kv_used_bytes=usage.used_tokens * block_bytes(profile) // profile.block_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -204,7 +206,13 @@ class Worker:
             decode_tokens_per_second=pace.decode_tokens_per_second,
             prefill_tokens_per_second=pace.prefill_tokens_per_second,
             prefill_backlog_tokens=scheduler.prefill_backlog_tokens,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=counters.num_preemptions,
+            num_swaps=scheduler.num_swaps,
+            prefix_lookup_tokens=counters.prefix_lookup_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_merged_tokens=counters.prefix_merged_tokens,
+            num_sessions=scheduler.num_sessions,
+            session_bytes=scheduler.session_bytes,
             num_oom_events=self._engine.num_oom_events,
             releases=scheduler.releases(),
             ledger=ledger.states(),

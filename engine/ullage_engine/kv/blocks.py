@@ -52,6 +52,10 @@ class BlockPool:
     def num_allocated(self) -> int:
         return self.num_blocks - self._num_free
 
+    def references(self, block: int) -> int:
+        """How many hold the block; 0 is free."""
+        return self._references[block]
+
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Takes `count` blocks, consecutive to `after` and to one another where they are free.
 
@@ -80,10 +84,6 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._put(block)
-
-    def usage(self, used_tokens: int) -> PoolUsage:
-        """Compares the pool with the tokens its users really store."""
-        return PoolUsage(self.num_allocated * self.block_tokens, used_tokens)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
         """Asserts that `tables` are exactly what is allocated and that the free list is whole."""

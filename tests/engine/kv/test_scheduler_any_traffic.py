@@ -1,0 +1,219 @@
+"""Everything at once: nothing leaks, everything ends, and every token is the one it should be."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ullage_engine.core.plan import StepPlan
+from ullage_engine.core.scheduler import KvPolicy
+
+BLOCKS = 18
+MAX_MODEL_LEN = 220
+STOP = [10, 11]
+
+
+def prompt_of(document: int, length: int, own: int, own_length: int) -> list[int]:
+    """A beginning of one of a few documents, and a few tokens of its own."""
+    return [1000 * document + at for at in range(length)] + [own] * own_length
+
+
+PROMPTS = st.builds(
+    prompt_of, st.integers(1, 2), st.integers(0, 120), st.integers(200, 203), st.integers(1, 20)
+)
+POLICIES = st.builds(
+    KvPolicy,
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    session_blocks=st.sampled_from([0, 3, 100]),
+    session_idle=st.just(5.0),
+    host_slots=st.sampled_from([0, 4, 30]),
+)
+
+
+def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., Any]) -> None:
+    num_operations = 0
+
+    class AnyTraffic(RuleBasedStateMachine):
+        @initialize(policy=POLICIES, rate=st.sampled_from([1.0, 1e9]))
+        def begin(self, policy: KvPolicy, rate: float) -> None:
+            self.rig = make_rig(
+                blocks=BLOCKS,
+                policy=policy,
+                max_model_len=MAX_MODEL_LEN,
+                max_sequences=5,
+                prompt_tokens=48,
+                decode_tokens=400,
+                expected=8,
+                prefill_rate=rate,
+            )
+            self.left: dict[str, list[int]] = {}
+            self.seeds: dict[str, int] = {}
+            self.num_requests = 0
+
+        @rule(
+            prompt=PROMPTS,
+            max_tokens=st.integers(1, 60),
+            samples=st.sampled_from([1, 1, 1, 1, 2, 3, 4]),
+            produced=st.sampled_from([0, 0, 0, 1, 7]),
+            priority=st.sampled_from([0, 0, 0, 2]),
+            session=st.sampled_from(["", "", "s", "t"]),
+            resumed=st.booleans(),
+        )
+        def submit(
+            self,
+            prompt: list[int],
+            max_tokens: int,
+            samples: int,
+            produced: int,
+            priority: int,
+            session: str,
+            resumed: bool,
+        ) -> None:
+            requests = []
+            for seed in range(samples):
+                output = self.rig.undisturbed(prompt, seed, produced)
+                requests.append(
+                    self.rig.request(
+                        self.new_name(),
+                        prompt + output,
+                        max_tokens,
+                        num_prompt_tokens=len(prompt),
+                        seed=seed,
+                        session=session,
+                        priority=priority,
+                        stop=STOP,
+                    )
+                )
+            available, waiting = self.rig.scheduler.available_bytes, self.rig.scheduler.num_waiting
+            refused = self.rig.submit(*requests, resumed=resumed)
+            if refused:
+                assert not resumed and not produced
+                assert refused.request_id == requests[0].request_id
+                assert refused.needed_bytes > available or waiting + samples > 20
+                assert refused.never or refused.retry_after_s > 0
+                return
+            for request in requests:
+                self.enter(request.request_id, request.token_ids, request.sampling.seed)
+            self.hear()
+
+        @precondition(lambda self: self.left)
+        @rule(count=st.integers(1, 12))
+        def steps(self, count: int) -> None:
+            for _ in range(count):
+                self.step(self.rig.scheduler.schedule())
+
+        @precondition(lambda self: self.left)
+        @rule(prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2))
+        def step_out_of_memory(self, prompt_tokens: int, preempts: int) -> None:
+            self.rig.device.move(self.rig.scheduler.schedule().moves)
+            for _ in range(preempts):
+                if self.rig.scheduler.num_running > 1:
+                    self.rig.scheduler.preempt_newest()
+                self.rig.device.move(self.rig.scheduler.replan(2 * prompt_tokens).moves)
+            self.step(self.rig.scheduler.replan(prompt_tokens))
+
+        @precondition(lambda self: self.left)
+        @rule()
+        def preempt(self) -> None:
+            self.rig.scheduler.preempt_newest()
+
+        @precondition(lambda self: self.left)
+        @rule(number=st.integers(0, 100))
+        def cancel(self, number: int) -> None:
+            name = self.pick(number)
+            self.rig.scheduler.cancel(name)
+            del self.left[name]
+
+        @precondition(lambda self: self.left)
+        @rule(number=st.integers(0, 100), token=st.integers(300, 301), amends=st.booleans())
+        def fork(self, number: int, token: int, amends: bool) -> None:
+            parent = self.pick(number)
+            tokens, start = self.left[parent], len(self.rig.tokens(parent))
+            if not start or len(tokens) >= MAX_MODEL_LEN - 1:
+                return
+            if amends:
+                self.rig.scheduler.amend(parent, token)
+                self.left[parent] = [*tokens[:-1], token]
+            child = self.new_name()
+            request = self.rig.request(
+                child,
+                [*tokens[:-1], token + 2],
+                40 + len(tokens),
+                num_prompt_tokens=1,
+                seed=number,
+                stop=STOP,
+            )
+            self.rig.scheduler.fork(parent, request)
+            self.enter(child, request.token_ids, number)
+
+        @rule(seconds=st.sampled_from([1.0, 6.0]), share=st.sampled_from([0.1, 0.5, 1.0]))
+        def pass_time(self, seconds: float, share: float) -> None:
+            self.rig.now += seconds
+            self.rig.scheduler.set_batch_share(share)
+
+        def new_name(self) -> str:
+            self.num_requests += 1
+            return f"r{self.num_requests}"
+
+        def pick(self, number: int) -> str:
+            return sorted(self.left)[number % len(self.left)]
+
+        def enter(self, name: str, token_ids: list[int], seed: int) -> None:
+            self.left[name], self.seeds[name] = list(token_ids), seed
+
+        def step(self, plan: StepPlan) -> None:
+            nonlocal num_operations
+            num_operations += 1
+            if self.left:
+                assert plan.chunks, "work and nothing planned"
+            self.rig.finish(plan)
+            self.hear()
+
+        def hear(self) -> None:
+            """Takes the new outputs; every token must be the one of an undisturbed run."""
+            outputs, self.rig.heard = self.rig.heard, []
+            for output in outputs:
+                context = self.left[output.request_id]
+                for token in output.token_ids:
+                    seed = self.seeds[output.request_id]
+                    assert [token] == self.rig.undisturbed(context, seed, 1)
+                    context.append(token)
+                if output.finish:
+                    del self.left[output.request_id]
+
+        @invariant()
+        def nothing_leaks(self) -> None:
+            nonlocal num_operations
+            num_operations += 1
+            scheduler = self.rig.scheduler
+            scheduler.check_integrity()
+            kept = scheduler.free_bytes + scheduler.reclaimable_bytes
+            assert 0 <= scheduler.available_bytes <= kept
+            assert 0.0 <= scheduler.usage.waste <= 1.0
+
+        def teardown(self) -> None:
+            for _ in range(20_000):
+                if not self.left:
+                    break
+                self.step(self.rig.scheduler.schedule())
+            scheduler, pool = self.rig.scheduler, BLOCKS * self.rig.block_bytes
+            assert not self.left and not scheduler.has_work
+            assert scheduler.free_bytes + scheduler.reclaimable_bytes == pool
+            assert scheduler.available_bytes == pool
+            scheduler.evict_all()
+            assert scheduler.free_bytes == pool
+            scheduler.check_integrity()
+
+    run_state_machine_as_test(
+        AnyTraffic, settings=settings(max_examples=100, stateful_step_count=60, deadline=None)
+    )
+    assert num_operations >= 10_000
