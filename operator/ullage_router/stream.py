@@ -223,6 +223,7 @@ class Pipeline:
         wish = Wish(
             prompt=await self._prompts.make(model, call.request),
             asked_tokens=_asked_tokens(call.request),
+            samples=_num_samples(call.request.samples),
             priority=call.request.priority,
             deadline=call.record.arrived + call.timeout_s,
         )
@@ -270,6 +271,11 @@ def _asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
+def _num_samples(samples: inference_pb2.Samples) -> int:
+    """Answers that the engine generates, of which fewer may be returned."""
+    return max(1, samples.n, samples.best_of, samples.beam.width)
+
+
 def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -280,6 +286,7 @@ def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
         session_id=call.request.session_id,
         priority=call.request.priority,
         output=call.request.output,
+        samples=call.request.samples,
     )
     request.stop.max_tokens = grant.max_tokens
     request.output.echo = False  # the router has the prompt's text and prepends it itself
