@@ -61,6 +61,7 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._by_rank: list[Sequence] = []
         self._planned: list[tuple[Sequence, int]] = []
+        self._max_running = limits.max_sequences
         self._num_submitted = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -164,6 +165,10 @@ class Scheduler:
             self._preempt(victim)
         return victim is not None
 
+    def set_batch_share(self, share: float) -> None:
+        """Lets at most this share of `max_sequences`, and at least one, run; the running go on."""
+        self._max_running = max(1, int(self._limits.max_sequences * share))
+
     # a step --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -237,7 +242,7 @@ class Scheduler:
     # planning ------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> None:
-        room = self._limits.max_sequences - self.num_running
+        room = self._max_running - self.num_running
         for sequence in self._by_rank:
             if room <= 0:
                 return

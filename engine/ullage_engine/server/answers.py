@@ -26,6 +26,7 @@ def accepted(job: Job, engine: str, predicted_bytes: int) -> pb.GenerateResponse
         prompt_tokens=request.num_prompt_tokens,
         predicted_bytes=predicted_bytes,
         max_tokens=request.max_tokens,
+        degraded=job.degraded,
         seed=request.sampling.seed,
         prompt_token_ids=request.token_ids if job.return_token_ids else (),
     )
