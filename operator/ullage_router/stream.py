@@ -262,6 +262,7 @@ class Pipeline:
             engine.release(grant.credit)
             raise
         call.record.ttft_s = time.monotonic() - call.record.arrived
+        call.record.degrade(accepted.accepted.degraded)
         generation = Generation(grant, stream, call, first)
         _fill(generation.accepted, accepted.accepted, call, grant)
         return generation
@@ -302,7 +303,7 @@ def _fill(
     accepted.engine = record.engine
     accepted.prompt_tokens = len(grant.prompt.token_ids)
     accepted.predicted_bytes = record.predicted_bytes or 0
-    accepted.max_tokens = grant.max_tokens
+    accepted.max_tokens = min(grant.max_tokens, told.max_tokens or grant.max_tokens)
     accepted.action = record.action
     accepted.route = record.route
     del accepted.degraded[:], accepted.prompt_token_ids[:]
