@@ -70,7 +70,7 @@ class EngineMetrics:
         )
         self._degraded = Counter(
             "ullage_engine_degraded_requests",
-            "Requests that were given less than they asked for because memory was short",
+            "Answers begun that were given less than was asked for, because memory was short",
             [*self._labels, "what"],
             registry=self._native,
         )
@@ -105,14 +105,14 @@ class EngineMetrics:
         now = time.monotonic()
         self._generation_tokens.inc(num_tokens)
         if entry.last_token_at is None:
+            self._count_degraded(entry)
             self._ttft.observe(now - entry.accepted_at)
-            self._started(entry)
+            self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
         else:
             self._inter_token.observe((now - entry.last_token_at) / num_tokens)
         entry.last_token_at = now
 
-    def _started(self, entry: Entry) -> None:
-        self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
+    def _count_degraded(self, entry: Entry) -> None:
         for change in entry.job.degraded:
             what = change.partition("=")[0]
             self._degraded.labels(**self._labels, what=what).inc()
