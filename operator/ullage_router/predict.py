@@ -3,12 +3,13 @@
 The engine prices with the same formula (`ullage_engine.memory.predictor`): there it is what
 admission charges and what the allocator hands out. For s samples of p prompt and o output tokens
 
-    blocks = floor(p / block) + s * (ceil((p + o) / block) - floor(p / block))
+    shared = floor((p - 1) / block)
+    blocks = shared + s * (ceil((p + o) / block) - shared)
     bytes = blocks * block * sum of bytes per token over cache groups + s * state
 
-because samples share the whole blocks of their prompt. A sliding window is priced as if it grew,
-because all groups share one block table. What an engine finds in its prefix cache is not known
-here, so nothing is subtracted.
+because samples share the whole blocks of their prompt before its last token. A sliding window is
+priced as if it grew, because all groups share one block table. What an engine finds in its prefix
+cache is not known here, so nothing is subtracted.
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def predict(
     """The bytes of a prompt and of the output expected of each sample: at least 1 token, at most
     `max_tokens`."""
     tokens = prompt_tokens + min(max_tokens, max(1, expected_output))
-    shared = prompt_tokens // profile.block_tokens
+    shared = _shared_blocks(profile, prompt_tokens)
     own = -(-tokens // profile.block_tokens) - shared
     blocks = shared + samples * own
     return Demand(tokens, blocks * profile.block_bytes, samples * profile.state_bytes)
@@ -68,5 +69,10 @@ def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, sample
     if not profile.block_bytes:
         return 0
     blocks = max(0, available - samples * profile.state_bytes) // profile.block_bytes
-    shared = prompt_tokens // profile.block_tokens
+    shared = _shared_blocks(profile, prompt_tokens)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
+
+
+def _shared_blocks(profile: Profile, prompt_tokens: int) -> int:
+    """Blocks of a prompt that all its samples share; each computes the last token for itself."""
+    return max(0, prompt_tokens - 1) // profile.block_tokens

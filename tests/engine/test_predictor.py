@@ -93,12 +93,12 @@ def test_the_scheduler_promises_and_allocates_the_price(
 def test_samples_and_a_prefix_hit_take_the_blocks_that_are_priced(
     profile: Profile, prompt: int, output: int, samples: int, prefix: int
 ) -> None:
-    """Every sample takes references to the prompt's whole blocks and copies what it writes."""
+    """Every sample takes references to the whole blocks before the prompt's last token."""
     shape = RequestShape(prompt, output, min(prefix, prompt), samples)
     pool = BlockPool(POOL_BLOCKS * 32, BLOCK)
     cached = pool.allocate(min(shape.prefix_tokens, prompt - 1) // BLOCK)
     before = pool.num_allocated
-    whole = cached + pool.allocate(prompt // BLOCK - len(cached))
+    whole = cached + pool.allocate((prompt - 1) // BLOCK - len(cached))
     tables = []
     for _ in range(samples):
         pool.share(whole)
@@ -132,7 +132,7 @@ def test_more_tokens_or_samples_never_cost_less(
     profile: Profile, shape: RequestShape, more: int
 ) -> None:
     price = demand(profile, shape)
-    # Samples each copy the prompt's last block unless it is full, so theirs grow by whole blocks.
+    # Each sample has the prompt's last block for itself until it is full: grow by whole blocks.
     longer = more if shape.samples == 1 else more * BLOCK
     for larger in (
         replace(shape, output_tokens=shape.output_tokens + more),

@@ -24,10 +24,9 @@ class RequestShape:
     output_tokens: int = 0
     """Of each sample."""
     prefix_tokens: int = 0
-    """First tokens of the prompt whose KV is there already; only whole blocks of it are shared, and
-    at least the prompt's last token is computed anew."""
+    """First tokens of the prompt whose KV is there already."""
     samples: int = 1
-    """Answers to the prompt; they share its whole blocks."""
+    """Answers to the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,15 @@ class Demand:
 
 
 def demand(profile: Profile, shape: RequestShape) -> Demand:
-    """Prices a request: a pure function, and the only one that does."""
+    """Prices a request: a pure function, and the only one that does.
+
+    Whole blocks are shared, with the prefix cache and among samples. The prompt's last token is
+    not: every sample computes it, for what follows it.
+    """
     length = shape.prompt_tokens + shape.output_tokens
-    shared = shape.prompt_tokens // profile.block_tokens
-    hit = max(0, min(shape.prefix_tokens, shape.prompt_tokens - 1)) // profile.block_tokens
+    sharable = max(0, shape.prompt_tokens - 1)
+    shared = sharable // profile.block_tokens
+    hit = min(shape.prefix_tokens, sharable) // profile.block_tokens
     blocks = shared - hit + shape.samples * (num_blocks(profile, length) - shared)
     computed = shape.prompt_tokens - hit * profile.block_tokens
     chunk = min(profile.prefill_chunk_tokens, computed)
