@@ -4,12 +4,13 @@ The engine prices with the same formula (`ullage_engine.memory.predictor`): ther
 admission charges and what the allocator hands out. For s samples of p prompt and o output tokens
 
     shared = floor((p - 1) / block)
-    blocks = shared + s * (ceil((p + o) / block) - shared)
+    blocks = shared + s * (ceil((p + o) / block) - shared) + (1 if s > 1 and p > 1)
     bytes = blocks * block * sum of bytes per token over cache groups + s * state
 
-because samples share the whole blocks of their prompt before its last token. A sliding window is
-priced as if it grew, because all groups share one block table. What an engine finds in its prefix
-cache is not known here, so nothing is subtracted.
+because samples share the whole blocks of their prompt before its last token, and write to copies of
+the block with it, whose original is there until all have copied it. A sliding window is priced as
+if it grew, because all groups share one block table. What an engine finds in its prefix cache is
+not known here, so nothing is subtracted.
 """
 
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def predict(
     tokens = prompt_tokens + min(max_tokens, max(1, expected_output))
     shared = _shared_blocks(profile, prompt_tokens)
     own = -(-tokens // profile.block_tokens) - shared
-    blocks = shared + samples * own
+    blocks = shared + samples * own + _originals(prompt_tokens, samples)
     return Demand(tokens, blocks * profile.block_bytes, samples * profile.state_bytes)
 
 
@@ -69,6 +70,7 @@ def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, sample
     if not profile.block_bytes:
         return 0
     blocks = max(0, available - samples * profile.state_bytes) // profile.block_bytes
+    blocks = max(0, blocks - _originals(prompt_tokens, samples))
     shared = _shared_blocks(profile, prompt_tokens)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
 
@@ -76,3 +78,8 @@ def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, sample
 def _shared_blocks(profile: Profile, prompt_tokens: int) -> int:
     """Blocks of a prompt that all its samples share; each computes the last token for itself."""
     return max(0, prompt_tokens - 1) // profile.block_tokens
+
+
+def _originals(prompt_tokens: int, samples: int) -> int:
+    """Blocks that stay until every sample has copied them."""
+    return int(samples > 1 and prompt_tokens > 1)

@@ -93,7 +93,8 @@ def test_the_scheduler_promises_and_allocates_the_price(
 def test_samples_and_a_prefix_hit_take_the_blocks_that_are_priced(
     profile: Profile, prompt: int, output: int, samples: int, prefix: int
 ) -> None:
-    """Every sample takes references to the whole blocks before the prompt's last token."""
+    """Every sample takes references to the whole blocks before the prompt's last token, and writes
+    to copies of the block after them, whose original goes last."""
     shape = RequestShape(prompt, output, min(prefix, prompt), samples)
     pool = BlockPool(POOL_BLOCKS * 32, BLOCK)
     cached = pool.allocate(min(shape.prefix_tokens, prompt - 1) // BLOCK)
@@ -105,6 +106,8 @@ def test_samples_and_a_prefix_hit_take_the_blocks_that_are_priced(
         own = pool.allocate(num_blocks(profile, prompt + output) - len(whole))
         tables.append(whole + own)
     pool.free(whole)
+    if samples > 1 and prompt > 1:
+        tables.append(pool.allocate(1))
     pool.check_integrity(tables)
     price = demand(profile, shape)
     assert price.num_blocks == pool.num_allocated - before

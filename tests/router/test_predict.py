@@ -20,7 +20,7 @@ def test_smollm2() -> None:
 
 def test_samples_share_the_whole_blocks_of_their_prompt() -> None:
     demand = predict(SMOLLM2, prompt_tokens=180, max_tokens=64, expected_output=256, samples=4)
-    assert demand.kv_bytes == (11 + 4 * 5) * 16 * 23_040
+    assert demand.kv_bytes == (11 + 4 * 5 + 1) * 16 * 23_040
 
 
 def test_expected_output_bounds_the_charge() -> None:

@@ -77,14 +77,15 @@ def test_grpc_clients_are_told_in_accepted(start_service: "StartService") -> Non
 
 
 def test_samples_are_priced_and_passed_on(start_service: "StartService") -> None:
-    """30 prompt tokens fill one block that all share; each sample has three of its own."""
+    """30 prompt tokens fill one block that all share; each sample has three of its own,
+    and one is there until all have copied it."""
 
     async def scenario() -> None:
         async with start_service() as service:
             request = inference_pb2.GenerateRequest(text="x" * 30)
             request.samples.n, request.samples.best_of = 2, 4
             events = [event async for event in service.grpc.Generate(request)]
-            assert events[0].accepted.predicted_bytes == (1 + 4 * 3) * BLOCK
+            assert events[0].accepted.predicted_bytes == (1 + 4 * 3 + 1) * BLOCK
             assert service.engine.requests[0].samples == request.samples
 
     asyncio.run(scenario())

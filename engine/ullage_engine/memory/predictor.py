@@ -59,13 +59,16 @@ def demand(profile: Profile, shape: RequestShape) -> Demand:
     """Prices a request: a pure function, and the only one that does.
 
     Whole blocks are shared, with the prefix cache and among samples. The prompt's last token is
-    not: every sample computes it, for what follows it.
+    not: every sample computes it, for what follows it. Samples that begin with a common block write
+    to copies of it, and until the last has its own the original is one block more.
     """
     length = shape.prompt_tokens + shape.output_tokens
     sharable = max(0, shape.prompt_tokens - 1)
     shared = sharable // profile.block_tokens
     hit = min(shape.prefix_tokens, sharable) // profile.block_tokens
-    blocks = shared - hit + shape.samples * (num_blocks(profile, length) - shared)
+    original = int(shape.samples > 1 and sharable > 0)
+    own = num_blocks(profile, length) - shared
+    blocks = shared - hit + original + shape.samples * own
     computed = shape.prompt_tokens - hit * profile.block_tokens
     chunk = min(profile.prefill_chunk_tokens, computed)
     return Demand(
