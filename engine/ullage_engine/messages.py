@@ -59,6 +59,8 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes_per_token: int
     window_tokens: int = 0
+    num_ranks: int = 1
+    """Ranks among which these bytes are divided evenly, by layers and by heads."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class Wish:
     prompt: Prompt
     asked_tokens: int | None
     """max_tokens of the request; None when it names none."""
+    samples: int
+    """Answers to the prompt that are generated."""
     priority: int
     deadline: float
     """When the answer must have ended, on the monotonic clock."""
@@ -101,6 +103,7 @@ class Admission:
             prompt_tokens=len(wish.prompt.token_ids),
             max_tokens=most,
             min_tokens=min_output(most if wish.asked_tokens else None, most),
+            samples=wish.samples,
             droppable=wish.prompt.can_shrink,
             queue=state,
             ahead=self._room.ahead(ticket),

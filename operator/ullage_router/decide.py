@@ -145,7 +145,7 @@ class _Ladder:
             return None
         engine = max(free, key=lambda e: e.available)
         output = min(self.facts.max_tokens, max(1, engine.expected_output))
-        target = most_tokens(engine.profile, engine.available) - output
+        target = self._most_tokens(engine) - output
         return ShrinkContext("KV_HEADROOM", target) if target > 0 else None
 
     def _shrunk(self, pool: str) -> Run | None:
@@ -154,7 +154,7 @@ class _Ladder:
         if not free:
             return None
         engine = max(free, key=lambda e: (e.available, e.id))
-        output = most_tokens(engine.profile, engine.available) - self.facts.prompt_tokens
+        output = self._most_tokens(engine) - self.facts.prompt_tokens
         output = min(output, self.facts.max_tokens, _room(self.facts, engine))
         if output < self.facts.min_tokens:
             return None
@@ -205,10 +205,13 @@ class _Ladder:
         action: Action = "shrink" if is_short else "accept"
         if engine.pool != self.policy.pools[0]:
             action = "route4"
-        demand = predict(
-            engine.profile, self.facts.prompt_tokens, max_tokens, engine.expected_output
-        )
+        demand = _price(self.facts, engine, max_tokens)
         return Run(action, reason, engine.pool, engine.id, max_tokens, demand)
+
+    def _most_tokens(self, engine: EngineView) -> int:
+        """The longest sequence that fits the engine now."""
+        facts = self.facts
+        return most_tokens(engine.profile, engine.available, facts.prompt_tokens, facts.samples)
 
     def _demand(self, engine: EngineView) -> Demand:
         return _demand(self.facts, engine)
@@ -278,14 +281,18 @@ def _is_large(facts: Facts, engine: EngineView, policy: Policy) -> bool:
 
 def _demand(facts: Facts, engine: EngineView) -> Demand:
     room = max(1, _room(facts, engine))
+    return _price(facts, engine, min(facts.max_tokens, room))
+
+
+def _price(facts: Facts, engine: EngineView, max_tokens: int) -> Demand:
     return predict(
-        engine.profile, facts.prompt_tokens, min(facts.max_tokens, room), engine.expected_output
+        engine.profile, facts.prompt_tokens, max_tokens, engine.expected_output, facts.samples
     )
 
 
 def _room(facts: Facts, engine: EngineView) -> int:
     """Output tokens that an empty engine would have room for."""
-    return engine.longest - facts.prompt_tokens
+    return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
 
 
 def _pick(fits: Sequence[EngineView], draw: int) -> EngineView:
@@ -300,7 +307,7 @@ def _pick(fits: Sequence[EngineView], draw: int) -> EngineView:
 
 
 def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
-    longest = max(e.longest for e in engines)
+    longest = facts.prompt_tokens + max(_room(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
         wish = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
         return ShrinkContext("CONTEXT_TOO_LONG", max(1, longest - wish))
@@ -311,8 +318,9 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
             f"but the context is {context} tokens; shorten the prompt or lower max_tokens"
         )
         return Refuse("invalid", "CONTEXT_TOO_LONG", message)
-    engine = max(engines, key=lambda e: e.longest)
-    demand = predict(engine.profile, facts.prompt_tokens, facts.min_tokens, facts.min_tokens)
+    engine = max(engines, key=lambda e: _room(facts, e))
+    least = facts.min_tokens
+    demand = predict(engine.profile, facts.prompt_tokens, least, least, facts.samples)
     message = (
         f"the request needs {demand.total} bytes of KV and the largest pool has {engine.capacity}; "
         f"shorten the prompt to at most {max(0, longest - facts.min_tokens)} tokens"

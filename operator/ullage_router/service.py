@@ -112,6 +112,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
     return base | {
         "headroom_age_s": round(engine.age_s, 3),
         "health": round(told.health, 4),
+        "pressure_level": told.pressure_level,
         "headroom_bytes": told.headroom_bytes,
         "kv_pool_bytes": told.kv_pool_bytes,
         "kv_free_bytes": told.kv_free_bytes,

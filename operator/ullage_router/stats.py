@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ullage_router.config import LARGE_POOL
@@ -41,6 +42,15 @@ class Record:
     ttft_s: float | None = None
     output_tokens: int = 0
     ended: float | None = None
+
+    def degrade(self, changes: Iterable[str]) -> None:
+        """Takes over what an engine lowered, such as `max_tokens=64`; its word is the last."""
+        for change in changes:
+            name = change.partition("=")[0]
+            self.degraded = [old for old in self.degraded if old.partition("=")[0] != name]
+            self.degraded.append(change)
+        if self.degraded and self.action == "accept":
+            self.action, self.reason = "shrink", "PRESSURE"
 
     def predict(self, demand: Demand) -> None:
         self.predicted_bytes = demand.total

@@ -223,6 +223,7 @@ class Pipeline:
         wish = Wish(
             prompt=await self._prompts.make(model, call.request),
             asked_tokens=_asked_tokens(call.request),
+            samples=_num_samples(call.request.samples),
             priority=call.request.priority,
             deadline=call.record.arrived + call.timeout_s,
         )
@@ -261,6 +262,7 @@ class Pipeline:
             engine.release(grant.credit)
             raise
         call.record.ttft_s = time.monotonic() - call.record.arrived
+        call.record.degrade(accepted.accepted.degraded)
         generation = Generation(grant, stream, call, first)
         _fill(generation.accepted, accepted.accepted, call, grant)
         return generation
@@ -268,6 +270,11 @@ class Pipeline:
 
 def _asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
+
+
+def _num_samples(samples: inference_pb2.Samples) -> int:
+    """Answers that the engine generates, of which fewer may be returned."""
+    return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
@@ -280,6 +287,7 @@ def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
         session_id=call.request.session_id,
         priority=call.request.priority,
         output=call.request.output,
+        samples=call.request.samples,
     )
     request.stop.max_tokens = grant.max_tokens
     request.output.echo = False  # the router has the prompt's text and prepends it itself
@@ -295,7 +303,7 @@ def _fill(
     accepted.engine = record.engine
     accepted.prompt_tokens = len(grant.prompt.token_ids)
     accepted.predicted_bytes = record.predicted_bytes or 0
-    accepted.max_tokens = grant.max_tokens
+    accepted.max_tokens = min(grant.max_tokens, told.max_tokens or grant.max_tokens)
     accepted.action = record.action
     accepted.route = record.route
     del accepted.degraded[:], accepted.prompt_token_ids[:]

@@ -61,10 +61,10 @@ class EngineView:
     prefill_speed: float = 0.0
     """Tokens per second; 0 when unknown."""
 
-    @property
-    def longest(self) -> int:
-        """The longest sequence it can ever hold, tokens."""
-        return min(self.max_model_len, most_tokens(self.profile, self.capacity))
+    def longest(self, prompt_tokens: int, samples: int) -> int:
+        """The longest sequence it can ever hold, tokens, of each sample of such a prompt."""
+        held = most_tokens(self.profile, self.capacity, prompt_tokens, samples)
+        return min(self.max_model_len, held)
 
     @property
     def backlog_s(self) -> float:
@@ -88,6 +88,8 @@ class Facts:
     """Most output tokens wanted."""
     min_tokens: int
     """Fewest output tokens that still make an answer: shrinking stops here."""
+    samples: int = 1
+    """Answers to the prompt that are generated, each of as many output tokens."""
     droppable: bool = False
     """The conversation has turns that may be dropped."""
     queue: QueueState = QueueState.OPEN

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 import yaml
 
-from ullage_engine.config import EngineConfig
+from ullage_engine.config import DegradeLevel, DegradeSection, EngineConfig
+from ullage_engine.memory.pressure import ordered_levels
+from ullage_operator.errors import InvalidManifest
 from ullage_operator.manifests import PODMONITOR_API
 from ullage_operator.plan import Observed, Plan
 from ullage_router.config import RouterConfig
@@ -58,6 +60,68 @@ def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
     assert config.server.pool == "large"
     assert config.server.allow_fault_injection
     assert config.model.max_model_len is None
+
+
+def engine_config(plan: Plan, pool: str = "single") -> EngineConfig:
+    """As the engine reads it."""
+    text = find(plan, "ConfigMap", f"demo-{pool}")["data"]["engine.yaml"]
+    return msgspec.convert(yaml.safe_load(text), EngineConfig)
+
+
+def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> None:
+    plan = make_plan(
+        memory={"sessionKVLimit": "64Mi", "sessionIdle": "1m30s", "hostKV": "1Gi"},
+        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0}}},
+    )
+    single, large = engine_config(plan).memory, engine_config(plan, "large").memory
+    assert (single.session_kv_limit, single.session_idle) == (64 << 20, 90.0)
+    assert (single.prefix_cache, single.host_kv) == (True, 1 << 30)
+    assert (large.prefix_cache, large.host_kv, large.session_idle) == (False, 0, 90.0)
+
+
+def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:
+    levels = [
+        {"below": 0.4, "maxOutputTokens": 99},
+        {"below": 0, "maxTemperature": 0, "maxTopP": 0.5, "batchShare": 1},
+    ]
+    plan = make_plan(degrade={"changeSampling": False, "hysteresis": 0.1, "levels": levels})
+    assert engine_config(plan).degrade == DegradeSection(
+        change_sampling=False,
+        hysteresis=0.1,
+        levels=(
+            DegradeLevel(below=0.4, max_output_tokens=99),
+            DegradeLevel(below=0, max_temperature=0, max_top_p=0.5, batch_share=1),
+        ),
+    )
+
+
+def test_degrading_is_on_by_default_and_can_be_turned_off(make_plan: MakePlan) -> None:
+    """Each level is stricter than the milder ones in everything, whatever it says."""
+    ordered = ordered_levels(engine_config(make_plan()).degrade)
+    assert [level.below for level in ordered] == [0.3, 0.15, 0.05]
+    for name in ("max_output_tokens", "max_temperature", "max_top_p", "batch_share"):
+        values = [getattr(level, name) for level in ordered]
+        said = [value for value in values if value is not None]
+        assert said == sorted(said, reverse=True)
+        assert None not in values[len(values) - len(said) :], "a stricter level forgets it"
+    assert min(level.max_output_tokens or 0 for level in ordered) >= 512
+    assert engine_config(make_plan(degrade={"levels": []})).degrade.levels == ()
+
+
+@pytest.mark.parametrize(
+    ("degrade", "words"),
+    [
+        ({"levels": [{"below": 0.2}, {"below": 0.2}]}, "levels must differ in below"),
+        ({"levels": [{"below": 1.5}]}, "below"),
+        ({"levels": [{"below": 0.5, "batchShare": 0}]}, "batchShare"),
+        ({"levels": [{"maxTopP": 0.5}]}, "below"),
+        ({"hysteresis": 0.9}, "hysteresis"),
+        ({"levels": [{"below": 0.5, "temperature": 0}]}, "temperature"),
+    ],
+)
+def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidManifest, match=words):
+        make_plan(degrade=degrade)
 
 
 def test_routers_read_their_configuration(make_plan: MakePlan) -> None:

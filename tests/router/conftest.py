@@ -61,6 +61,10 @@ class Script:
     pause: asyncio.Event | None = None
     """Waited for after the first word."""
     reason: int = inference_pb2.FINISH_REASON_STOP
+    degraded: tuple[str, ...] = ()
+    """What Accepted says was lowered."""
+    max_tokens: int = 0
+    """Output limit that Accepted names; 0: none."""
 
 
 class FakeEngine(
@@ -170,7 +174,11 @@ class FakeEngine(
         try:
             yield inference_pb2.GenerateResponse(
                 accepted=inference_pb2.Accepted(
-                    request_id=request.request_id, engine=self.headroom.engine, seed=7
+                    request_id=request.request_id,
+                    engine=self.headroom.engine,
+                    seed=7,
+                    degraded=self.script.degraded,
+                    max_tokens=self.script.max_tokens,
                 )
             )
             async for response in self._tell(request, context):

@@ -294,6 +294,7 @@ all_facts = st.builds(
     refused_by=st.frozensets(st.sampled_from("abcdef")),
     patience_s=st.floats(0, 60),
     draw=st.integers(0, 1 << 30),
+    samples=st.integers(1, 16),
 )
 ladders = st.permutations(DEFAULT_LADDER).flatmap(
     lambda rungs: st.integers(0, 5).map(lambda n: tuple(rungs[:n]))

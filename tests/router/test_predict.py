@@ -8,6 +8,7 @@ from ullage_router.predict import Profile, most_tokens, predict
 SMOLLM2 = Profile(block_tokens=16, bytes_per_token=23_040)
 profiles = st.builds(Profile, st.integers(1, 64), st.integers(1, 1 << 20), st.integers(0, 1 << 22))
 tokens = st.integers(1, 100_000)
+samples = st.integers(1, 16)
 
 
 def test_smollm2() -> None:
@@ -15,6 +16,11 @@ def test_smollm2() -> None:
     assert demand.tokens == 244
     assert demand.kv_bytes == 256 * 23_040
     assert demand.total == demand.kv_bytes
+
+
+def test_samples_share_the_whole_blocks_of_their_prompt() -> None:
+    demand = predict(SMOLLM2, prompt_tokens=180, max_tokens=64, expected_output=256, samples=4)
+    assert demand.kv_bytes == (11 + 4 * 5 + 1) * 16 * 23_040
 
 
 def test_expected_output_bounds_the_charge() -> None:
@@ -38,9 +44,12 @@ def test_a_demand_is_whole_blocks_and_no_block_too_many(
 
 
 @settings(max_examples=80, deadline=None)
-@given(profiles, st.integers(0, 1 << 40))
-def test_most_tokens_is_the_inverse(profile: Profile, available: int) -> None:
-    most = most_tokens(profile, available)
-    if most:
-        assert predict(profile, most - 1, 1, 1).total <= available
-    assert predict(profile, most, 1, 1).total > available
+@given(profiles, st.integers(0, 1 << 40), tokens, samples)
+def test_most_tokens_is_the_inverse(
+    profile: Profile, available: int, prompt: int, samples: int
+) -> None:
+    output = most_tokens(profile, available, prompt, samples) - prompt
+    if output > 0:
+        assert predict(profile, prompt, output, output, samples).total <= available
+    longer = max(1, output + 1)
+    assert predict(profile, prompt, longer, longer, samples).total > available

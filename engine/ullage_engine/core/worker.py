@@ -25,6 +25,7 @@ from ullage_engine.config import BatchingSection, EngineConfig, read_config
 from ullage_engine.core.startup import Started, StartError, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
+from ullage_engine.memory.pressure import PressureController
 from ullage_engine.messages import (
     Admitted,
     Cancel,
@@ -90,11 +91,18 @@ class Link:
 class Worker:
     """Serves one server until told to stop."""
 
-    def __init__(self, started: Started, batching: BatchingSection, link: Link) -> None:
+    def __init__(
+        self,
+        started: Started,
+        batching: BatchingSection,
+        link: Link,
+        pressure: PressureController,
+    ) -> None:
         self._started = started
         self._engine = started.engine
         self._batching = batching
         self._link = link
+        self._pressure = pressure
         self._is_stopping = False
         self._is_changed = False
         self._reported_at = time.monotonic()
@@ -176,7 +184,13 @@ class Worker:
         self._reported_at = time.monotonic()
         self._is_changed = False
         self._engine.scheduler.end_idle_sessions()
-        self._link.send(State(state=self._state()))
+        self._link.send(State(state=self._judged()))
+
+    def _judged(self) -> WorkerState:
+        """The present state and its pressure level, which the batch follows."""
+        state = self._pressure.judge(self._state())
+        self._engine.scheduler.set_batch_share(self._pressure.batch_share)
+        return state
 
     def _ready(self) -> Ready:
         return Ready(
@@ -184,7 +198,7 @@ class Worker:
             max_model_len=self._started.max_model_len,
             vocab_size=self._started.vocab_size,
             dtype=self._started.dtype,
-            state=self._state(),
+            state=self._judged(),
         )
 
     def _state(self) -> WorkerState:
@@ -248,7 +262,7 @@ def _serve(path: Path, link: Link) -> int:
         link.send(StartFailed(error=str(error)))
         return 2
     _log_start(config, started)
-    Worker(started, config.batching, link).run()
+    Worker(started, config.batching, link, PressureController(config.degrade)).run()
     return 0
 
 

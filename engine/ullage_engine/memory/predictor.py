@@ -1,11 +1,89 @@
-"""What a sequence's memory costs: arithmetic on the model's published profile.
+"""What a request's memory costs: arithmetic on the model's published profile.
 
 Admission and allocation call the same functions, so a price and a bill cannot differ. The router
-computes the same from the profile it gets over the wire.
+computes the same from the profile it gets over the wire (`ullage_router.predict`).
+
+Cache groups. All groups share one block table today, so a block holds the KV of its tokens in every
+group and is held until the sequence ends: each group is priced as growing, window or not, because
+that is what is allocated. `group_blocks` is what a group needs with a table of its own, and
+`Demand.unread_bytes` the difference. For gpt-oss-20b (half of its 48 KiB a token in layers with a
+window of 128) a sequence of 8,192 tokens in chunks of 512 is priced 384 MiB and needs 207 MiB.
 """
 
+from dataclasses import dataclass
+
 from ullage_engine.core.request import EngineRequest
-from ullage_engine.messages import Profile
+from ullage_engine.messages import CacheGroupSpec, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """Of a request, all that its memory depends on; tokens."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    """Of each sample."""
+    prefix_tokens: int = 0
+    """First tokens of the prompt whose KV is there already."""
+    samples: int = 1
+    """Answers to the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes of one request at its longest."""
+
+    num_blocks: int
+    """Blocks it takes from the pool."""
+    kv_bytes: int
+    """Of these blocks, on all ranks together."""
+    rank_kv_bytes: int
+    """The same on the rank that holds most."""
+    state_bytes: int
+    """Fixed state of its samples."""
+    activation_bytes: int
+    """Of its largest chunk, in the step arena."""
+    sampler_bytes: int
+    """Of its samples' rows, in the sampler arena."""
+    unread_bytes: int
+    """At least so much of `kv_bytes` has slid out of its group's window when the request ends."""
+
+    @property
+    def total(self) -> int:
+        """What admission charges. The arenas are reserved for the largest step before serving
+        starts, so activations and sampler rows cost a request nothing more."""
+        return self.kv_bytes + self.state_bytes
+
+
+def demand(profile: Profile, shape: RequestShape) -> Demand:
+    """Prices a request: a pure function, and the only one that does.
+
+    Whole blocks are shared, with the prefix cache and among samples. The prompt's last token is
+    not: every sample computes it, for what follows it. Samples that begin with a common block write
+    to copies of it, and until the last has its own the original is one block more.
+    """
+    length = shape.prompt_tokens + shape.output_tokens
+    sharable = max(0, shape.prompt_tokens - 1)
+    shared = sharable // profile.block_tokens
+    hit = min(shape.prefix_tokens, sharable) // profile.block_tokens
+    original = int(shape.samples > 1 and sharable > 0)
+    own = num_blocks(profile, length) - shared
+    blocks = shared - hit + original + shape.samples * own
+    computed = shape.prompt_tokens - hit * profile.block_tokens
+    chunk = min(profile.prefill_chunk_tokens, computed)
+    return Demand(
+        num_blocks=blocks,
+        kv_bytes=blocks * block_bytes(profile),
+        rank_kv_bytes=blocks * rank_block_bytes(profile),
+        state_bytes=shape.samples * profile.state_bytes_per_sequence,
+        activation_bytes=max(chunk, shape.samples) * profile.activation_bytes_per_token,
+        sampler_bytes=shape.samples * profile.sampler_bytes_per_sequence,
+        unread_bytes=sum(
+            max(0, blocks - shape.samples * group_blocks(profile, group, length, chunk))
+            * (profile.block_tokens * group.bytes_per_token)
+            for group in profile.groups
+        ),
+    )
 
 
 def num_blocks(profile: Profile, num_tokens: int) -> int:
@@ -14,16 +92,35 @@ def num_blocks(profile: Profile, num_tokens: int) -> int:
 
 
 def block_bytes(profile: Profile) -> int:
-    """Bytes of one block over all cache groups.
-
-    Every group is priced as growing, window or not: all groups share one block table.
-    """
+    """Bytes of one block over all cache groups and ranks."""
     return profile.block_tokens * sum(group.bytes_per_token for group in profile.groups)
 
 
+def rank_block_bytes(profile: Profile) -> int:
+    """Bytes of one block on the rank that holds most of it."""
+    shares = (-(-group.bytes_per_token // group.num_ranks) for group in profile.groups)
+    return profile.block_tokens * sum(shares)
+
+
+def group_blocks(
+    profile: Profile, group: CacheGroupSpec, num_tokens: int, chunk_tokens: int
+) -> int:
+    """Blocks that a group needs of a sequence that is computed in chunks of `chunk_tokens`.
+
+    A window of w tokens counts the token itself, so w - 1 earlier ones are read, and a chunk's own
+    tokens are all stored before the first of them slides out; one block more, because both ends of
+    a window may lie inside a block.
+    """
+    if not group.window_tokens:
+        return num_blocks(profile, num_tokens)
+    reach = group.window_tokens - 1 + chunk_tokens
+    capped = num_blocks(profile, min(reach, num_tokens)) + 1
+    return min(capped, num_blocks(profile, num_tokens))
+
+
 def sequence_bytes(profile: Profile, num_tokens: int) -> int:
-    """Bytes of a sequence of `num_tokens` tokens: whole blocks and its fixed state."""
-    return num_blocks(profile, num_tokens) * block_bytes(profile) + profile.state_bytes_per_sequence
+    """Bytes of a sequence of `num_tokens` tokens that shares nothing."""
+    return demand(profile, RequestShape(num_tokens)).total
 
 
 def expected_length(request: EngineRequest, expected_output: int, limit: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.detokenizer import TokenBytes
-from ullage_engine.messages import TokenLogprobs
+from ullage_engine.messages import Profile, TokenLogprobs
 from ullage_engine.server.board import Board
 from ullage_engine.server.job import Job
 from ullage_engine.server.journal import Entry, Finish, Update
@@ -26,6 +26,7 @@ def accepted(job: Job, engine: str, predicted_bytes: int) -> pb.GenerateResponse
         prompt_tokens=request.num_prompt_tokens,
         predicted_bytes=predicted_bytes,
         max_tokens=request.max_tokens,
+        degraded=job.degraded,
         seed=request.sampling.seed,
         prompt_token_ids=request.token_ids if job.return_token_ids else (),
     )
@@ -70,15 +71,15 @@ def model_response(name: str, tokenizer: ModelTokenizer, board: Board) -> pb.Get
         eos_token_ids=tokenizer.eos_token_ids,
         max_model_len=ready.max_model_len,
         vocab_size=ready.vocab_size,
-        profile=_profile(board),
+        profile=memory_profile(board.profile),
         dtype=ready.dtype,
         add_bos=tokenizer.add_bos,
         created=board.created,
     )
 
 
-def _profile(board: Board) -> pb.MemoryProfile:
-    profile = board.profile
+def memory_profile(profile: Profile) -> pb.MemoryProfile:
+    """The profile as routers get it."""
     groups = [
         pb.CacheGroup(bytes_per_token=group.bytes_per_token, window_tokens=group.window_tokens)
         for group in profile.groups

@@ -81,6 +81,7 @@ def _fill(headroom: pb.Headroom, state: WorkerState) -> None:
     headroom.decode_tokens_per_second = state.decode_tokens_per_second
     headroom.prefill_backlog_tokens = state.prefill_backlog_tokens
     headroom.prefill_tokens_per_second = state.prefill_tokens_per_second
+    headroom.pressure_level = state.pressure_level
     soonest = sorted(state.releases, key=lambda release: release.after_s)[:MAX_RELEASES]
     for release in soonest:
         after_ms = max(0, round(release.after_s * 1000))

@@ -44,6 +44,8 @@ class Job:
     stop_strings: tuple[str, ...]
     return_token_ids: bool
     echo: bool
+    degraded: tuple[str, ...] = ()
+    """What was lowered because memory is short; see `ullage_engine.server.degrade`."""
 
 
 class _Range:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ullage_engine.messages import Ready, WorkerState
 from ullage_engine.server.journal import Entry
+from ullage_engine.server.worker_metrics import WorkerMetrics
 
 # vLLM's buckets, seconds, so that its dashboards' quantiles can be compared.
 TTFT_BUCKETS = (
@@ -33,6 +34,8 @@ _ALIASES = {
     "ullage_requests_running": "vllm:num_requests_running",
     "ullage_requests_waiting": "vllm:num_requests_waiting",
     "ullage_kv_used_ratio": "vllm:kv_cache_usage_perc",
+    "ullage_prefix_cache_queries_tokens": "vllm:prefix_cache_queries",
+    "ullage_prefix_cache_hits_tokens": "vllm:prefix_cache_hits",
     "ullage_preemptions": "vllm:num_preemptions",
     "ullage_prompt_tokens": "vllm:prompt_tokens",
     "ullage_generation_tokens": "vllm:generation_tokens",
@@ -52,20 +55,9 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_WithAliases(self._native))
         self._labels = {"model_name": model, "engine": "0"}
-        self._requests_running = self._gauge("requests_running", "Sequences in the batch")
-        self._requests_waiting = self._gauge("requests_waiting", "Sequences admitted, not started")
-        self._kv_total = self._gauge("kv_blocks_total", "Blocks of the KV pool")
-        self._kv_used = self._gauge("kv_blocks_used", "Blocks in block tables")
-        self._kv_block_tokens = self._gauge("kv_block_size_tokens", "Tokens of one block")
-        self._kv_ratio = self._gauge("kv_used_ratio", "Share of the KV pool in use, 0 to 1")
-        self._kv_pool = self._gauge("kv_pool_bytes", "KV pool")
-        self._kv_committed = self._gauge("kv_committed_bytes", "Promised, not allocated yet")
-        self._headroom = self._gauge("memory_headroom_bytes", "What a new request may take")
-        self._resident = self._gauge("worker_resident_bytes", "Resident memory of the worker")
+        self._worker = WorkerMetrics(self._labels, self._native)
         self._server_resident = self._gauge("server_resident_bytes", "The same of the server")
         self._server_resident.set_function(_resident_bytes)
-        self._preemptions = self._counter("preemptions", "Sequences preempted for memory")
-        self._oom_events = self._counter("oom_events", "Steps that ran out of memory")
         self._steps = self._counter("steps", "Steps that produced tokens")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of started prompts")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
@@ -74,6 +66,12 @@ class EngineMetrics:
             "ullage_requests",
             "Ended requests",
             [*self._labels, "outcome"],
+            registry=self._native,
+        )
+        self._degraded = Counter(
+            "ullage_engine_degraded_requests",
+            "Answers begun that were given less than was asked for, because memory was short",
+            [*self._labels, "what"],
             registry=self._native,
         )
         self._ttft = self._histogram(
@@ -88,36 +86,14 @@ class EngineMetrics:
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "Acceptance to last token", REQUEST_BUCKETS
         )
-        self._seen_preemptions = 0
-        self._seen_oom_events = 0
-        self._block_bytes = 0
 
     def worker_ready(self, ready: Ready) -> None:
         """A new worker: its own counters start at zero."""
-        profile = ready.profile
-        per_token = sum(group.bytes_per_token for group in profile.groups)
-        self._block_bytes = profile.block_tokens * per_token
-        self._kv_block_tokens.set(profile.block_tokens)
-        self._seen_preemptions = self._seen_oom_events = 0
+        self._worker.ready(ready.profile)
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
-        free = state.kv_free_bytes + state.kv_reclaimable_bytes
-        used = max(0, state.kv_pool_bytes - free)
-        block_bytes = self._block_bytes or 1
-        self._requests_running.set(state.num_running)
-        self._requests_waiting.set(state.num_waiting)
-        self._kv_total.set(state.kv_pool_bytes // block_bytes)
-        self._kv_used.set(used // block_bytes)
-        self._kv_ratio.set(used / state.kv_pool_bytes if state.kv_pool_bytes else 0.0)
-        self._kv_pool.set(state.kv_pool_bytes)
-        self._kv_committed.set(state.kv_committed_bytes)
-        self._headroom.set(max(0, free - state.kv_committed_bytes))
-        self._resident.set(state.rss_bytes)
-        self._preemptions.inc(max(0, state.num_preemptions - self._seen_preemptions))
-        self._oom_events.inc(max(0, state.num_oom_events - self._seen_oom_events))
-        self._seen_preemptions = state.num_preemptions
-        self._seen_oom_events = state.num_oom_events
+        self._worker.state(state)
 
     def step_done(self) -> None:
         self._steps.inc()
@@ -129,11 +105,17 @@ class EngineMetrics:
         now = time.monotonic()
         self._generation_tokens.inc(num_tokens)
         if entry.last_token_at is None:
+            self._count_degraded(entry)
             self._ttft.observe(now - entry.accepted_at)
             self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
         else:
             self._inter_token.observe((now - entry.last_token_at) / num_tokens)
         entry.last_token_at = now
+
+    def _count_degraded(self, entry: Entry) -> None:
+        for change in entry.job.degraded:
+            what = change.partition("=")[0]
+            self._degraded.labels(**self._labels, what=what).inc()
 
     def ended(self, entry: Entry, outcome: str) -> None:
         """The last of a request: stop, length, timeout, cancelled or an error's reason."""

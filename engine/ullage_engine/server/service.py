@@ -14,6 +14,7 @@ from ullage_engine.detokenizer import TokenBytes
 from ullage_engine.memory import predictor
 from ullage_engine.server import answers
 from ullage_engine.server.board import Board
+from ullage_engine.server.degrade import degrade
 from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
 from ullage_engine.server.journal import Entry, Finish, Journal, Update
 from ullage_engine.server.metrics import EngineMetrics
@@ -143,7 +144,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         check_request(request, limits)
         prompt_ids = await _prompt_ids(request, language)
         key = f"{self._config.server.engine_id}-{self._board.epoch:x}-{next(self._keys)}"
-        return build_job(request, prompt_ids, key, limits, self._config.limits)
+        job = build_job(request, prompt_ids, key, limits, self._config.limits)
+        return degrade(job, self._config.degrade, self._board.state)
 
     async def _stream(self, entry: Entry, language: Language, context: Context) -> Finish:
         """Sends the whole answer; Accepted goes out with the first news, when admission is sure."""

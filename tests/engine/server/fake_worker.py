@@ -12,7 +12,9 @@ import time
 import msgspec
 import zmq
 
+from ullage_engine.config import DegradeSection
 from ullage_engine.core.request import EngineRequest
+from ullage_engine.memory.pressure import PressureController
 from ullage_engine.messages import (
     Admitted,
     CacheGroupSpec,
@@ -61,6 +63,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """Exits with it before saying anything."""
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
+    degrade: DegradeSection = DegradeSection()
+    """Each sequence takes 2 % of the pool's headroom."""
 
 
 def token_at(position: int, seed: int) -> int:
@@ -108,6 +112,7 @@ class FakeWorker:
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._sequences: dict[str, Sequence] = {}
+        self._pressure = PressureController(options.degrade)
         self._num_ooms = 0
         self._num_steps = 0
         self._parent = os.getppid()
@@ -215,7 +220,7 @@ class FakeWorker:
 
     def _state(self) -> WorkerState:
         used = 1600 * len(self._sequences)
-        return WorkerState(
+        state = WorkerState(
             total_bytes=1_000_000,
             threshold=0.85,
             kv_pool_bytes=160_000,
@@ -237,6 +242,7 @@ class FakeWorker:
             rss_bytes=12_345,
             num_steps=self._num_steps,
         )
+        return self._pressure.judge(state)
 
     def _send(self, message: ToServer) -> None:
         self._socket.send(msgspec.msgpack.encode(message))

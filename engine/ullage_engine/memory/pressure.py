@@ -1,0 +1,58 @@
+"""How short KV memory is, as a level with hysteresis (docs/decisions/0009-pressure-levels.md).
+
+The worker keeps the level, since only it sees every step; the server lowers what new requests ask
+for (`ullage_engine.server.degrade`) and the scheduler the size of the batch.
+"""
+
+import msgspec
+
+from ullage_engine.config import DegradeLevel, DegradeSection
+from ullage_engine.messages import WorkerState
+
+
+def headroom_share(state: WorkerState) -> float:
+    """Share of the KV pool that a new request may take: free + reclaimable - committed; 0 to 1."""
+    headroom = state.kv_free_bytes + state.kv_reclaimable_bytes - state.kv_committed_bytes
+    return max(0.0, headroom / state.kv_pool_bytes) if state.kv_pool_bytes else 0.0
+
+
+def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
+    """The configured levels, mildest first; the first one is level 1."""
+    return tuple(sorted(section.levels, key=lambda level: level.below, reverse=True))
+
+
+def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
+    """The level of a number; None for 0, under which nothing is changed."""
+    return ordered_levels(section)[number - 1] if number else None
+
+
+class PressureController:
+    """Follows the headroom of one KV pool.
+
+    A level is entered as soon as the headroom is less than its `below`. It is left when the
+    headroom reaches `below` + `hysteresis`, or all of the pool where that is more than there is.
+    """
+
+    def __init__(self, section: DegradeSection) -> None:
+        self._levels = ordered_levels(section)
+        self._hysteresis = section.hysteresis
+        self._number = 0
+
+    @property
+    def batch_share(self) -> float:
+        """Share of the largest batch that may run at the present level."""
+        level = self._levels[self._number - 1] if self._number else None
+        return 1.0 if level is None or level.batch_share is None else level.batch_share
+
+    def judge(self, state: WorkerState) -> WorkerState:
+        """The state with the level that holds under it."""
+        return msgspec.structs.replace(state, pressure_level=self.update(headroom_share(state)))
+
+    def update(self, headroom_share: float) -> int:
+        """The level that holds from now on: 0 is none, 1 the mildest."""
+        entered = sum(headroom_share < level.below for level in self._levels)
+        kept = sum(
+            headroom_share < min(1.0, level.below + self._hysteresis) for level in self._levels
+        )
+        self._number = max(entered, min(self._number, kept))
+        return self._number
