@@ -26,7 +26,7 @@ from ullage_rpc.errors import from_rpc_error
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
 KILL = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
-EAGER = RestartPolicy(first_backoff_s=0.05, wedged_after_s=1.0, max_failures=3)
+EAGER = RestartPolicy(first_backoff_s=0.05, step_deadline_s=1.0, max_failures=3)
 
 
 def ask(*prompt: int, max_tokens: int = 60) -> pb.GenerateRequest:
@@ -124,8 +124,30 @@ def test_a_stuck_or_senseless_worker_is_replaced(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_stopped_worker_is_replaced(serve: Serve, fake: ModuleType, is_busy: bool) -> None:
+    """With the limits of a real engine; the server and its streams stay."""
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            pid = (await engine.admin.InjectFault(_oom())).worker_pid
+            answer = asyncio.create_task(engine.generate(ask()))
+            if is_busy:
+                await started(engine, 1)
+            else:
+                await answer
+            os.kill(pid, signal.SIGSTOP)
+            await engine.until(lambda state: not state.ready)
+            await engine.until(lambda state: state.ready)
+            assert (await answer).token_ids == expected(fake)
+            assert (await answer).finished.resumes == is_busy
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
 def test_an_idle_worker_is_not_stuck(serve: Serve, fake: ModuleType) -> None:
-    policy = RestartPolicy(wedged_after_s=0.3)
+    policy = RestartPolicy(step_deadline_s=0.3, least_suspect_s=0.3)
 
     async def scenario() -> None:
         async with serve(policy=policy) as engine:
