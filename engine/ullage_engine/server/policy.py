@@ -16,7 +16,9 @@ class RestartPolicy:
     stable_after_s: float = 30.0
     """An idle worker that lived this long has served."""
     max_stalled_resumes: int = 3
-    """Restarts a request may live through without a single new token; it is the likely cause."""
+    """Restarts a request may live through without a single new token; it is the likely cause.
+
+    In the last two of them it runs alone, so that others are not blamed for its faults."""
     step_deadline_s: float = 30.0
     """A worker that has work and finishes no step for this long hangs, whatever it does."""
     load_silence_s: float = 600.0
@@ -40,6 +42,10 @@ class RestartPolicy:
         if num_failures == 1:
             return 0.0
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
+
+    def is_suspect(self, stalled_resumes: int) -> bool:
+        """Whether a request may be why workers die, after so many deaths since its last token."""
+        return stalled_resumes >= max(1, self.max_stalled_resumes - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
         """Whether one more failure in a row ends the engine: a new pod is likelier to help."""

@@ -87,6 +87,8 @@ class Supervisor:
         self._life: WorkerLife | None = None
         self._num_lives = 0
         self._num_failures = 0
+        self._suspect: Entry | None = None
+        """Runs alone until it has a token; everything else waits for that."""
         self._stopping = asyncio.Event()
 
     @property
@@ -96,7 +98,7 @@ class Supervisor:
 
     def submit(self, entry: Entry) -> None:
         """Sends an open entry to the worker, now or when the next one is ready."""
-        if self._life and self._life.ready_at is not None:
+        if self._life and self._life.ready_at is not None and self._suspect is None:
             self._send(self._life, entry)
 
     def cancel(self, entry: Entry) -> None:
@@ -184,6 +186,8 @@ class Supervisor:
             message = await life.link.receive()
             life.heard(message)
             self._handle(life, message)
+            if self._suspect is not None and not self._policy.is_suspect(_stalls(self._suspect)):
+                self._send_waiting(life)
 
     async def _hear_last_words(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
         heard_at = None
@@ -242,7 +246,14 @@ class Supervisor:
         log.info("worker ready", extra={"seconds": took, "resumed_requests": len(waiting)})
         self._metrics.worker_ready(ready)
         self._board.worker_ready(ready)
-        for entry in waiting:
+        self._send_waiting(life)
+
+    def _send_waiting(self, life: WorkerLife) -> None:
+        """Sends what no worker has: the oldest suspect alone, or everything when there is none."""
+        waiting = [entry for entry in self._journal.unfinished() if not entry.submitted]
+        suspects = [entry for entry in waiting if self._policy.is_suspect(entry.stalled_resumes)]
+        self._suspect = suspects[0] if suspects else None
+        for entry in suspects[:1] or waiting:
             self._send(life, entry)
 
     def _send(self, life: WorkerLife, entry: Entry) -> None:
@@ -287,12 +298,18 @@ class Supervisor:
                 await self._stopping.wait()
 
     def _resume_entries(self) -> None:
+        self._suspect = None
         for entry in self._journal.unfinished():
             if not entry.submitted:
                 continue
             entry.resume()
             if entry.stalled_resumes > self._policy.max_stalled_resumes:
                 entry.fail(_worker_lost(entry.stalled_resumes))
+
+
+def _stalls(entry: Entry) -> int:
+    """Deaths of workers since an entry's last token, as far as they matter now."""
+    return 0 if entry.is_over else entry.stalled_resumes
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:

@@ -177,6 +177,29 @@ def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: Modul
     asyncio.run(scenario())
 
 
+def test_requests_beside_one_that_kills_every_worker_are_not_blamed(
+    serve: Serve, fake: ModuleType, run_dir: Path
+) -> None:
+    """It kills before any of them has a token, so all of them look alike until each runs alone."""
+    trace = run_dir / "trace"
+    policy = RestartPolicy(first_backoff_s=0.01)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, trace=str(trace)) as engine:
+            culprit = ask(fake.Script.KILLS_WORKER)
+            prompts = [ask(), culprit, ask(), ask()]
+            answers = await asyncio.gather(
+                *(engine.generate(prompt) for prompt in prompts), return_exceptions=True
+            )
+            failed = answers.pop(1)
+            assert from_rpc_error(failed).reason == "WORKER_LOST"
+            for answer in answers:
+                assert answer.token_ids == expected(fake)
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
 def test_oom_fault_reaches_the_worker(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as engine:
