@@ -4,7 +4,7 @@ The operator writes this file (`ullage_operator.manifests`); sizes are bytes and
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from ullage_rpc.config import Strict, read_file
 
@@ -55,7 +55,7 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
 class LimitsSection(Strict, frozen=True, kw_only=True):
     max_output_tokens: int = 4096
     request_timeout: float = 30.0
-    step_deadline: float = 30.0
+    step_deadline: Annotated[float, msgspec.Meta(ge=1.0)] = 30.0
     """A worker that has work and finishes no step for this long is restarted."""
 
 

@@ -78,7 +78,8 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    await EngineApp(config, _launch(config, config_path), RestartPolicy()).run(stop, hurry)
+    policy = RestartPolicy(step_deadline_s=config.limits.step_deadline)
+    await EngineApp(config, _launch(config, config_path), policy).run(stop, hurry)
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:

@@ -137,27 +137,39 @@ class Service:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
+StartService = Callable[[Path], Service]
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """`ullage up -f examples/smollm2.yaml` on free ports."""
-    folder = tmp_path_factory.mktemp("service")
-    state_file = folder / "state.json"
-    http_port, grpc_port = free_ports(2)
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
-    command += ["-f", str(ROOT / "examples" / "smollm2.yaml"), "--state-file", str(state_file)]
-    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-    try:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not state_file.exists():
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline, (folder / "log").read_text()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
-        yield Service(process, json.loads(state_file.read_text()))
-    finally:
-        end(process)
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartService]:
+    """Starts `ullage up -f MANIFEST` on free ports."""
+    with contextlib.ExitStack() as stack:
+
+        def start(manifest: Path) -> Service:
+            folder = tmp_path_factory.mktemp("service")
+            state_file = folder / "state.json"
+            http_port, grpc_port = free_ports(2)
+            command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
+            command += ["-f", str(manifest), "--state-file", str(state_file)]
+            command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+            with (folder / "log").open("w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+            stack.callback(end, process)
+            deadline = time.monotonic() + READY_TIMEOUT_S
+            while not state_file.exists():
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline, (folder / "log").read_text()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+            return Service(process, json.loads(state_file.read_text()))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def service(start_service: StartService) -> Service:
+    """`ullage up -f examples/smollm2.yaml`."""
+    return start_service(ROOT / "examples" / "smollm2.yaml")
 
 
 def end(process: "subprocess.Popen[Any]") -> None:

@@ -102,7 +102,7 @@ class EngineApp:
                 return
             self._inference.speak(language)
             supervising = asyncio.create_task(self._supervisor.run())
-            following = asyncio.create_task(self._follow_readiness())
+            following = asyncio.create_task(self._follow_health())
             try:
                 await _first_of(stop.wait(), supervising)
                 if not supervising.done():
@@ -197,10 +197,11 @@ class EngineApp:
         except (WeightsError, TokenizerError, UnsupportedDecoder, ChatTemplateError) as error:
             raise AppError(str(error)) from error
 
-    async def _follow_readiness(self) -> None:
+    async def _follow_health(self) -> None:
+        """Readiness falls with every worker, liveness only when a new pod is likelier to help."""
         while True:
-            ready = self._board.serving and not self._board.draining
-            await self._health.set_ready(ready)
+            await self._health.set_ready(self._board.serving and not self._board.draining)
+            await self._health.set_live(self._board.live)
             await self._board.changed(within_s=60.0)
 
 

@@ -31,6 +31,8 @@ class Board:
         self.serving = False
         """A worker is loaded and steps."""
         self.draining = False
+        self.live = True
+        """False while starting one more worker is not expected to help."""
         self.created = int(time.time())
         self._health = HealthScore()
         self._changed = asyncio.Event()
@@ -58,7 +60,11 @@ class Board:
         return max(0, available)
 
     def worker_ready(self, ready: Ready) -> None:
-        self.ready, self.state, self.serving = ready, ready.state, True
+        self.ready, self.state, self.serving, self.live = ready, ready.state, True, True
+        self._wake()
+
+    def set_live(self, live: bool) -> None:
+        self.live = live
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # A client's own deadline is met with this much to spare, so that the partial answer arrives.
 DEADLINE_MARGIN_S = 0.1
+# A client has this long after its time is up to read what is on its way to it.
+SLOW_CLIENT_GRACE_S = 5.0
 # Tokenising takes about 1 ms per 10 kB; longer texts leave the event loop.
 LONG_TEXT_CHARACTERS = 20_000
 RETRY_AFTER_LOADING_S = 2.0
@@ -83,17 +86,18 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._metrics.refused(error.reason)
             await abort(context, error)
         entry = Entry(job, language.token_bytes)
-        outcome = "cancelled"
+        outcome, failure = "cancelled", None
         self._journal.open(entry)
         self._supervisor.submit(entry)
         try:
-            finish = await self._stream(entry, language, context)
+            finish = await self._in_time(self._stream(entry, language, context), context)
             outcome = finish.reason
         except ServiceError as error:
-            outcome = error.reason
-            await abort(context, error)
+            outcome, failure = error.reason, error
         finally:
             self._close(entry, outcome)
+        if failure is not None:  # last, for it waits for a client that does not read
+            await abort(context, failure)
 
     def _close(self, entry: Entry, outcome: str) -> None:
         if not entry.is_over:  # the client went away
@@ -174,6 +178,14 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._supervisor.cancel(entry)
             return await entry.next_update()
 
+    async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
+        """Ends a call whose client does not take what it is sent; nothing of it stays behind."""
+        try:
+            async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
+                return await streaming
+        except TimeoutError as error:
+            raise _not_taken_in_time() from error
+
     def _time_limit(self, context: Context) -> float:
         limit = self._config.limits.request_timeout
         remaining = context.time_remaining()
@@ -210,6 +222,14 @@ def _render(messages: pb.Messages, language: Language) -> str:
         return language.chat.render(turns)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
+
+
+def _not_taken_in_time() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "SLOW_CLIENT",
+        "the answer was not read within the time limit; read faster or ask for less",
+    )
 
 
 def _no_token_in_time() -> ServiceError:

@@ -37,6 +37,7 @@ from ullage_engine.server.journal import Entry, Journal
 from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.policy import RestartPolicy
+from ullage_engine.server.watch import Watch
 from ullage_rpc.errors import ServiceError
 
 log = logging.getLogger("ullage.engine.supervisor")
@@ -44,8 +45,8 @@ log = logging.getLogger("ullage.engine.supervisor")
 WorkerCommand = Callable[[str], Sequence[str]]
 """The command line of a worker that connects to the given endpoint."""
 
-# How often a worker is checked for being stuck.
-_CHECK_S = 0.5
+# How often a worker is looked at.
+_CHECK_S = 0.25
 # What a dead worker sent last is still in the socket; more than this it cannot be.
 _LAST_WORDS_S = 0.05
 
@@ -86,6 +87,8 @@ class Supervisor:
         self._life: WorkerLife | None = None
         self._num_lives = 0
         self._num_failures = 0
+        self._suspect: Entry | None = None
+        """Runs alone until it has a token; everything else waits for that."""
         self._stopping = asyncio.Event()
 
     @property
@@ -95,7 +98,7 @@ class Supervisor:
 
     def submit(self, entry: Entry) -> None:
         """Sends an open entry to the worker, now or when the next one is ready."""
-        if self._life and self._life.ready_at is not None:
+        if self._life and self._life.ready_at is not None and self._suspect is None:
             self._send(self._life, entry)
 
     def cancel(self, entry: Entry) -> None:
@@ -175,14 +178,16 @@ class Supervisor:
             await link.close()  # an open socket would keep the context from ending
             raise
         log.info("worker started", extra={"pid": process.pid, "start": self._num_lives})
-        self._life = WorkerLife(process, link)
+        self._life = WorkerLife(process, link, Watch(self._policy))
         return self._life
 
     async def _receive(self, life: WorkerLife) -> None:
         while True:
             message = await life.link.receive()
-            life.heard()
+            life.heard(message)
             self._handle(life, message)
+            if self._suspect is not None and not self._policy.is_suspect(_stalls(self._suspect)):
+                self._send_waiting(life)
 
     async def _hear_last_words(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
         heard_at = None
@@ -194,13 +199,14 @@ class Supervisor:
         """A worker that speaks nonsense, or cannot be reached, is worth no more than a dead one."""
         if life.exited.done():
             return False
+        pid = life.process.pid
         if receiving.done():
             log.error("worker sent what is not a message", exc_info=receiving.exception())
         elif life.link.sending.done():
             error = life.link.sending.exception()
             log.error("nothing can be sent to the worker; killing it", exc_info=error)
-        elif life.is_wedged(self._policy, has_work=bool(self._journal.unfinished())):
-            log.error("worker is stuck; killing it", extra={"pid": life.process.pid})
+        elif reason := life.look(has_work=bool(self._journal.unfinished())):
+            log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})
         else:
             return False
         life.process.kill()
@@ -209,7 +215,6 @@ class Supervisor:
     def _handle(self, life: WorkerLife, message: ToServer) -> None:
         match message:
             case StepDone(outputs=outputs):
-                life.served = True
                 self._metrics.step_done()
                 for output in outputs:
                     entry = self._journal.get(output.request_id)
@@ -241,12 +246,19 @@ class Supervisor:
         log.info("worker ready", extra={"seconds": took, "resumed_requests": len(waiting)})
         self._metrics.worker_ready(ready)
         self._board.worker_ready(ready)
-        for entry in waiting:
+        self._send_waiting(life)
+
+    def _send_waiting(self, life: WorkerLife) -> None:
+        """Sends what no worker has: the oldest suspect alone, or everything when there is none."""
+        waiting = [entry for entry in self._journal.unfinished() if not entry.submitted]
+        suspects = [entry for entry in waiting if self._policy.is_suspect(entry.stalled_resumes)]
+        self._suspect = suspects[0] if suspects else None
+        for entry in suspects[:1] or waiting:
             self._send(life, entry)
 
     def _send(self, life: WorkerLife, entry: Entry) -> None:
         entry.submitted = True
-        life.has_work_from_now(len(self._journal.unfinished()) == 1)
+        life.asked()
         life.link.post(Submit(requests=[entry.engine_request()], resumed=entry.admitted))
 
     def _admitted(self, request_id: str) -> None:
@@ -276,6 +288,7 @@ class Supervisor:
         self._metrics.worker_restarts.inc()
         self._resume_entries()
         self._num_failures = 1 if life.has_served(self._policy) else self._num_failures + 1
+        self._board.set_live(not self._policy.is_last_chance(self._num_failures))
         backoff = self._policy.backoff(self._num_failures)
         if backoff is None:
             reason = life.start_error or f"exit status {status}"
@@ -285,12 +298,18 @@ class Supervisor:
                 await self._stopping.wait()
 
     def _resume_entries(self) -> None:
+        self._suspect = None
         for entry in self._journal.unfinished():
             if not entry.submitted:
                 continue
             entry.resume()
             if entry.stalled_resumes > self._policy.max_stalled_resumes:
                 entry.fail(_worker_lost(entry.stalled_resumes))
+
+
+def _stalls(entry: Entry) -> int:
+    """Deaths of workers since an entry's last token, as far as they matter now."""
+    return 0 if entry.is_over else entry.stalled_resumes
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:

@@ -61,6 +61,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     start_failed: str = ""
     exit_code: int | None = None
     """Exits with it before saying anything."""
+    crashes: int = 0
+    """Workers of this server that die while loading, before one does not."""
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
     degrade: DegradeSection = DegradeSection()
@@ -122,6 +124,8 @@ class FakeWorker:
         for done in (0, 50, 100):
             self._send(Loading(stage="weights", done_bytes=done, total_bytes=100))
         time.sleep(self._options.load_s)
+        if any(self._once(f"crash-{number}") for number in range(self._options.crashes)):
+            return 1
         if self._options.start_failed:
             self._send(StartFailed(error=self._options.start_failed))
             self._socket.close(linger=1000)

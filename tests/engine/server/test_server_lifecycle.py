@@ -19,6 +19,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import EngineConfig
 from ullage_engine.server.app import AppError
+from ullage_engine.server.policy import RestartPolicy
 from ullage_rpc.errors import ServiceError, from_rpc_error
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -70,14 +71,30 @@ def test_alive_but_not_ready_while_loading(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_readiness_falls_with_the_worker(serve: Serve) -> None:
+def test_readiness_falls_with_the_worker_and_liveness_does_not(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(load_s=0.3) as engine:
             await becomes(engine, "readiness", SERVING)
+            live = asyncio.create_task(becomes(engine, "liveness", NOT_SERVING))
             kill = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
             await engine.admin.InjectFault(kill)
             await becomes(engine, "readiness", NOT_SERVING)
             await becomes(engine, "readiness", SERVING)
+            assert not live.done()
+            live.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_liveness_falls_when_the_last_worker_of_the_budget_starts(serve: Serve) -> None:
+    policy = RestartPolicy(first_backoff_s=0.3, max_failures=2)
+
+    async def scenario() -> None:
+        async with serve(ready=False, policy=policy, crashes=2) as engine:
+            await becomes(engine, "liveness", NOT_SERVING)
+            assert not engine.running.done()
+            await becomes(engine, "readiness", SERVING)
+            await becomes(engine, "liveness", SERVING)
 
     asyncio.run(scenario())
 

@@ -13,6 +13,19 @@ def test_backoff_starts_at_zero_doubles_and_ends() -> None:
     assert found == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, None]
 
 
+def test_a_request_is_suspected_before_it_is_given_up() -> None:
+    policy = RestartPolicy(max_stalled_resumes=3)
+    assert [policy.is_suspect(stalls) for stalls in range(5)] == [False, False, True, True, True]
+    strict = RestartPolicy(max_stalled_resumes=0)
+    assert [strict.is_suspect(stalls) for stalls in range(2)] == [False, True]
+
+
+def test_the_last_chance_is_the_last_start_of_the_budget() -> None:
+    policy = RestartPolicy(max_failures=3)
+    for failures in range(1, 6):
+        assert policy.is_last_chance(failures) == (policy.backoff(failures + 1) is None)
+
+
 def test_health_halves_and_recovers() -> None:
     health = HealthScore(recovery_s=10.0)
     assert health.value(5.0) == 1.0

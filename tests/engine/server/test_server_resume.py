@@ -26,7 +26,7 @@ from ullage_rpc.errors import from_rpc_error
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
 KILL = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
-EAGER = RestartPolicy(first_backoff_s=0.05, wedged_after_s=1.0, max_failures=3)
+EAGER = RestartPolicy(first_backoff_s=0.05, step_deadline_s=1.0, max_failures=3)
 
 
 def ask(*prompt: int, max_tokens: int = 60) -> pb.GenerateRequest:
@@ -124,8 +124,30 @@ def test_a_stuck_or_senseless_worker_is_replaced(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_stopped_worker_is_replaced(serve: Serve, fake: ModuleType, is_busy: bool) -> None:
+    """With the limits of a real engine; the server and its streams stay."""
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            pid = (await engine.admin.InjectFault(_oom())).worker_pid
+            answer = asyncio.create_task(engine.generate(ask()))
+            if is_busy:
+                await started(engine, 1)
+            else:
+                await answer
+            os.kill(pid, signal.SIGSTOP)
+            await engine.until(lambda state: not state.ready)
+            await engine.until(lambda state: state.ready)
+            assert (await answer).token_ids == expected(fake)
+            assert (await answer).finished.resumes == is_busy
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
 def test_an_idle_worker_is_not_stuck(serve: Serve, fake: ModuleType) -> None:
-    policy = RestartPolicy(wedged_after_s=0.3)
+    policy = RestartPolicy(step_deadline_s=0.3, least_suspect_s=0.3)
 
     async def scenario() -> None:
         async with serve(policy=policy) as engine:
@@ -150,6 +172,29 @@ def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: Modul
                 await engine.generate(ask(fake.Script.KILLS_WORKER))
             error = from_rpc_error(raised.value)
             assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "WORKER_LOST")
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
+def test_requests_beside_one_that_kills_every_worker_are_not_blamed(
+    serve: Serve, fake: ModuleType, run_dir: Path
+) -> None:
+    """It kills before any of them has a token, so all of them look alike until each runs alone."""
+    trace = run_dir / "trace"
+    policy = RestartPolicy(first_backoff_s=0.01)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, trace=str(trace)) as engine:
+            culprit = ask(fake.Script.KILLS_WORKER)
+            prompts = [ask(), culprit, ask(), ask()]
+            answers = await asyncio.gather(
+                *(engine.generate(prompt) for prompt in prompts), return_exceptions=True
+            )
+            failed = answers.pop(1)
+            assert from_rpc_error(failed).reason == "WORKER_LOST"
+            for answer in answers:
+                assert answer.token_ids == expected(fake)
             assert (await engine.generate(ask())).token_ids == expected(fake)
 
     asyncio.run(scenario())

