@@ -162,6 +162,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """Empty: more to come."""
     logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was not computed for this request."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ullage_engine.core.beam_group import BeamSearches
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.plan import Chunk, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
@@ -40,6 +41,7 @@ class Engine:
         self.num_oom_events = 0
         self._runner = runner
         self._pace = pace
+        self._beams = BeamSearches(Branching(scheduler))
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
 
@@ -53,8 +55,15 @@ class Engine:
         """See `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
+    def search(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """See `BeamSearches.start`."""
+        return self._beams.start(requests, resumed=resumed)
+
     def cancel(self, request_id: str) -> None:
-        self.scheduler.cancel(request_id)
+        if not self._beams.cancel(request_id):
+            self.scheduler.cancel(request_id)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Makes one step run out of memory when `after_steps` more have been computed."""
@@ -64,12 +73,12 @@ class Engine:
         """Computes one step for all sequences that have a part in it."""
         plan = self.scheduler.schedule()
         output = self._execute(plan)
-        return self.scheduler.commit(output)
+        return self._beams.take(self.scheduler.commit(output))
 
     def take_failed(self) -> list[RequestFailed]:
         """Requests given up since the last call."""
         failed, self._failed = self._failed, []
-        return failed
+        return [told for each in failed for told in self._beams.fail(each)]
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         prompt_tokens = _num_prompt_tokens(plan)
@@ -146,6 +155,26 @@ class Engine:
         if due is not None:
             self._faults.remove(due)
             raise torch.OutOfMemoryError("injected fault")
+
+
+class Branching:
+    """Sequences of a scheduler that branch by being computed again."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def submit(
+        self, request: EngineRequest, *, resumed: bool = False
+    ) -> Rejected | TokenOutput | None:
+        return self._scheduler.submit(request, resumed=resumed)
+
+    def fork(self, parent_id: str, child: EngineRequest) -> None:
+        """See `Branches.fork`."""
+        answer = self._scheduler.submit(child, resumed=True)
+        assert answer is None, "a beam that has no room for its next token"
+
+    def cancel(self, request_id: str) -> None:
+        self._scheduler.cancel(request_id)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -156,6 +156,9 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
+        if message.requests[0].beam:
+            self._search(message)
+            return
         for request in message.requests:
             answer = self._engine.submit(request, resumed=message.resumed)
             if isinstance(answer, Rejected):
@@ -164,6 +167,16 @@ class Worker:
             self._link.send(Admitted(request_id=request.request_id))
             if answer is not None:
                 self._link.send(StepDone(outputs=[answer]))
+
+    def _search(self, message: Submit) -> None:
+        answer = self._engine.search(message.requests, resumed=message.resumed)
+        if isinstance(answer, Rejected):
+            self._link.send(answer)
+            return
+        for request in message.requests:
+            self._link.send(Admitted(request_id=request.request_id))
+        if answer:
+            self._link.send(StepDone(outputs=answer))
 
     def _until_report(self) -> float:
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
