@@ -33,7 +33,7 @@ from ullage_engine.messages import (
 from ullage_engine.server.board import Board
 from ullage_engine.server.child import ChildProcess
 from ullage_engine.server.ipc import ServerLink
-from ullage_engine.server.journal import Entry, Journal
+from ullage_engine.server.journal import Entry, Journal, Submission
 from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.policy import RestartPolicy
@@ -93,10 +93,10 @@ class Supervisor:
         """Process id of the present worker; None between two."""
         return self._life.process.pid if self._life else None
 
-    def submit(self, entry: Entry) -> None:
-        """Sends an open entry to the worker, now or when the next one is ready."""
+    def submit(self, entries: list[Entry]) -> None:
+        """Sends a request's open entries to the worker, now or when the next one is ready."""
         if self._life and self._life.ready_at is not None:
-            self._send(self._life, entry)
+            self._send(self._life, Submission(entries, resumed=False))
 
     def cancel(self, entry: Entry) -> None:
         """Tells the worker that nobody waits for an entry any more."""
@@ -241,13 +241,16 @@ class Supervisor:
         log.info("worker ready", extra={"seconds": took, "resumed_requests": len(waiting)})
         self._metrics.worker_ready(ready)
         self._board.worker_ready(ready)
-        for entry in waiting:
-            self._send(life, entry)
+        for submission in self._journal.submissions():
+            self._send(life, submission)
 
-    def _send(self, life: WorkerLife, entry: Entry) -> None:
-        entry.submitted = True
-        life.has_work_from_now(len(self._journal.unfinished()) == 1)
-        life.link.post(Submit(requests=[entry.engine_request()], resumed=entry.admitted))
+    def _send(self, life: WorkerLife, submission: Submission) -> None:
+        entries = submission.entries
+        for entry in entries:
+            entry.submitted = True
+        life.has_work_from_now(len(self._journal.unfinished()) == len(entries))
+        requests = [entry.engine_request() for entry in entries]
+        life.link.post(Submit(requests=requests, resumed=submission.resumed))
 
     def _admitted(self, request_id: str) -> None:
         entry = self._journal.get(request_id)
