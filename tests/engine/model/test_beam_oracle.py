@@ -172,3 +172,14 @@ def test_the_whole_engine(
         found = by_engine(runner, PROMPTS, make_rules(width, penalty, stops))
         for prompt, got in zip(PROMPTS, found, strict=True):
             check(got, reference(model, prompt, width, penalty, stops))
+
+
+def test_the_real_model(
+    smollm2: Any, smollm2_reference: Any, new_runner: Callable[..., ModelRunner]
+) -> None:
+    prompt = [504, 1296, 3995, 4199, 282, 7158, 359]
+    stops = [30, 28]  # the full stop and the comma
+    wanted = reference(smollm2_reference, prompt, 4, 1.0, stops)
+    assert len({len(tokens) for tokens, _ in wanted}) > 1
+    (got,) = by_engine(new_runner(smollm2), [prompt], make_rules(4, 1.0, stops))
+    check(got, wanted)
