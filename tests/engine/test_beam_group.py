@@ -252,6 +252,15 @@ def test_a_search_that_is_refused_leaves_nothing() -> None:
     check_empty(engine)
 
 
+def test_a_search_is_charged_for_all_its_beams() -> None:
+    """One beam would fit into 6 blocks, 8 do not."""
+    engine, _ = make_engine(pool_blocks=6)
+    assert isinstance(engine.search(beam_requests(width=8)), Rejected)
+    assert engine.search(beam_requests(n=1, width=2)) == []
+    engine.cancel("s")
+    check_empty(engine)
+
+
 def test_a_prompt_without_room_is_answered_at_once() -> None:
     engine, _ = make_engine()
     long = [3] * 512

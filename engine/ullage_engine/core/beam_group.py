@@ -1,6 +1,7 @@
 """Beam searches in progress: every beam is a sequence, and all beams of a search step together.
 
-A sequence is one beam for one step: it computes its last token and tells the likeliest next ones.
+A search is admitted as `width` samples of its prompt would be, and begins with one of them. Then a
+sequence is one beam for one step: it computes its last token and tells the likeliest next ones.
 When all beams of a search have told theirs the search advances: the beams that go on branch off
 from those they extend, and the old ones end. A beam that had to wait for memory is waited for;
 whoever went on meanwhile went a token too far at most, and what it said about that is not heard.
@@ -22,10 +23,13 @@ _TOKENS_OF_A_SEQUENCE = 2
 class Branches(Protocol):
     """Sequences that can branch."""
 
-    def submit(
-        self, request: EngineRequest, *, resumed: bool = False
-    ) -> Rejected | TokenOutput | None:
-        """See `Scheduler.submit`."""
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt together, or refuses all of them.
+
+        The answer has an output for each sample of which nothing is left to produce.
+        """
         ...
 
     def fork(self, parent_id: str, child: EngineRequest) -> None:
@@ -63,13 +67,21 @@ class _Group:
         """Alternatives to each token that the client wants to be told."""
         return self.first.sampling.top_logprobs or 0
 
-    def sequence(self, place: int, token_ids: list[int]) -> EngineRequest:
+    def roots(self) -> list[EngineRequest]:
+        """As many samples of the prompt as there may be beams."""
+        return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
+
+    def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
         """The request of one beam's next step."""
+        max_tokens = len(token_ids) + _TOKENS_OF_A_SEQUENCE
+        return self._sequence(place, token_ids, min(self.first.max_tokens, max_tokens))
+
+    def _sequence(self, place: int, token_ids: list[int], max_tokens: int) -> EngineRequest:
         return msgspec.structs.replace(
             self.first,
             request_id=f"{self.first.request_id}~{self.num_steps}.{place}",
             token_ids=self.first.token_ids + token_ids,
-            max_tokens=min(self.first.max_tokens, len(token_ids) + _TOKENS_OF_A_SEQUENCE),
+            max_tokens=max_tokens,
             sampling=SamplingParams(
                 temperature=0.0, top_logprobs=max(self.rules.num_candidates, self.num_told)
             ),
@@ -108,7 +120,7 @@ class _Group:
             token_ids=hypothesis.token_ids,
             finish=hypothesis.finish,
             logprobs=[token.report for token in hypothesis.tokens] if is_told else None,
-            num_preemptions=self.num_preemptions,
+            num_preemptions=self.num_preemptions if request is self.first else 0,
             num_cached_tokens=self.num_cached_tokens or 0,
         )
 
@@ -135,13 +147,15 @@ class BeamSearches:
         The answer is what is known at once: nothing, or the end of requests that have no room left.
         """
         group = _new_group(requests)
-        root = group.sequence(0, [])
-        answer = self._branches.submit(root, resumed=resumed)
+        root, *others = group.roots()
+        answer = self._branches.submit_group([root, *others], resumed=resumed)
         if isinstance(answer, Rejected):
             return msgspec.structs.replace(answer, request_id=group.first.request_id)
-        if answer is not None:
+        if answer:
             ids = [request.request_id for request in requests]
-            return [msgspec.structs.replace(answer, request_id=each) for each in ids]
+            return [msgspec.structs.replace(answer[0], request_id=each) for each in ids]
+        for other in others:
+            self._branches.cancel(other.request_id)
         self._groups |= dict.fromkeys(group.open_ids, group)
         self._join(group, [root.request_id])
         return []
@@ -181,27 +195,28 @@ class BeamSearches:
         if group.state.is_over:
             self._end(group)
             return group.outputs()
-        parents = group.members
-        children = []
-        for place, beam in enumerate(group.state.beams):
-            child = group.sequence(place, beam.token_ids)
+        parents, beams = group.members, group.state.beams
+        fruitful = {parents[beam.parent] for beam in beams}
+        # First those that nobody goes on from, so that their memory is there for the others.
+        self._leave([parent for parent in parents if parent not in fruitful])
+        children = [group.beam(place, beam.token_ids) for place, beam in enumerate(beams)]
+        for beam, child in zip(beams, children, strict=True):
             self._branches.fork(parents[beam.parent], child)
-            children.append(child.request_id)
-        self._leave(group)
-        self._join(group, children)
+        self._leave(sorted(fruitful))
+        self._join(group, [child.request_id for child in children])
         return []
 
     def _join(self, group: _Group, members: list[str]) -> None:
         group.members = members
         self._by_member |= dict.fromkeys(members, group)
 
-    def _leave(self, group: _Group) -> None:
-        for member in group.members:
+    def _leave(self, members: list[str]) -> None:
+        for member in members:
             del self._by_member[member]
             self._branches.cancel(member)
 
     def _end(self, group: _Group) -> None:
-        self._leave(group)
+        self._leave(group.members)
         for request in group.requests:
             del self._groups[request.request_id]
 

@@ -163,10 +163,19 @@ class Branching:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def submit(
-        self, request: EngineRequest, *, resumed: bool = False
-    ) -> Rejected | TokenOutput | None:
-        return self._scheduler.submit(request, resumed=resumed)
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """See `Branches.submit_group`."""
+        done: list[TokenOutput] = []
+        for count, request in enumerate(requests):
+            answer = self._scheduler.submit(request, resumed=resumed)
+            if isinstance(answer, Rejected):
+                for admitted in requests[:count]:
+                    self._scheduler.cancel(admitted.request_id)
+                return answer
+            done += [answer] if answer else []
+        return done
 
     def fork(self, parent_id: str, child: EngineRequest) -> None:
         """See `Branches.fork`."""
