@@ -163,7 +163,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was not computed for this request."""
+    """Prompt tokens whose KV the prefix cache had when the request first started."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):

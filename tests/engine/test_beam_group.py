@@ -154,7 +154,7 @@ def check_empty(engine: Engine) -> None:
 def test_every_request_gets_its_hypothesis_in_one_piece(width: int, penalty: float) -> None:
     engine, _ = make_engine()
     requests = beam_requests(n=min(3, width), width=width, penalty=penalty)
-    assert engine.search(requests) == []
+    assert engine.submit_group(requests) == []
     said = run(engine)
     check(said, requests)
     assert set(said) == {request.request_id for request in requests}
@@ -166,7 +166,7 @@ def test_searches_run_beside_each_other_and_beside_others() -> None:
     searches = [beam_requests("a", width=8), beam_requests("b", width=3, penalty=0.0)]
     others = [plain(f"p{i}", 10 + i, 30) for i in range(3)]
     for requests in searches:
-        assert engine.search(requests) == []
+        assert engine.submit_group(requests) == []
     for request in others:
         assert engine.submit(request) is None
     said = run(engine)
@@ -187,7 +187,7 @@ def test_beams_that_do_not_fit_together_wait_for_one_another(pool_blocks: int) -
     engine, _ = make_engine(pool_blocks, max_sequences=3)
     searches = [beam_requests("a", width=8), beam_requests("b", width=5)]
     for requests in searches:
-        assert engine.search(requests, resumed=True) == []
+        assert engine.submit_group(requests, resumed=True) == []
     said = run(engine)
     for requests in searches:
         check(said, requests)
@@ -198,7 +198,7 @@ def test_a_step_that_runs_out_of_memory_changes_nothing() -> None:
     engine, runner = make_engine()
     runner.steps_to_fail = {1, 4, 5, 9, 10, 11}
     requests = beam_requests(width=6)
-    assert engine.search(requests) == []
+    assert engine.submit_group(requests) == []
     check(run(engine), requests)
     assert engine.num_oom_events == 6
     check_empty(engine)
@@ -207,7 +207,7 @@ def test_a_step_that_runs_out_of_memory_changes_nothing() -> None:
 def test_the_longest_sequence_of_the_pool_ends_a_search() -> None:
     engine, _ = make_engine(pool_blocks=2)  # 32 tokens, 20 of them prompt
     requests = beam_requests(n=1, width=2, max_tokens=100, stop_token_ids=[])
-    assert engine.search(requests, resumed=True) == []
+    assert engine.submit_group(requests, resumed=True) == []
     ((output,),) = run(engine).values()
     assert len(output.token_ids) == 12
     assert output.finish == "length"
@@ -219,7 +219,7 @@ def test_a_failed_beam_fails_every_request_of_its_search_and_no_other() -> None:
     requests, other = beam_requests("a"), beam_requests("b", token_ids=[4] * 20)
     runner.bad_text = [3] * 20 + expected(requests[0])[0][0][:2]
     for each in (requests, other):
-        assert engine.search(each) == []
+        assert engine.submit_group(each) == []
     said = run(engine)
     check(said, other)
     assert set(said) == {request.request_id for request in other}
@@ -232,7 +232,7 @@ def test_a_failed_beam_fails_every_request_of_its_search_and_no_other() -> None:
 def test_a_search_ends_when_nobody_waits_for_it() -> None:
     engine, _ = make_engine()
     requests = beam_requests()
-    assert engine.search(requests) == []
+    assert engine.submit_group(requests) == []
     for _ in range(4):
         assert engine.step() == []
     engine.cancel("s")
@@ -245,7 +245,7 @@ def test_a_search_ends_when_nobody_waits_for_it() -> None:
 
 def test_a_search_that_is_refused_leaves_nothing() -> None:
     engine, _ = make_engine(pool_blocks=1)
-    answer = engine.search(beam_requests())
+    answer = engine.submit_group(beam_requests())
     assert isinstance(answer, Rejected)
     assert (answer.request_id, answer.never) == ("s", True)
     assert not engine.has_work
@@ -255,8 +255,8 @@ def test_a_search_that_is_refused_leaves_nothing() -> None:
 def test_a_search_is_charged_for_all_its_beams() -> None:
     """One beam would fit into 6 blocks, 8 do not."""
     engine, _ = make_engine(pool_blocks=6)
-    assert isinstance(engine.search(beam_requests(width=8)), Rejected)
-    assert engine.search(beam_requests(n=1, width=2)) == []
+    assert isinstance(engine.submit_group(beam_requests(width=8)), Rejected)
+    assert engine.submit_group(beam_requests(n=1, width=2)) == []
     engine.cancel("s")
     check_empty(engine)
 
@@ -265,7 +265,7 @@ def test_a_prompt_without_room_is_answered_at_once() -> None:
     engine, _ = make_engine()
     long = [3] * 512
     requests = beam_requests(n=2, token_ids=long, num_prompt_tokens=512)
-    answer = engine.search(requests, resumed=True)
+    answer = engine.submit_group(requests, resumed=True)
     assert answer == [
         TokenOutput(request_id=name, token_ids=[], finish="length") for name in ("s", "s#1")
     ]
@@ -275,7 +275,7 @@ def test_a_prompt_without_room_is_answered_at_once() -> None:
 def test_log_probabilities_are_told_as_the_client_asked() -> None:
     engine, _ = make_engine()
     requests = beam_requests(n=1, sampling=SamplingParams(top_logprobs=2))
-    assert engine.search(requests) == []
+    assert engine.submit_group(requests) == []
     ((output,),) = run(engine).values()
     assert output.logprobs is not None
     text = list(requests[0].token_ids)
@@ -283,3 +283,15 @@ def test_log_probabilities_are_told_as_the_client_asked() -> None:
         assert found.logprob == logprobs(text)[token]
         assert (found.top_ids, found.top_logprobs) == likeliest(text, 2)
         text.append(token)
+
+
+def test_samples_are_admitted_together_or_not_at_all() -> None:
+    engine, _ = make_engine(pool_blocks=6)
+    samples = [plain(f"p{i}", 40, 10) for i in range(9)]
+    answer = engine.submit_group(samples)
+    assert isinstance(answer, Rejected)
+    assert answer.request_id == "p0"
+    assert not engine.has_work
+    check_empty(engine)
+    assert engine.submit_group(samples[:1]) == []
+    assert [len(outputs) for outputs in run(engine).values()] == [10]

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Protocol
 
+import msgspec
 import torch
 
 from ullage_engine.core.beam_group import BeamSearches
@@ -41,7 +42,8 @@ class Engine:
         self.num_oom_events = 0
         self._runner = runner
         self._pace = pace
-        self._beams = BeamSearches(Branching(scheduler))
+        self._branching = Branching(scheduler)
+        self._beams = BeamSearches(self._branching)
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
 
@@ -55,11 +57,13 @@ class Engine:
         """See `Scheduler.submit`."""
         return self.scheduler.submit(request, resumed=resumed)
 
-    def search(
+    def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """See `BeamSearches.start`."""
-        return self._beams.start(requests, resumed=resumed)
+        """Admits samples of one prompt, or one beam search for all of them; or refuses them all."""
+        if requests[0].beam:
+            return self._beams.start(requests, resumed=resumed)
+        return self._branching.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str) -> None:
         if not self._beams.cancel(request_id):
@@ -173,7 +177,7 @@ class Branching:
             if isinstance(answer, Rejected):
                 for admitted in requests[:count]:
                     self._scheduler.cancel(admitted.request_id)
-                return answer
+                return msgspec.structs.replace(answer, request_id=requests[0].request_id)
             done += [answer] if answer else []
         return done
 

@@ -156,20 +156,7 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        if message.requests[0].beam:
-            self._search(message)
-            return
-        for request in message.requests:
-            answer = self._engine.submit(request, resumed=message.resumed)
-            if isinstance(answer, Rejected):
-                self._link.send(answer)
-                return
-            self._link.send(Admitted(request_id=request.request_id))
-            if answer is not None:
-                self._link.send(StepDone(outputs=[answer]))
-
-    def _search(self, message: Submit) -> None:
-        answer = self._engine.search(message.requests, resumed=message.resumed)
+        answer = self._engine.submit_group(message.requests, resumed=message.resumed)
         if isinstance(answer, Rejected):
             self._link.send(answer)
             return

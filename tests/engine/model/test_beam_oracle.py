@@ -81,7 +81,7 @@ def by_engine(runner: ModelRunner, prompts: list[list[int]], rules: BeamRules) -
     """Scheduler, runner and searches, all prompts at once."""
     engine = _engine(runner)
     for i, prompt in enumerate(prompts):
-        assert engine.search(_requests(str(i), prompt, rules)) == []
+        assert engine.submit_group(_requests(str(i), prompt, rules)) == []
     outputs: dict[str, TokenOutput] = {}
     while engine.has_work:
         outputs |= {output.request_id: output for output in engine.step()}
