@@ -217,12 +217,13 @@ class Journal:
         return [entry for entry in self._entries.values() if not entry.is_over]
 
     def submissions(self) -> Iterator[Submission]:
-        """All that a new worker must do, oldest first.
+        """All that the present worker has not been sent, oldest first.
 
         Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
         which nothing is known before its end. Others have parted: each goes by itself.
         """
-        for _, some in itertools.groupby(self.unfinished(), lambda entry: entry.request_key):
+        waiting = (entry for entry in self.unfinished() if not entry.submitted)
+        for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
             entries = list(some)
             resumed = any(entry.admitted for entry in entries)
             if resumed and entries[0].job.samples.beam is None:

@@ -12,6 +12,7 @@ from ullage.inference.v1 import inference_pb2_grpc as rpc
 from ullage_engine.config import EngineConfig
 from ullage_engine.detokenizer import TokenBytes
 from ullage_engine.memory import predictor
+from ullage_engine.messages import Profile
 from ullage_engine.server import answers
 from ullage_engine.server.board import Board
 from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
@@ -194,11 +195,23 @@ class InferenceService(rpc.InferenceServiceServicer):
         num_tokens = predictor.expected_length(
             request, state.expected_output_tokens, ready.max_model_len
         )
-        shared_tokens = request.num_prompt_tokens // ready.profile.block_tokens
-        shared = shared_tokens * predictor.block_bytes(ready.profile)
-        own = predictor.sequence_bytes(ready.profile, num_tokens) - shared
-        charged = shared + group.job.samples.num_sequences * own
+        count = group.job.samples.num_sequences
+        charged = _charged(ready.profile, request.num_prompt_tokens, num_tokens, count)
         return answers.accepted(group.job, self._config.server.engine_id, charged)
+
+
+def _charged(profile: Profile, prompt_tokens: int, num_tokens: int, num_samples: int) -> int:
+    """Bytes of samples of `num_tokens` tokens that share the whole blocks of their prompt.
+
+    Each computes the prompt's last token for itself; samples write to copies of the block that they
+    begin with, whose original is there until the last has copied it.
+    """
+    shared = (prompt_tokens - 1) // profile.block_tokens
+    original = int(num_samples > 1 and prompt_tokens > 1)
+    own = predictor.num_blocks(profile, num_tokens) - shared
+    blocks = shared + original + num_samples * own
+    state = num_samples * profile.state_bytes_per_sequence
+    return blocks * predictor.block_bytes(profile) + state
 
 
 async def _prompt_ids(request: pb.GenerateRequest, language: Language) -> list[int]:

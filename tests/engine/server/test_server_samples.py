@@ -105,14 +105,14 @@ def test_samples_come_interleaved_each_with_its_seed(serve: Serve, fake: ModuleT
             assert {end.reason for end in answers.ends.values()} == {pb.FINISH_REASON_LENGTH}
             assert sorted(answers.ends) == [0, 1, 2]
             assert answers.accepted.seed == SEED
-            # The prompt fills no block, so nothing of it is shared.
-            assert answers.accepted.predicted_bytes == 3 * 2 * 1600
+            # The prompt fills no block: each has its own, and the one that they copied.
+            assert answers.accepted.predicted_bytes == (1 + 3 * 2) * 1600
             assert answers.finished.reason == pb.FINISH_REASON_LENGTH
             assert answers.finished.usage == pb.Usage(
                 prompt_tokens=3, completion_tokens=60, cached_tokens=2
             )
             long = await generate(engine, ask(*[1] * 40, samples=pb.Samples(n=3)))
-            assert long.accepted.predicted_bytes == (2 + 3 * 2) * 1600
+            assert long.accepted.predicted_bytes == (2 + 1 + 3 * 2) * 1600
 
     asyncio.run(scenario())
 
@@ -166,7 +166,7 @@ def test_the_best_of_many_are_returned_in_order_of_rank(serve: Serve, fake: Modu
             assert sorted(answers.ends) == [0, 1]
             assert answers.logprobs == []
             assert answers.finished.usage.completion_tokens == 120
-            assert answers.accepted.predicted_bytes == 6 * 2 * 1600
+            assert answers.accepted.predicted_bytes == (1 + 6 * 2) * 1600
 
             request = ask(samples=pb.Samples(best_of=3), output={"top_logprobs": 1})
             one = await generate(engine, request)
@@ -186,7 +186,7 @@ def test_a_search_arrives_when_it_is_over(serve: Serve, fake: ModuleType, run_di
             answers = await generate(engine, ask(samples=samples))
             assert answers.token_ids == {i: expected(fake, i, 20) for i in range(2)}
             assert sorted(answers.ends) == [0, 1]
-            assert answers.accepted.predicted_bytes == 4 * 2 * 1600
+            assert answers.accepted.predicted_bytes == (1 + 4 * 2) * 1600
 
     asyncio.run(scenario())
     (submit,) = [line.split() for line in trace.read_text().splitlines() if "submit" in line]
