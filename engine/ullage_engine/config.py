@@ -6,6 +6,8 @@ The operator writes this file (`ullage_operator.manifests`); sizes are bytes and
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
+
 from ullage_rpc.config import Strict, read_file
 
 

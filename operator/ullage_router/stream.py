@@ -65,7 +65,8 @@ class Generation:
     accepted
         what was decided, complete
     events()
-        Delta any number of times, then Finished; or ServiceError
+        Delta and, of several samples, SampleFinished any number of times, then Finished; or
+        ServiceError
     """
 
     def __init__(self, grant: Grant, stream: EngineCall, call: Call, first: Event) -> None:
@@ -80,7 +81,9 @@ class Generation:
         """Raises ServiceError when the engine fails now that tokens were sent."""
         record = self._call.record
         if self._call.request.output.echo:
-            yield Event(delta=inference_pb2.Delta(text=self._prompt_text()))
+            text = self._prompt_text()
+            for sample in range(max(1, self._call.request.samples.n)):
+                yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
         event: Event | None = self._first
         while event is not None:
             if event.HasField("finished"):
@@ -88,6 +91,8 @@ class Generation:
                 record.output_tokens = event.finished.usage.completion_tokens
                 yield event
                 return
+            if event.HasField("sample_finished"):
+                _check_ending(event.sample_finished)
             record.output_tokens += event.delta.num_tokens
             yield event
             event = await self._next()
@@ -328,7 +333,7 @@ async def _read(stream: EngineCall) -> Event | None:
     return event if isinstance(event, Event) else None
 
 
-def _check_ending(finished: inference_pb2.Finished) -> None:
+def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
     """An engine that drains may cut an answer off; nobody asked for that here."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.broken_stream("the engine cancelled it")

@@ -11,6 +11,10 @@ MAX_SESSION_ID_BYTES = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 16
+MAX_BEAM_WIDTH = 8
+MAX_BEAM_STOP_TOKENS = 16
+MAX_LENGTH_PENALTY = 10
 
 # field: (least, most, whether the least is excluded)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -29,6 +33,9 @@ def check(request: inference_pb2.GenerateRequest) -> None:
     _check_input(request)
     _check_sampling(request.sampling)
     _check_stop(request.stop)
+    _check_samples(request.samples)
+    if request.samples.HasField("beam"):
+        _check_beam(request)
     if request.output.HasField("top_logprobs"):
         top = request.output.top_logprobs
         _require(top <= MAX_TOP_LOGPROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
@@ -79,6 +86,33 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         size = len(text.encode())
         wanted = "1 to 256 bytes a string"
         _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", wanted)
+
+
+def _check_samples(samples: inference_pb2.Samples) -> None:
+    n = _n(samples)
+    _require(1 <= n <= MAX_SAMPLES, "n", n, f"1 to {MAX_SAMPLES}")
+    if samples.HasField("best_of"):
+        best_of = samples.best_of
+        _require(n <= best_of <= MAX_SAMPLES, "best_of", best_of, f"{n} to {MAX_SAMPLES}")
+        _require(not samples.HasField("beam"), "best_of", best_of, "unset in a beam search")
+
+
+def _check_beam(request: inference_pb2.GenerateRequest) -> None:
+    beam, n = request.samples.beam, _n(request.samples)
+    wanted = f"1 to {MAX_BEAM_WIDTH}"
+    _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam.width", beam.width, wanted)
+    _require(n <= beam.width, "n", n, f"1 to {beam.width}, the width of the beam search")
+    penalty = beam.length_penalty
+    is_right = math.isfinite(penalty) and abs(penalty) <= MAX_LENGTH_PENALTY
+    wanted = f"-{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
+    _require(is_right, "length_penalty", penalty, wanted)
+    count = len(request.stop.stop_token_ids)
+    wanted = f"at most {MAX_BEAM_STOP_TOKENS} in a beam search"
+    _require(count <= MAX_BEAM_STOP_TOKENS, "stop_token_ids", f"{count} tokens", wanted)
+
+
+def _n(samples: inference_pb2.Samples) -> int:
+    return samples.n if samples.HasField("n") else 1
 
 
 def check_tokens(ids: list[int], vocab_size: int, field: str = "prompt") -> None:

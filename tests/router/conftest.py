@@ -199,17 +199,28 @@ class FakeEngine(
         for i, word in enumerate(words):
             if script.fail_after == i:
                 await abort(context, script.failure)
-            yield inference_pb2.GenerateResponse(delta=delta(i, word, request.output))
+            for sample in range(_num_samples(request)):
+                told = delta(i, f"{word}{sample or ''}", request.output)
+                told.sample = sample
+                yield inference_pb2.GenerateResponse(delta=told)
             if i == 0 and script.pause:
                 await script.pause.wait()
         if script.fail_after == len(words):
             await abort(context, script.failure)
         usage = inference_pb2.Usage(
-            prompt_tokens=len(request.token_ids.ids), completion_tokens=len(words)
+            prompt_tokens=len(request.token_ids.ids),
+            completion_tokens=len(words) * _num_samples(request),
         )
+        for sample in range(_num_samples(request)) if _num_samples(request) > 1 else ():
+            end = inference_pb2.SampleFinished(sample=sample, reason=script.reason)  # type: ignore[arg-type]
+            yield inference_pb2.GenerateResponse(sample_finished=end)
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(reason=script.reason, usage=usage)  # type: ignore[arg-type]
         )
+
+
+def _num_samples(request: inference_pb2.GenerateRequest) -> int:
+    return max(1, request.samples.n)
 
 
 def delta(i: int, word: str, output: inference_pb2.OutputOptions) -> inference_pb2.Delta:

@@ -20,6 +20,8 @@ BLOCK = 16_000
 Request = inference_pb2.GenerateRequest
 Sampling = inference_pb2.SamplingParams
 Stop = inference_pb2.StopConditions
+Samples = inference_pb2.Samples
+Beam = inference_pb2.BeamSearch
 
 
 def conversation(*turns: tuple[str, str]) -> inference_pb2.Messages:
@@ -81,6 +83,12 @@ WRONG = [
     (Request(text="x", stop=Stop(max_tokens=0)), "max_tokens"),
     (Request(text="x", stop=Stop(stop_strings=["y" * 257])), "stop"),
     (Request(text="x", output=inference_pb2.OutputOptions(top_logprobs=21)), "top_logprobs"),
+    (Request(text="x", samples=Samples(n=17)), "n"),
+    (Request(text="x", samples=Samples(n=3, best_of=2)), "best_of"),
+    (Request(text="x", samples=Samples(best_of=2, beam=Beam(width=2))), "best_of"),
+    (Request(text="x", samples=Samples(beam=Beam(width=9))), "beam.width"),
+    (Request(text="x", samples=Samples(n=3, beam=Beam(width=2))), "n"),
+    (Request(text="x", samples=Samples(beam=Beam(width=2, length_penalty=11))), "length_penalty"),
     (Request(text="x", priority=101), "priority"),
     (Request(text="x", request_id="i" * 129), "request_id"),
     (Request(text="x", session_id="i" * 257), "session_id"),

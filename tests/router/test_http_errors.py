@@ -56,7 +56,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HI, "stream": "yes"}, "stream"),
-    ({"messages": HI, "n": 2}, "n"),
+    ({"messages": HI, "n": 0}, "n"),
+    ({"messages": HI, "n": 17}, "n"),
+    ({"messages": HI, "n": True}, "n"),
+    ({"messages": HI, "best_of": 17}, "best_of"),
+    ({"messages": HI, "length_penalty": 2.0}, "length_penalty"),
+    ({"messages": HI, "session_id": "s" * 257}, "session_id"),
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": HI, "logit_bias": {"5": 1}}, "logit_bias"),
@@ -74,7 +79,17 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": [256]}, "prompt"),
     ({"prompt": {}}, "prompt"),
-    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
+    ({"prompt": "x", "use_beam_search": True, "n": 9}, "n"),
+    ({"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+    ({"prompt": "x", "use_beam_search": True, "best_of": 9}, "best_of"),
+    ({"prompt": "x", "use_beam_search": True, "stream": True}, "stream"),
+    ({"prompt": "x", "use_beam_search": True, "length_penalty": 99.0}, "length_penalty"),
+    (
+        {"prompt": "x", "use_beam_search": True, "stop_token_ids": list(range(17))},
+        "stop_token_ids",
+    ),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
     ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
@@ -202,6 +217,9 @@ def test_what_asks_for_nothing_is_ignored(start_service: "StartService") -> None
         async with start_service() as service:
             neutral = {
                 "n": 1,
+                "best_of": 1,
+                "use_beam_search": False,
+                "length_penalty": 1.0,
                 "tools": [],
                 "tool_choice": "auto",
                 "response_format": {"type": "text"},
@@ -222,7 +240,7 @@ def test_what_asks_for_nothing_is_ignored(start_service: "StartService") -> None
 def test_errors_are_counted(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
-            await service.chat(n=2)
+            await service.chat(n=17)
             await service.chat()
             metrics = (await service.http.get("/metrics")).text
             assert 'ullage_router_requests_total{code="400"} 1.0' in metrics

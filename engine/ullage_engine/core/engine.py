@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ullage_engine.core.beam_group import BeamSearches
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
@@ -47,6 +48,7 @@ class Engine:
         self.num_oom_events = 0
         self._runner = runner
         self._pace = pace
+        self._beams = BeamSearches(scheduler)
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
 
@@ -63,11 +65,14 @@ class Engine:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """See `Scheduler.submit_group`."""
+        """Admits samples of one prompt, or one beam search for all of them; or refuses them all."""
+        if requests[0].beam:
+            return self._beams.start(requests, resumed=resumed)
         return self.scheduler.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str) -> None:
-        self.scheduler.cancel(request_id)
+        if not self._beams.cancel(request_id):
+            self.scheduler.cancel(request_id)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Makes one step run out of memory when `after_steps` more have been computed."""
@@ -77,12 +82,12 @@ class Engine:
         """Computes one step for all sequences that have a part in it."""
         plan = self.scheduler.schedule()
         output = self._execute(plan)
-        return self.scheduler.commit(output)
+        return self._beams.take(self.scheduler.commit(output))
 
     def take_failed(self) -> list[RequestFailed]:
         """Requests given up since the last call."""
         failed, self._failed = self._failed, []
-        return failed
+        return [told for each in failed for told in self._beams.fail(each)]
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         prompt_tokens = _num_prompt_tokens(plan)

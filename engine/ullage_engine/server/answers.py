@@ -7,7 +7,8 @@ from ullage_engine.detokenizer import TokenBytes
 from ullage_engine.messages import Profile, TokenLogprobs
 from ullage_engine.server.board import Board
 from ullage_engine.server.job import Job
-from ullage_engine.server.journal import Entry, Finish, Update
+from ullage_engine.server.journal import Update
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.tokenizer import ModelTokenizer
 
 _REASONS = {
@@ -39,20 +40,34 @@ def delta(update: Update, job: Job, token_bytes: TokenBytes) -> pb.GenerateRespo
         num_tokens=len(update.token_ids),
         token_ids=update.token_ids if job.return_token_ids else (),
         logprobs=_logprobs(update, token_bytes),
+        sample=update.sample,
     )
     return pb.GenerateResponse(delta=message)
 
 
-def finished(entry: Entry, finish: Finish, board: Board) -> pb.GenerateResponse:
+def sample_finished(update: Update) -> pb.GenerateResponse:
+    """The end of one of several samples."""
+    assert update.finish is not None, "a sample that goes on"
+    message = pb.SampleFinished(
+        sample=update.sample,
+        reason=_REASONS[update.finish.reason],
+        stop_string=update.finish.stop_string,
+    )
+    return pb.GenerateResponse(sample_finished=message)
+
+
+def finished(group: SampleGroup, board: Board) -> pb.GenerateResponse:
+    finish = group.finish
     message = pb.Finished(
         reason=_REASONS[finish.reason],
         usage=pb.Usage(
-            prompt_tokens=entry.job.request.num_prompt_tokens,
-            completion_tokens=len(entry.output_ids),
+            prompt_tokens=group.job.request.num_prompt_tokens,
+            completion_tokens=group.num_output_tokens,
+            cached_tokens=group.num_cached_tokens,
         ),
         stop_string=finish.stop_string,
-        resumes=entry.resumes,
-        preemptions=entry.preemptions,
+        resumes=group.resumes,
+        preemptions=group.preemptions,
         headroom_bytes=board.headroom_bytes,
     )
     return pb.GenerateResponse(finished=message)

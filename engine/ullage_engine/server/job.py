@@ -6,13 +6,14 @@ Errors are ServiceError with INVALID_ARGUMENT (the field is named) or NOT_FOUND.
 import math
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import LimitsSection
 from ullage_engine.core.request import EngineRequest, SamplingParams
+from ullage_engine.server.sample_plan import SamplePlan, check_samples, sample_plan
 from ullage_rpc.errors import ServiceError, invalid
 
 MAX_REQUEST_ID_BYTES = 128
@@ -36,7 +37,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked request."""
+    """A checked request; each of its samples has one like it."""
 
     client_id: str
     """The client's name for it, or one made here."""
@@ -44,6 +45,7 @@ class Job:
     stop_strings: tuple[str, ...]
     return_token_ids: bool
     echo: bool
+    samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """What was lowered because memory is short; see `ullage_engine.server.degrade`."""
 
@@ -93,6 +95,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
     _check_sampling(request.sampling)
     _check_stop(request.stop, model.vocab_size)
     _check_output(request.output)
+    check_samples(request)
     _check_input(request, model.vocab_size)
 
 
@@ -131,6 +134,7 @@ def build_job(
     wanted = limits.max_output_tokens
     if request.stop.HasField("max_tokens"):
         wanted = min(wanted, request.stop.max_tokens)
+    samples = sample_plan(request.samples)
     engine_request = EngineRequest(
         request_id=key,
         token_ids=prompt_ids,
@@ -139,6 +143,8 @@ def build_job(
         sampling=_sampling(request),
         stop_token_ids=_stop_token_ids(request.stop, model.eos_token_ids),
         priority=request.priority,
+        session_id=request.session_id,
+        beam=samples.beam,
     )
     return Job(
         client_id=request.request_id or key,
@@ -146,6 +152,7 @@ def build_job(
         stop_strings=tuple(request.stop.stop_strings),
         return_token_ids=request.output.return_token_ids,
         echo=request.output.echo,
+        samples=samples,
     )
 
 

@@ -6,10 +6,11 @@ client that reads slowly gets it in fewer, larger pieces.
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -32,8 +33,9 @@ class Finish:
 
 @dataclass(slots=True)
 class Update:
-    """What is new for the client since the last update."""
+    """What is new for the client of one sample since the last update."""
 
+    sample: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -41,11 +43,30 @@ class Update:
 
 
 class Entry:
-    """One request, from its acceptance to its last message."""
+    """One sample of a request, from its acceptance to its last message."""
 
-    def __init__(self, job: Job, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self,
+        job: Job,
+        token_bytes: TokenBytes,
+        *,
+        index: int,
+        news: asyncio.Event,
+        prefix: str,
+    ) -> None:
+        """
+        Args:
+            index: which of the request's samples.
+            news: set whenever there is an update to take.
+            prefix: text that begins the answer.
+        """
         self.job = job
+        self.index = index
         self.output_ids: list[int] = []
+        self.total_logprob = 0.0
+        """Sum over its tokens; 0 unless they are reported."""
+        self.num_cached_tokens = 0
+        """Prompt tokens whose KV was there when it was first computed."""
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
@@ -60,13 +81,18 @@ class Entry:
         self._preemptions_before = 0
         self._preemptions_now = 0
         self._detokenizer = Detokenizer(token_bytes, job.stop_strings)
-        self._update = Update()
-        self._news = asyncio.Event()
+        self._update = Update(text=prefix)
+        self._news = news
 
     @property
     def key(self) -> str:
-        """The worker's name for the request, unique in this process."""
+        """The worker's name for the sample, unique in this process."""
         return self.job.request.request_id
+
+    @property
+    def request_key(self) -> str:
+        """What all samples of the request have in common: the first one's key."""
+        return self.key.removesuffix(f"#{self.index}") if self.index else self.key
 
     @property
     def is_over(self) -> bool:
@@ -95,10 +121,12 @@ class Entry:
         self.admitted = True
         self.stalled_resumes = 0
         self._preemptions_now = output.num_preemptions
+        if not self.output_ids and not self.resumes:
+            self.num_cached_tokens = output.num_cached_tokens
         logprobs = output.logprobs or []
         last = len(output.token_ids) - 1
         for place, token_id in enumerate(output.token_ids):
-            self._update.logprobs.extend(logprobs[place : place + 1])
+            self._report(logprobs[place : place + 1])
             # The token that ends the answer is counted, but it is not text.
             self._take_token(token_id, is_text=output.finish != "stop" or place < last)
             if self.is_over:
@@ -124,19 +152,17 @@ class Entry:
             self.failure = error
             self._news.set()
 
-    async def next_update(self) -> Update:
-        """Waits for news; the finish comes once, in the last update.
-
-        Raises:
-            ServiceError: the request failed.
-        """
-        await self._news.wait()
-        self._news.clear()
+    def take_update(self) -> Update | None:
+        """What is new, with the finish if it has ended; None if there is nothing to tell."""
+        if not self._update.token_ids and self.finish is None:
+            return None
         update, self._update = self._update, Update()
-        if self.failure is not None:
-            raise self.failure
         update.finish = self.finish
         return update
+
+    def _report(self, logprobs: list[TokenLogprobs]) -> None:
+        self._update.logprobs.extend(logprobs)
+        self.total_logprob += sum(entry.logprob for entry in logprobs)
 
     def _take_token(self, token_id: int, is_text: bool) -> None:
         self.output_ids.append(token_id)
@@ -151,6 +177,14 @@ class Entry:
     def _finish(self, finish: Finish) -> None:
         self.finish = finish
         self._news.set()
+
+
+class Submission(NamedTuple):
+    """What goes to a worker together."""
+
+    entries: list[Entry]
+    resumed: bool
+    """A worker that is gone had taken them."""
 
 
 class Journal:
@@ -181,6 +215,21 @@ class Journal:
     def unfinished(self) -> list[Entry]:
         """Entries that still need a worker, oldest first."""
         return [entry for entry in self._entries.values() if not entry.is_over]
+
+    def submissions(self) -> Iterator[Submission]:
+        """All that the present worker has not been sent, oldest first.
+
+        Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
+        which nothing is known before its end. Others have parted: each goes by itself.
+        """
+        waiting = (entry for entry in self.unfinished() if not entry.submitted)
+        for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
+            entries = list(some)
+            resumed = any(entry.admitted for entry in entries)
+            if resumed and entries[0].job.samples.beam is None:
+                yield from (Submission([entry], resumed) for entry in entries)
+            else:
+                yield Submission(entries, resumed)
 
     def end_all(self, end: Callable[[Entry], None]) -> None:
         for entry in self.unfinished():

@@ -107,7 +107,8 @@ class EngineMetrics:
         if entry.last_token_at is None:
             self._count_degraded(entry)
             self._ttft.observe(now - entry.accepted_at)
-            self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
+            # All samples have one prompt.
+            self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
             self._inter_token.observe((now - entry.last_token_at) / num_tokens)
         entry.last_token_at = now

@@ -17,8 +17,9 @@ from ullage_engine.server import answers
 from ullage_engine.server.board import Board
 from ullage_engine.server.degrade import degrade
 from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
-from ullage_engine.server.journal import Entry, Finish, Journal, Update
+from ullage_engine.server.journal import Finish, Journal, Reason, Update
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.samples import SampleGroup
 from ullage_engine.server.supervisor import Supervisor
 from ullage_engine.tokenizer import ModelTokenizer
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
@@ -85,26 +86,31 @@ class InferenceService(rpc.InferenceServiceServicer):
         except ServiceError as error:
             self._metrics.refused(error.reason)
             await abort(context, error)
-        entry = Entry(job, language.token_bytes)
+        prefix = language.tokenizer.decode(job.request.token_ids) if job.echo else ""
+        group = SampleGroup(job, language.token_bytes, prefix)
         outcome, failure = "cancelled", None
-        self._journal.open(entry)
-        self._supervisor.submit(entry)
+        for entry in group.entries:
+            self._journal.open(entry)
+        self._supervisor.submit(group.entries)
         try:
-            finish = await self._in_time(self._stream(entry, language, context), context)
+            finish = await self._in_time(self._stream(group, language, context), context)
             outcome = finish.reason
         except ServiceError as error:
             outcome, failure = error.reason, error
         finally:
-            self._close(entry, outcome)
+            self._close(group, outcome)
         if failure is not None:  # last, for it waits for a client that does not read
             await abort(context, failure)
 
-    def _close(self, entry: Entry, outcome: str) -> None:
-        if not entry.is_over:  # the client went away
-            entry.end("cancelled")
+    def _close(self, group: SampleGroup, outcome: str) -> None:
+        self._end(group, "cancelled")  # the client went away, or another sample failed
+        for entry in group.entries:
+            self._journal.close(entry)
+        self._metrics.ended(group.latest, outcome)
+
+    def _end(self, group: SampleGroup, reason: Reason) -> None:
+        for entry in group.end(reason):
             self._supervisor.cancel(entry)
-        self._journal.close(entry)
-        self._metrics.ended(entry, outcome)
 
     def _loaded(self) -> Language:
         if self._language is None or self._board.ready is None:
@@ -151,32 +157,36 @@ class InferenceService(rpc.InferenceServiceServicer):
         job = build_job(request, prompt_ids, key, limits, self._config.limits)
         return degrade(job, self._config.degrade, self._board.state)
 
-    async def _stream(self, entry: Entry, language: Language, context: Context) -> Finish:
+    async def _stream(self, group: SampleGroup, language: Language, context: Context) -> Finish:
         """Sends the whole answer; Accepted goes out with the first news, when admission is sure."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
-        update = await self._next_update(entry, deadline)
-        if not update.token_ids and update.finish and update.finish.reason == "timeout":
+        updates = await self._next_updates(group, deadline)
+        if not group.num_output_tokens and group.is_told and group.finish.reason == "timeout":
             raise _no_token_in_time()
-        await context.write(self._accepted(entry))
-        if entry.job.echo:
-            prompt = language.tokenizer.decode(entry.job.request.token_ids)
-            update.text = prompt + update.text
+        await context.write(self._accepted(group))
         while True:
-            if update.token_ids or update.text:
-                await context.write(answers.delta(update, entry.job, language.token_bytes))
-            if update.finish:
-                await context.write(answers.finished(entry, update.finish, self._board))
-                return update.finish
-            update = await self._next_update(entry, deadline)
+            for update in updates:
+                await self._write(update, group, language, context)
+            if group.is_told:
+                await context.write(answers.finished(group, self._board))
+                return group.finish
+            updates = await self._next_updates(group, deadline)
 
-    async def _next_update(self, entry: Entry, deadline: float) -> Update:
+    async def _write(
+        self, update: Update, group: SampleGroup, language: Language, context: Context
+    ) -> None:
+        if update.token_ids or update.text:
+            await context.write(answers.delta(update, group.job, language.token_bytes))
+        if update.finish and group.job.samples.n > 1:
+            await context.write(answers.sample_finished(update))
+
+    async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
         try:
             async with asyncio.timeout_at(deadline):
-                return await entry.next_update()
+                return await group.next_updates()
         except TimeoutError:
-            entry.end("timeout")
-            self._supervisor.cancel(entry)
-            return await entry.next_update()
+            self._end(group, "timeout")
+            return await group.next_updates()
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
         """Ends a call whose client does not take what it is sent; nothing of it stays behind."""
@@ -191,15 +201,18 @@ class InferenceService(rpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         return limit if remaining is None else min(limit, remaining - DEADLINE_MARGIN_S)
 
-    def _accepted(self, entry: Entry) -> pb.GenerateResponse:
+    def _accepted(self, group: SampleGroup) -> pb.GenerateResponse:
         ready, state = self._board.ready, self._board.state
         assert ready is not None and state is not None
-        request = entry.job.request
+        request = group.job.request
         num_tokens = predictor.expected_length(
             request, state.expected_output_tokens, ready.max_model_len
         )
-        charged = predictor.sequence_bytes(ready.profile, num_tokens)
-        return answers.accepted(entry.job, self._config.server.engine_id, charged)
+        prompt = request.num_prompt_tokens
+        count = group.job.samples.num_sequences
+        shape = predictor.RequestShape(prompt, num_tokens - prompt, samples=count)
+        charged = predictor.demand(ready.profile, shape).total
+        return answers.accepted(group.job, self._config.server.engine_id, charged)
 
 
 async def _prompt_ids(request: pb.GenerateRequest, language: Language) -> list[int]:

@@ -33,7 +33,7 @@ from ullage_engine.messages import (
 from ullage_engine.server.board import Board
 from ullage_engine.server.child import ChildProcess
 from ullage_engine.server.ipc import ServerLink
-from ullage_engine.server.journal import Entry, Journal
+from ullage_engine.server.journal import Entry, Journal, Submission
 from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.policy import RestartPolicy
@@ -87,7 +87,7 @@ class Supervisor:
         self._life: WorkerLife | None = None
         self._num_lives = 0
         self._num_failures = 0
-        self._suspect: Entry | None = None
+        self._suspect: Submission | None = None
         """Runs alone until it has a token; everything else waits for that."""
         self._stopping = asyncio.Event()
 
@@ -96,10 +96,10 @@ class Supervisor:
         """Process id of the present worker; None between two."""
         return self._life.process.pid if self._life else None
 
-    def submit(self, entry: Entry) -> None:
-        """Sends an open entry to the worker, now or when the next one is ready."""
+    def submit(self, entries: list[Entry]) -> None:
+        """Sends a request's open entries to the worker, now or when the next one is ready."""
         if self._life and self._life.ready_at is not None and self._suspect is None:
-            self._send(self._life, entry)
+            self._send(self._life, Submission(entries, resumed=False))
 
     def cancel(self, entry: Entry) -> None:
         """Tells the worker that nobody waits for an entry any more."""
@@ -250,16 +250,18 @@ class Supervisor:
 
     def _send_waiting(self, life: WorkerLife) -> None:
         """Sends what no worker has: the oldest suspect alone, or everything when there is none."""
-        waiting = [entry for entry in self._journal.unfinished() if not entry.submitted]
-        suspects = [entry for entry in waiting if self._policy.is_suspect(entry.stalled_resumes)]
+        waiting = list(self._journal.submissions())
+        suspects = [each for each in waiting if self._policy.is_suspect(_stalls(each))]
         self._suspect = suspects[0] if suspects else None
-        for entry in suspects[:1] or waiting:
-            self._send(life, entry)
+        for submission in suspects[:1] or waiting:
+            self._send(life, submission)
 
-    def _send(self, life: WorkerLife, entry: Entry) -> None:
-        entry.submitted = True
+    def _send(self, life: WorkerLife, submission: Submission) -> None:
+        for entry in submission.entries:
+            entry.submitted = True
         life.asked()
-        life.link.post(Submit(requests=[entry.engine_request()], resumed=entry.admitted))
+        requests = [entry.engine_request() for entry in submission.entries]
+        life.link.post(Submit(requests=requests, resumed=submission.resumed))
 
     def _admitted(self, request_id: str) -> None:
         entry = self._journal.get(request_id)
@@ -307,9 +309,9 @@ class Supervisor:
                 entry.fail(_worker_lost(entry.stalled_resumes))
 
 
-def _stalls(entry: Entry) -> int:
-    """Deaths of workers since an entry's last token, as far as they matter now."""
-    return 0 if entry.is_over else entry.stalled_resumes
+def _stalls(submission: Submission) -> int:
+    """Deaths of workers since the last token of what went together, as far as they matter now."""
+    return max((e.stalled_resumes for e in submission.entries if not e.is_over), default=0)
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:

@@ -13,6 +13,7 @@ from ullage.inference.v1 import inference_pb2
 JSON = dict[str, object]
 Delta = inference_pb2.Delta
 Finished = inference_pb2.Finished
+SampleFinished = inference_pb2.SampleFinished
 Accepted = inference_pb2.Accepted
 TokenLogprob = inference_pb2.TokenLogprob
 
@@ -35,15 +36,19 @@ class Wanted:
     token_ids: bool
     usage: bool
     """A last chunk with the usage; whole answers always have it."""
+    n: int
+    """Choices."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """The deltas of a whole answer."""
+    """The deltas of one choice of a whole answer."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: SampleFinished | None = None
+    """None: it ended as the whole answer did."""
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
@@ -57,13 +62,16 @@ class Format(Protocol):
     def opening(self, accepted: Accepted) -> list[JSON]:
         """Chunks before the first text."""
 
-    def piece(self, delta: Delta) -> JSON | None:
-        """The chunk of a delta; None when it would say nothing."""
+    def piece(self, delta: Delta) -> list[JSON]:
+        """The chunk of a delta; none when it would say nothing."""
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        """The last chunk of one of several choices."""
 
     def closing(self, finished: Finished) -> list[JSON]:
-        """Chunks after the last text."""
+        """Chunks after the last text: of every choice that has not ended, and of the whole."""
 
-    def whole(self, accepted: Accepted, parts: Collected, finished: Finished) -> JSON:
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
         """The answer in one piece."""
 
 
@@ -72,43 +80,51 @@ class ChatFormat:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
+        self._open = list(range(wanted.n))
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        chunk = self._chunk({"role": "assistant", "content": ""})
+        chunks = [self._chunk(i, {"role": "assistant", "content": ""}) for i in self._open]
         if self._wanted.token_ids:
-            chunk["prompt_token_ids"] = list(accepted.prompt_token_ids)
-        return [chunk]
+            chunks[0]["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        return chunks
 
-    def piece(self, delta: Delta) -> JSON | None:
+    def piece(self, delta: Delta) -> list[JSON]:
         if not _says_something(delta):
-            return None
+            return []
         more: JSON = {}
         if self._wanted.logprobs:
             more["logprobs"] = chat_logprobs(delta.logprobs)
         if self._wanted.token_ids:
             more["token_ids"] = list(delta.token_ids)
-        return self._chunk({"content": delta.text}, more)
+        return [self._chunk(delta.sample, {"content": delta.text}, more)]
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        self._open.remove(end.sample)
+        return [self._chunk(end.sample, {}, _ending(end))]
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = self._chunk({}, _ending(finished))
-        return [last, *_usage_chunk(self._base(), self._wanted, finished)]
+        last = [self._chunk(i, {}, _ending(finished)) for i in self._open]
+        return [*last, *_usage_chunk(self._base(), self._wanted, finished)]
 
-    def whole(self, accepted: Accepted, parts: Collected, finished: Finished) -> JSON:
-        choice: JSON = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(parts.texts)},
-            "logprobs": chat_logprobs(parts.logprobs) if self._wanted.logprobs else None,
-            **_ending(finished),
-        }
-        answer = self._base() | {"object": "chat.completion", "choices": [choice]}
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
+        answer = self._base() | {"object": "chat.completion", "choices": choices}
         answer["usage"] = usage(finished.usage)
         if self._wanted.token_ids:
-            choice["token_ids"] = parts.token_ids
             answer["prompt_token_ids"] = list(accepted.prompt_token_ids)
         return answer
 
-    def _chunk(self, delta: JSON, more: JSON | None = None) -> JSON:
-        choice: JSON = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
+        choice: JSON = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(part.texts)},
+            "logprobs": chat_logprobs(part.logprobs) if self._wanted.logprobs else None,
+            **_ending(part.end or finished),
+        }
+        return choice | {"token_ids": part.token_ids} if self._wanted.token_ids else choice
+
+    def _chunk(self, index: int, delta: JSON, more: JSON | None = None) -> JSON:
+        choice: JSON = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._base() | {"choices": [choice | (more or {})]}
         return chunk | {"usage": None} if self._wanted.usage else chunk
 
@@ -121,44 +137,55 @@ class CompletionFormat:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._offset = 0
-        self._prompt_ids: list[int] | None = None
+        self._open = list(range(wanted.n))
+        self._offsets = [0] * wanted.n
+        self._prompt_ids: dict[int, list[int]] = {}
+        """Of choices that have not told them yet."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
         if self._wanted.token_ids:
-            self._prompt_ids = list(accepted.prompt_token_ids)
+            self._prompt_ids = {i: list(accepted.prompt_token_ids) for i in self._open}
         return []
 
-    def piece(self, delta: Delta) -> JSON | None:
+    def piece(self, delta: Delta) -> list[JSON]:
         if not _says_something(delta):
-            return None
+            return []
+        index = delta.sample
         more: JSON = {}
         if self._wanted.logprobs:
-            more["logprobs"] = completion_logprobs(delta.logprobs, self._offset)
+            more["logprobs"] = completion_logprobs(delta.logprobs, self._offsets[index])
         if self._wanted.token_ids:
             more["token_ids"] = list(delta.token_ids)
-            more["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
-        self._offset += len(delta.text)
-        return self._chunk(delta.text, more)
+            more["prompt_token_ids"] = self._prompt_ids.pop(index, None)
+        self._offsets[index] += len(delta.text)
+        return [self._chunk(index, delta.text, more)]
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        self._open.remove(end.sample)
+        return [self._chunk(end.sample, "", _ending(end))]
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = self._chunk("", _ending(finished))
-        return [last, *_usage_chunk(self._base(), self._wanted, finished)]
+        last = [self._chunk(i, "", _ending(finished)) for i in self._open]
+        return [*last, *_usage_chunk(self._base(), self._wanted, finished)]
 
-    def whole(self, accepted: Accepted, parts: Collected, finished: Finished) -> JSON:
-        choice: JSON = {
-            "index": 0,
-            "text": "".join(parts.texts),
-            "logprobs": completion_logprobs(parts.logprobs, 0) if self._wanted.logprobs else None,
-            **_ending(finished),
-        }
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
         if self._wanted.token_ids:
-            choice["token_ids"] = parts.token_ids
-            choice["prompt_token_ids"] = list(accepted.prompt_token_ids)
-        return self._base() | {"choices": [choice], "usage": usage(finished.usage)}
+            for choice in choices:
+                choice["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        return self._base() | {"choices": choices, "usage": usage(finished.usage)}
 
-    def _chunk(self, text: str, more: JSON) -> JSON:
-        choice: JSON = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+    def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
+        choice: JSON = {
+            "index": index,
+            "text": "".join(part.texts),
+            "logprobs": completion_logprobs(part.logprobs, 0) if self._wanted.logprobs else None,
+            **_ending(part.end or finished),
+        }
+        return choice | {"token_ids": part.token_ids} if self._wanted.token_ids else choice
+
+    def _chunk(self, index: int, text: str, more: JSON) -> JSON:
+        choice: JSON = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         chunk = self._base() | {"choices": [choice | more]}
         return chunk | {"usage": None} if self._wanted.usage else chunk
 
@@ -219,11 +246,11 @@ def _says_something(delta: Delta) -> bool:
     return bool(delta.text or delta.token_ids or delta.logprobs)
 
 
-def _ending(finished: Finished) -> JSON:
-    is_timeout = finished.reason == inference_pb2.FINISH_REASON_TIMEOUT
+def _ending(end: Finished | SampleFinished) -> JSON:
+    is_timeout = end.reason == inference_pb2.FINISH_REASON_TIMEOUT
     return {
-        "finish_reason": _FINISH[finished.reason],
-        "stop_reason": "timeout" if is_timeout else finished.stop_string or None,
+        "finish_reason": _FINISH[end.reason],
+        "stop_reason": "timeout" if is_timeout else end.stop_string or None,
     }
 
 

@@ -13,7 +13,7 @@ from ullage_router.http.schemas import (
     Common,
     CompletionRequest,
 )
-from ullage_router.validate import ROLES, wrong
+from ullage_router.validate import MAX_BEAM_WIDTH, ROLES, wrong
 from ullage_rpc.errors import ServiceError, invalid
 
 Request = inference_pb2.GenerateRequest
@@ -121,8 +121,40 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
     stop.stop_strings.extend(_utf8("stop", text) for text in texts)
     output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
-    model = _utf8("model", common.model)
-    return Request(model=model, sampling=sampling, stop=stop, output=output)
+    return Request(
+        model=_utf8("model", common.model),
+        session_id=_utf8("session_id", common.session_id or ""),
+        sampling=sampling,
+        stop=stop,
+        output=output,
+        samples=_samples(common),
+    )
+
+
+def _samples(common: Common) -> inference_pb2.Samples | None:
+    """None: one answer."""
+    if common.use_beam_search:
+        return _beam_search(common)
+    if common.length_penalty not in (None, 1.0):
+        wanted = "1, or another with use_beam_search: true"
+        raise wrong("length_penalty", common.length_penalty, wanted)
+    if common.n is None and common.best_of is None:
+        return None
+    if common.stream and (common.best_of or 1) > (common.n or 1):
+        raise wrong("best_of", common.best_of, f"{common.n or 1} with stream, more without")
+    return inference_pb2.Samples(n=common.n, best_of=common.best_of)
+
+
+def _beam_search(common: Common) -> inference_pb2.Samples:
+    n = common.n or 1
+    name, width = ("n", n) if common.best_of is None else ("best_of", common.best_of)
+    if not n <= width <= MAX_BEAM_WIDTH:
+        least = 1 if name == "n" else min(n, MAX_BEAM_WIDTH)
+        raise wrong(name, width, f"{least} to {MAX_BEAM_WIDTH} with use_beam_search")
+    if common.stream:
+        raise wrong("stream", True, "false with use_beam_search, whose end decides its beginning")
+    beam = inference_pb2.BeamSearch(width=width, length_penalty=common.length_penalty)
+    return inference_pb2.Samples(n=n, beam=beam)
 
 
 def _message(i: int, message: ChatMessage) -> inference_pb2.Message:

@@ -13,7 +13,14 @@ from starlette.types import Receive, Scope, Send
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.http import convert
-from ullage_router.http.answers import ChatFormat, Collected, CompletionFormat, Format, Wanted
+from ullage_router.http.answers import (
+    JSON,
+    ChatFormat,
+    Collected,
+    CompletionFormat,
+    Format,
+    Wanted,
+)
 from ullage_router.http.body import ClientGone, discard, read_body, while_connected
 from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
@@ -86,7 +93,8 @@ class GenerateEndpoint:
             self._pipeline.refused(record, error)
             await self._refuse(writer, error, receive)
             return
-        parsed.request.session_id = headers.get("x-session-id", "")
+        if session_id := headers.get("x-session-id"):
+            parsed.request.session_id = session_id
         call = Call(parsed.request, record, self._timeout_s, trace_context(headers))
         await while_connected(receive, self._answer(call, parsed.body, writer))
 
@@ -104,7 +112,7 @@ class GenerateEndpoint:
                 if body.stream:
                     await _stream(generation, form, writer)
                 else:
-                    await _whole(generation, form, writer)
+                    await _whole(generation, form, writer, body.n or 1)
         except ServiceError as error:
             await writer.error(error)
         except OSError:  # the client went between two writes
@@ -127,6 +135,7 @@ class GenerateEndpoint:
             logprobs=call.request.output.HasField("top_logprobs"),
             token_ids=call.request.output.return_token_ids,
             usage=body.wants_usage,
+            n=body.n or 1,
         )
 
 
@@ -134,21 +143,32 @@ async def _stream(generation: Generation, form: Format, writer: Writer) -> None:
     await writer.start_stream()
     opening = form.opening(generation.accepted)
     async for event in generation.events():
-        if event.HasField("finished"):
-            await writer.chunks(*opening, *form.closing(event.finished))
-        elif chunk := form.piece(event.delta):
-            await writer.chunks(*opening, chunk)
+        if chunks := _chunks(event, form):
+            await writer.chunks(*opening, *chunks)
             opening = []
     await writer.end_stream()
 
 
-async def _whole(generation: Generation, form: Format, writer: Writer) -> None:
-    parts, finished = Collected(), inference_pb2.Finished()
+def _chunks(event: inference_pb2.GenerateResponse, form: Format) -> list[JSON]:
+    match event.WhichOneof("event"):
+        case "finished":
+            return form.closing(event.finished)
+        case "sample_finished":
+            return form.ended(event.sample_finished)
+        case _:
+            return form.piece(event.delta)
+
+
+async def _whole(generation: Generation, form: Format, writer: Writer, n: int) -> None:
+    parts, finished = [Collected() for _ in range(n)], inference_pb2.Finished()
     async for event in generation.events():
-        if event.HasField("finished"):
-            finished = event.finished
-        else:
-            parts.add(event.delta)
+        match event.WhichOneof("event"):
+            case "finished":
+                finished = event.finished
+            case "sample_finished":
+                parts[event.sample_finished.sample].end = event.sample_finished
+            case _:
+                parts[event.delta.sample].add(event.delta)
     await writer.whole(form.whole(generation.accepted, parts, finished))
 
 

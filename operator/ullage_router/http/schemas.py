@@ -11,6 +11,7 @@ import msgspec
 MAX_UINT32 = (1 << 32) - 1
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
@@ -35,22 +36,17 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer and that are not served yet."""
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
-        "n": (1,),
-        "best_of": (1,),
         "suffix": ("",),
         "tool_choice": ("none", "auto"),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "add_generation_prompt": (True,),
         "min_tokens": (0,),
-        "length_penalty": (1.0,),
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
     """Values that ask for nothing; null, false and empty ones never do."""
 
-    n: object = None
-    best_of: object = None
     suffix: object = None
     logit_bias: object = None
     tools: object = None
@@ -62,8 +58,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     audio: object = None
     prediction: object = None
     web_search_options: object = None
-    use_beam_search: object = None
-    length_penalty: object = None
     min_tokens: object = None
     bad_words: object = None
     allowed_token_ids: object = None
@@ -98,12 +92,15 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         neutral = self.NEUTRAL.get(name, ())
         if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             return True
-        is_switch = name not in ("n", "best_of", "skip_special_tokens", "add_generation_prompt")
+        is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
         return is_switch and value in (False, [], {})
 
 
 class Common(Unsupported, frozen=True, kw_only=True):
-    """What chat and completions share; null means the default."""
+    """What chat and completions share; null means the default.
+
+    With `use_beam_search`, which vLLM has too, `best_of` (or else `n`) is the width of the search.
+    """
 
     model: str = ""
     stream: bool | None = None
@@ -121,6 +118,12 @@ class Common(Unsupported, frozen=True, kw_only=True):
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    n: Count | None = None
+    best_of: Count | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    session_id: str | None = None
+    """As the header x-session-id, which comes first."""
 
     @property
     def wants_usage(self) -> bool:

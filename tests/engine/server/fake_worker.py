@@ -78,12 +78,22 @@ class Sequence:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.token_ids = list(request.token_ids)
+        self.num_cached_tokens = 2 if request.session_id else 0
+        self._found: list[int] = []
 
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
-    def step(self) -> TokenOutput:
+    def step(self) -> TokenOutput | None:
+        """One token; of a beam search nothing before its end."""
+        output = self._next()
+        if self.request.beam is None:
+            return output
+        self._found += output.token_ids
+        return msgspec.structs.replace(output, token_ids=self._found) if output.finish else None
+
+    def _next(self) -> TokenOutput:
         request = self.request
         token_id = token_at(len(self.token_ids), request.sampling.seed)
         if request.token_ids[0] == Script.ENDS_AFTER_FIVE and self.num_output == 5:
@@ -92,12 +102,14 @@ class Sequence:
         logprobs = None
         if request.sampling.top_logprobs is not None:
             top = list(range(400, 400 + request.sampling.top_logprobs))
-            logprobs = [TokenLogprobs(logprob=-0.5, top_ids=top, top_logprobs=[-1.0] * len(top))]
+            logprob = -(token_id % 97) / 97
+            logprobs = [TokenLogprobs(logprob, top_ids=top, top_logprobs=[-1.0] * len(top))]
         return TokenOutput(
             request_id=request.request_id,
             token_ids=[token_id],
             finish=self._finish(token_id),
             logprobs=logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def _finish(self, token_id: int) -> str:
@@ -142,9 +154,10 @@ class FakeWorker:
 
     def _take(self, message: ToWorker) -> bool:
         match message:
-            case Submit(requests=[request]):
-                self._trace(f"submit {request.request_id} {message.resumed} {request.token_ids}")
-                self._admit(request)
+            case Submit(requests=requests):
+                names = ",".join(request.request_id for request in requests)
+                self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}")
+                self._submit(requests)
             case Cancel(request_id=request_id):
                 self._trace(f"cancel {request_id}")
                 self._sequences.pop(request_id, None)
@@ -155,6 +168,12 @@ class FakeWorker:
             case Shutdown():
                 return False
         return True
+
+    def _submit(self, requests: list[EngineRequest]) -> None:
+        if requests[0].token_ids[0] in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            requests = requests[:1]
+        for request in requests:
+            self._admit(request)
 
     def _admit(self, request: EngineRequest) -> None:
         first = request.token_ids[0]
@@ -196,7 +215,8 @@ class FakeWorker:
         for sequence in self._sequences.values():
             if sequence.request.token_ids[0] == Script.KILLS_WORKER:
                 os.kill(os.getpid(), 9)
-        outputs = [sequence.step() for sequence in self._sequences.values()]
+        stepped = [sequence.step() for sequence in self._sequences.values()]
+        outputs = [output for output in stepped if output is not None]
         self._num_steps += 1
         self._send(StepDone(outputs=outputs))
         for output in outputs:
