@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.core.batch import build_batch
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
-from ullage_engine.kernels.buffers import allocate, shaped
-from ullage_engine.kernels.pool import LayerCache, allocate_pool, kv_block_bytes
+from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
+from ullage_engine.kernels.pool import HostPool, KVPool, LayerCache, kv_block_bytes, move
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
 from ullage_engine.memory.rungs import token_rung
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.models.llama import Llama
-from ullage_engine.weights.store import LoadedModel
+from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,10 @@ class ModelRunner:
         self._step_layout = step_arena(loaded.geometry, self._limits)
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Llama | None = None
+        self._arena: dict[str, torch.Tensor] = {}
         self._sampling: dict[str, torch.Tensor] = {}
-        self._caches: list[LayerCache] = []
+        self._pool: KVPool | None = None
+        self._host: HostPool | None = None
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -80,44 +82,71 @@ class ModelRunner:
         """Bytes of one KV block over all layers."""
         return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
 
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes that were really allocated, by name of the reservation that they belong to."""
+        return {
+            "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
+            "step_arena": storage_bytes(self._arena.values()),
+            "sampler_arena": storage_bytes(self._sampling.values()),
+            "kv_pool": storage_bytes([self._kv.blocks]),
+        }
+
     def allocate_arena(self) -> None:
         """Allocates both arenas, every page touched."""
         with torch.inference_mode():
-            arena = allocate(self._step_layout, self._dtype, self._device)
+            self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            self._model = Llama(self.geometry, self._loaded.tensors, self._limits, arena)
+            self._model = Llama(self.geometry, self._loaded.tensors, self._limits, self._arena)
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Allocates the KV pool, every page touched; blocks are numbered from 0."""
+    def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
+        """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
+        # A pool that is replaced goes before its successor comes.
+        self._pool = self._host = None
         with torch.inference_mode():
-            self._caches = allocate_pool(
+            self._pool = KVPool(
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
+            self._host = HostPool(self._pool, num_host_slots)
 
     def warm_up(self) -> None:
         """Runs the largest steps, so that every buffer libraries make lazily exists.
 
         Overwrites the KV pool; call it before the first request.
         """
-        self._run_one_layer(shape_plans(self._limits, self._num_blocks))
+        self._run_one_layer(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
-        self._run_one_layer(largest_plans(self._limits, self._num_blocks))
+        self._run_one_layer(largest_plans(self._limits, self._kv.num_blocks))
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
-        return self._run(plan, self._caches)
+        return self._run(plan, self._kv.layers)
+
+    @torch.inference_mode()
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks over all layers: out to the host, in from it, then on the device.
+
+        Allocates nothing, and steps executed later see the result.
+        """
+        assert self._host is not None, "allocate_kv comes first"
+        move(moves, self._kv, self._host)
 
     @property
-    def _num_blocks(self) -> int:
-        return self._caches[0].blocks.shape[1]
+    def num_host_slots(self) -> int:
+        """Blocks that host memory can hold."""
+        return self._host.num_slots if self._host else 0
+
+    @property
+    def _kv(self) -> KVPool:
+        assert self._pool is not None, "allocate_kv comes first"
+        return self._pool
 
     def _run_one_layer(self, plans: Iterable[StepPlan]) -> None:
         # Every layer has the same shapes and frees what it took before the next.
         for plan in plans:
-            self._run(plan, self._caches[:1])
+            self._run(plan, self._kv.layers[:1])
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:

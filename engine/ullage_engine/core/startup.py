@@ -1,5 +1,6 @@
 """From a configuration to an engine that steps: every byte enters the ledger on the way."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
 from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.ledger import Ledger, mib
-from ullage_engine.memory.predictor import block_bytes, num_blocks
+from ullage_engine.memory.ledger import Ledger, mib, wrong_price
+from ullage_engine.memory.predictor import block_bytes, num_blocks, sequence_bytes
 from ullage_engine.messages import CacheGroupSpec, Loading, Profile
 from ullage_engine.models.dtypes import dtype_name, resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import LoadedModel, load_weights
+
+log = logging.getLogger("ullage.engine.worker")
 
 _BLOCK_TOKENS = 16
 
@@ -82,6 +85,7 @@ class _Startup:
         self._warm_up(runner)
         profile = self._profile(loaded.geometry, runner, settings)
         self._allocate_kv(runner, profile)
+        self._check_prices(runner, profile)
         self._settle()
         pace = Pace()
         scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len))
@@ -131,12 +135,49 @@ class _Startup:
         size = profile.kv_pool_bytes
         progress = self._progress("kv_pool")
         progress(0, size)
-        runner.allocate_kv(size // block_bytes(profile))
+        runner.allocate_kv(size // block_bytes(profile), self._num_host_slots(profile))
         # The pool may lie where the first warm-up had its temporaries; give them their place now,
         # or the first requests would.
         runner.run_largest()
         self._ledger.allocated("kv_pool", size)
+        if runner.num_host_slots:
+            self._ledger.allocated("host_kv", self._host_kv_bytes(profile))
         progress(size, size)
+
+    def _num_host_slots(self, profile: Profile) -> int:
+        return self._config.memory.host_kv // block_bytes(profile)
+
+    def _host_kv_bytes(self, profile: Profile) -> int:
+        """What of the host's slots lies on the device: all of them where it is the host, else the
+        one block of staging that they are copied through."""
+        slots = self._num_host_slots(profile)
+        return block_bytes(profile) * (slots if self._device.type == "cpu" else min(slots, 1))
+
+    def _reserve_host_kv(self, profile: Profile) -> None:
+        wanted = self._config.memory.host_kv
+        if not wanted:
+            return
+        slots, block = self._num_host_slots(profile), block_bytes(profile)
+        if not slots:
+            raise StartError(
+                f"memory.hostKV: {wanted} bytes hold no KV block of {block} bytes; "
+                f"set {mib(block + (1 << 20))} or more, or 0 to recompute preempted sequences"
+            )
+        self._ledger.reserve("host_kv", self._host_kv_bytes(profile))
+        log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
+
+    def _check_prices(self, runner: ModelRunner, profile: Profile) -> None:
+        """Compares what was allocated with the formulas that admission and the router use."""
+        blocks = profile.kv_pool_bytes // block_bytes(profile)
+        priced = {
+            "weights": runner.weights_bytes,
+            "step_arena": runner.step_arena_bytes,
+            "sampler_arena": runner.sampler_arena_bytes,
+            "kv_pool": sequence_bytes(profile, blocks * profile.block_tokens),
+        }
+        error = wrong_price(priced, runner.allocated_bytes())
+        if error is not None:
+            raise StartError(error)
 
     def _settle(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.
@@ -167,14 +208,18 @@ class _Startup:
             kv_pool_bytes=0,
         )
         assert block_bytes(profile) == runner.kv_block_bytes, "priced and allocated blocks differ"
+        self._reserve_beside_kv(profile)
         size = self._reserve_kv(block_bytes(profile), num_blocks(profile, chunk))
         return msgspec.structs.replace(profile, kv_pool_bytes=size)
+
+    def _reserve_beside_kv(self, profile: Profile) -> None:
+        self._ledger.reserve("staging", _STAGING_BYTES)
+        self._ledger.reserve("safety_reserve", self._config.memory.safety_reserve)
+        self._reserve_host_kv(profile)
 
     def _reserve_kv(self, block: int, least_blocks: int) -> int:
         """Bytes of the KV pool: whole blocks, and at least those of the largest prompt chunk."""
         memory, ledger = self._config.memory, self._ledger
-        ledger.reserve("staging", _STAGING_BYTES)
-        ledger.reserve("safety_reserve", memory.safety_reserve)
         least = least_blocks * block
         if memory.max_kv < least:
             raise StartError(
