@@ -11,8 +11,8 @@ from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
 from ullage_engine.kernels.pool import HostPool, KVPool, LayerCache, kv_block_bytes, move
+from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
-from ullage_engine.memory.rungs import token_rung
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.models.llama import Llama
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
@@ -31,6 +31,8 @@ class RunnerSettings:
     decode_max_batch_tokens: int
     """Tokens of context whose KV one pass of decode attention gathers."""
     block_tokens: int = 16
+    deterministic: bool = False
+    """A request's tokens do not depend on the steps that they are computed in."""
 
 
 class ModelRunner:
@@ -96,7 +98,9 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            self._model = Llama(self.geometry, self._loaded.tensors, self._limits, self._arena)
+            parts = (self.geometry, self._limits, self._arena)
+            compute = DeterministicCompute if self._limits.deterministic else FastCompute
+            self._model = Llama(self._loaded.tensors, *parts, compute(*parts))
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
@@ -107,6 +111,14 @@ class ModelRunner:
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
             self._host = HostPool(self._pool, num_host_slots)
+
+    def prove(self) -> str | None:
+        """Makes sure that this machine computes as the settings promise; None, or what is wrong.
+
+        Overwrites the arena; call it before `warm_up`.
+        """
+        with torch.inference_mode():
+            return self._loaded_model.prove()
 
     def warm_up(self) -> None:
         """Runs the largest steps, so that every buffer libraries make lazily exists.
@@ -139,6 +151,11 @@ class ModelRunner:
         return self._host.num_slots if self._host else 0
 
     @property
+    def _loaded_model(self) -> Llama:
+        assert self._model is not None, "allocate_arena comes first"
+        return self._model
+
+    @property
     def _kv(self) -> KVPool:
         assert self._pool is not None, "allocate_kv comes first"
         return self._pool
@@ -150,14 +167,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:
-        assert self._model is not None, "allocate_arena comes first"
-        batch = build_batch(plan, self._limits.block_tokens, self._limits.max_gather_tokens)
-        hidden = self._model.forward(batch, caches)
+        limits, model = self._limits, self._loaded_model
+        batch = build_batch(
+            plan, limits.block_tokens, limits.max_gather_tokens, limits.context_blocks
+        )
+        hidden = model.forward(batch, caches)
         if not batch.sampled:
             return []
         rows, vocab = len(batch.sampled), self.geometry.vocab
-        computed = shaped(self._sampling["computed"], token_rung(rows), vocab)
-        self._model.logits(hidden, batch.sampled_rows, computed)
+        computed = shaped(self._sampling["computed"], limits.product_rows(rows), vocab)
+        model.logits(hidden, batch.sampled_rows, computed)
         logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
         return sample(logits, batch.sampled)
 
@@ -169,8 +188,12 @@ def step_limits(settings: RunnerSettings, itemsize: int) -> StepLimits:
         max_rows=settings.max_sequences,
         max_model_len=settings.max_model_len,
         max_gather_tokens=gather_tokens(
-            settings.max_model_len, settings.decode_max_batch_tokens, settings.block_tokens
+            settings.max_model_len,
+            settings.decode_max_batch_tokens,
+            settings.block_tokens,
+            settings.deterministic,
         ),
         block_tokens=settings.block_tokens,
         itemsize=itemsize,
+        deterministic=settings.deterministic,
     )

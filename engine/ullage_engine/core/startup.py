@@ -79,7 +79,7 @@ class _Startup:
         loaded = self._load()
         max_model_len = _max_model_len(self._config, loaded.geometry)
         limits = _scheduler_limits(self._config, max_model_len)
-        settings = _runner_settings(limits)
+        settings = _runner_settings(limits, self._config.model.deterministic)
         runner = ModelRunner(loaded, self._device, self._dtype, settings)
         self._allocate_arenas(runner)
         self._warm_up(runner)
@@ -125,6 +125,10 @@ class _Startup:
     def _warm_up(self, runner: ModelRunner) -> None:
         """Runs the largest steps on a pool of one block; what libraries took is the workspace."""
         self._progress("warm_up")(0, 0)
+        error = runner.prove()
+        if error is not None:
+            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
+        give_back_freed()
         runner.allocate_kv(1)
         runner.warm_up()
         known = self._ledger.allocated_bytes + runner.kv_block_bytes
@@ -259,9 +263,6 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not has_cuda:
         raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
     torch.set_num_threads(config.server.threads or len(os.sched_getaffinity(0)))
-    if config.model.deterministic:
-        # Even turning it off imports torch's compiler: 70 MB and a second of every start.
-        torch.use_deterministic_algorithms(True)
     use_cuda = has_cuda and config.device != "cpu"
     device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
     # Starts the thread pool and the libraries, whose memory is the context.
@@ -307,11 +308,12 @@ def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimi
     )
 
 
-def _runner_settings(limits: SchedulerLimits) -> RunnerSettings:
+def _runner_settings(limits: SchedulerLimits, deterministic: bool) -> RunnerSettings:
     return RunnerSettings(
         max_step_tokens=limits.prompt_tokens + limits.max_sequences,
         max_sequences=limits.max_sequences,
         max_model_len=limits.max_model_len,
         decode_max_batch_tokens=limits.decode_tokens,
         block_tokens=_BLOCK_TOKENS,
+        deterministic=deterministic,
     )

@@ -30,12 +30,14 @@ def make_runner(
     max_model_len: int = 512,
     num_blocks: int = 256,
     device: torch.device = CPU,
+    deterministic: bool = False,
 ) -> ModelRunner:
     settings = RunnerSettings(
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         decode_max_batch_tokens=1024,
+        deterministic=deterministic,
     )
     runner = ModelRunner(loaded, device, dtype, settings)
     runner.allocate_arena()
