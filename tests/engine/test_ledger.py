@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.memory.device import cpu_device_bytes
-from ullage_engine.memory.ledger import Ledger, LedgerError
+from ullage_engine.memory.ledger import Ledger, LedgerError, wrong_price
 
 MIB = 1 << 20
 
@@ -75,3 +75,21 @@ def test_without_a_limit_what_is_free_is_the_device(tmp_path: Path, text: str) -
     (tmp_path / "memory.max").write_text(text)
     free = psutil.virtual_memory().available
     assert free // 2 < cpu_device_bytes(None, tmp_path) < free * 2
+
+
+@pytest.mark.parametrize("allocated", [950, 1000, 1050])
+def test_prices_within_five_percent_are_right(allocated: int) -> None:
+    assert wrong_price({"kv_pool": 1000, "arena": 0}, {"kv_pool": allocated, "arena": 0}) is None
+
+
+@pytest.mark.parametrize(("allocated", "ratio"), [(949, "0.949"), (1051, "1.051"), (0, "0.000")])
+def test_a_wrong_price_is_told_with_both_figures(allocated: int, ratio: str) -> None:
+    error = wrong_price({"arena": 5, "kv_pool": 1000}, {"arena": 5, "kv_pool": allocated})
+    assert error is not None
+    assert error.startswith(f"kv_pool: allocated {allocated} bytes, {ratio} times the 1000 bytes")
+
+
+def test_what_was_priced_at_nothing_must_be_nothing() -> None:
+    error = wrong_price({"arena": 0}, {"arena": 1})
+    assert error is not None
+    assert "1 bytes, not 0" in error

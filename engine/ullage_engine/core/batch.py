@@ -3,7 +3,7 @@
 Pure arithmetic over lists; the runner turns the arrays into tensors once a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ullage_engine.core.plan import Chunk, StepPlan
@@ -57,7 +57,13 @@ class StepBatch:
     """Row of the last token of each of them."""
 
 
-def build_batch(plan: StepPlan, block_tokens: int, max_gather_tokens: int) -> StepBatch:
+Rung = Callable[[int], int]
+"""Blocks of context gathered for sequences of at most so many."""
+
+
+def build_batch(
+    plan: StepPlan, block_tokens: int, max_gather_tokens: int, rung: Rung = block_rung
+) -> StepBatch:
     """Orders the chunks so that every group of decodes is a run of rows."""
     decodes = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
     prefills = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
@@ -72,8 +78,8 @@ def build_batch(plan: StepPlan, block_tokens: int, max_gather_tokens: int) -> St
         token_ids=[token for chunk in ordered for token in chunk.token_ids],
         positions=[position for chunk in ordered for position in _positions(chunk)],
         slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens)],
-        decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens),
-        prefills=_prefill_tiles(prefills, len(decodes), block_tokens),
+        decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens, rung),
+        prefills=_prefill_tiles(prefills, len(decodes), block_tokens, rung),
         sampled=sampled,
         sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
     )
@@ -95,15 +101,17 @@ def _num_blocks(chunk: Chunk, block_tokens: int) -> int:
     return -(-(chunk.start + len(chunk.token_ids)) // block_tokens)
 
 
-def _prefill_tiles(chunks: Sequence[Chunk], row: int, block_tokens: int) -> list[PrefillTile]:
+def _prefill_tiles(
+    chunks: Sequence[Chunk], row: int, block_tokens: int, rung: Rung
+) -> list[PrefillTile]:
     tiles = []
     for chunk in chunks:
         tokens = len(chunk.token_ids)
-        size = tile_rows(block_rung(_num_blocks(chunk, block_tokens)), block_tokens)
+        size = tile_rows(rung(_num_blocks(chunk, block_tokens)), block_tokens)
         for first in range(0, tokens, size):
             count = min(size, tokens - first)
             blocks = -(-(chunk.start + first + count) // block_tokens)
-            table = _padded(chunk.block_ids[:blocks], block_rung(blocks))
+            table = _padded(chunk.block_ids[:blocks], rung(blocks))
             start = row + first
             earlier = chunk.start + first
             tiles.append(PrefillTile(start, start + count, row_rung(count), earlier, table))
@@ -112,12 +120,12 @@ def _prefill_tiles(chunks: Sequence[Chunk], row: int, block_tokens: int) -> list
 
 
 def _decode_groups(
-    chunks: Sequence[Chunk], block_tokens: int, max_blocks: int
+    chunks: Sequence[Chunk], block_tokens: int, max_blocks: int, rung: Rung
 ) -> list[DecodeGroup]:
     """Cuts decodes, longest first, into groups that fit the workspace and waste little."""
     groups, start = [], 0
     while start < len(chunks):
-        widest = block_rung(_num_blocks(chunks[start], block_tokens))
+        widest = rung(_num_blocks(chunks[start], block_tokens))
         similar, waste = start, 0
         while similar < len(chunks):
             waste += (widest - _num_blocks(chunks[similar], block_tokens)) * block_tokens

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.core.batch import build_batch
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
-from ullage_engine.kernels.buffers import allocate, shaped
-from ullage_engine.kernels.pool import LayerCache, allocate_pool, kv_block_bytes
+from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
+from ullage_engine.kernels.pool import HostPool, KVPool, LayerCache, kv_block_bytes, move
+from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
-from ullage_engine.memory.rungs import token_rung
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.models.llama import Llama
-from ullage_engine.weights.store import LoadedModel
+from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class RunnerSettings:
     decode_max_batch_tokens: int
     """Tokens of context whose KV one pass of decode attention gathers."""
     block_tokens: int = 16
+    deterministic: bool = False
+    """A request's tokens do not depend on the steps that they are computed in."""
 
 
 class ModelRunner:
@@ -54,8 +56,10 @@ class ModelRunner:
         self._step_layout = step_arena(loaded.geometry, self._limits)
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Llama | None = None
+        self._arena: dict[str, torch.Tensor] = {}
         self._sampling: dict[str, torch.Tensor] = {}
-        self._caches: list[LayerCache] = []
+        self._pool: KVPool | None = None
+        self._host: HostPool | None = None
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -80,55 +84,99 @@ class ModelRunner:
         """Bytes of one KV block over all layers."""
         return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
 
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes that were really allocated, by name of the reservation that they belong to."""
+        return {
+            "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
+            "step_arena": storage_bytes(self._arena.values()),
+            "sampler_arena": storage_bytes(self._sampling.values()),
+            "kv_pool": storage_bytes([self._kv.blocks]),
+        }
+
     def allocate_arena(self) -> None:
         """Allocates both arenas, every page touched."""
         with torch.inference_mode():
-            arena = allocate(self._step_layout, self._dtype, self._device)
+            self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            self._model = Llama(self.geometry, self._loaded.tensors, self._limits, arena)
+            parts = (self.geometry, self._limits, self._arena)
+            compute = DeterministicCompute if self._limits.deterministic else FastCompute
+            self._model = Llama(self._loaded.tensors, *parts, compute(*parts))
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Allocates the KV pool, every page touched; blocks are numbered from 0."""
+    def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
+        """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
+        # A pool that is replaced goes before its successor comes.
+        self._pool = self._host = None
         with torch.inference_mode():
-            self._caches = allocate_pool(
+            self._pool = KVPool(
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
+            self._host = HostPool(self._pool, num_host_slots)
+
+    def prove(self) -> str | None:
+        """Makes sure that this machine computes as the settings promise; None, or what is wrong.
+
+        Overwrites the arena; call it before `warm_up`.
+        """
+        with torch.inference_mode():
+            return self._loaded_model.prove()
 
     def warm_up(self) -> None:
         """Runs the largest steps, so that every buffer libraries make lazily exists.
 
         Overwrites the KV pool; call it before the first request.
         """
-        self._run_one_layer(shape_plans(self._limits, self._num_blocks))
+        self._run_one_layer(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
-        self._run_one_layer(largest_plans(self._limits, self._num_blocks))
+        self._run_one_layer(largest_plans(self._limits, self._kv.num_blocks))
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
-        return self._run(plan, self._caches)
+        return self._run(plan, self._kv.layers)
+
+    @torch.inference_mode()
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks over all layers: out to the host, in from it, then on the device.
+
+        Allocates nothing, and steps executed later see the result.
+        """
+        assert self._host is not None, "allocate_kv comes first"
+        move(moves, self._kv, self._host)
 
     @property
-    def _num_blocks(self) -> int:
-        return self._caches[0].blocks.shape[1]
+    def num_host_slots(self) -> int:
+        """Blocks that host memory can hold."""
+        return self._host.num_slots if self._host else 0
+
+    @property
+    def _loaded_model(self) -> Llama:
+        assert self._model is not None, "allocate_arena comes first"
+        return self._model
+
+    @property
+    def _kv(self) -> KVPool:
+        assert self._pool is not None, "allocate_kv comes first"
+        return self._pool
 
     def _run_one_layer(self, plans: Iterable[StepPlan]) -> None:
         # Every layer has the same shapes and frees what it took before the next.
         for plan in plans:
-            self._run(plan, self._caches[:1])
+            self._run(plan, self._kv.layers[:1])
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:
-        assert self._model is not None, "allocate_arena comes first"
-        batch = build_batch(plan, self._limits.block_tokens, self._limits.max_gather_tokens)
-        hidden = self._model.forward(batch, caches)
+        limits, model = self._limits, self._loaded_model
+        batch = build_batch(
+            plan, limits.block_tokens, limits.max_gather_tokens, limits.context_blocks
+        )
+        hidden = model.forward(batch, caches)
         if not batch.sampled:
             return []
         rows, vocab = len(batch.sampled), self.geometry.vocab
-        computed = shaped(self._sampling["computed"], token_rung(rows), vocab)
-        self._model.logits(hidden, batch.sampled_rows, computed)
+        computed = shaped(self._sampling["computed"], limits.product_rows(rows), vocab)
+        model.logits(hidden, batch.sampled_rows, computed)
         logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
         return sample(logits, batch.sampled)
 
@@ -140,8 +188,12 @@ def step_limits(settings: RunnerSettings, itemsize: int) -> StepLimits:
         max_rows=settings.max_sequences,
         max_model_len=settings.max_model_len,
         max_gather_tokens=gather_tokens(
-            settings.max_model_len, settings.decode_max_batch_tokens, settings.block_tokens
+            settings.max_model_len,
+            settings.decode_max_batch_tokens,
+            settings.block_tokens,
+            settings.deterministic,
         ),
         block_tokens=settings.block_tokens,
         itemsize=itemsize,
+        deterministic=settings.deterministic,
     )

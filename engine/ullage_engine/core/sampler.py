@@ -165,6 +165,12 @@ def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
 
 
+def _row_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sums of rows, [rows, 1]; each by itself, because torch shares a lone row out to threads but
+    not one of several, and the order of a sum decides its last bit."""
+    return torch.stack([row.sum() for row in weights])[:, None]
+
+
 def _draw(running: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Inverse of the running sums [rows, n]: the first index whose sum exceeds noise * total."""
     total = running[:, -1:]
@@ -183,7 +189,7 @@ def _choose_filtered(logits: torch.Tensor, rows: dict[int, Row]) -> dict[int, in
     """Tokens by key; rows that a few candidates do not settle try more."""
     tokens: dict[int, int] = {}
     keys = list(rows)
-    total = _weights(logits, list(rows.values())).sum(-1, keepdim=True)
+    total = _row_sums(_weights(logits, list(rows.values())))
     for width in (*CANDIDATES, logits.shape[1]):
         pending = [place for place, key in enumerate(keys) if key not in tokens]
         if not pending:

@@ -1,5 +1,6 @@
 """From a configuration to an engine that steps: every byte enters the ledger on the way."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from ullage_engine.core.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.cores import usable_cores
 from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.ledger import Ledger, mib
-from ullage_engine.memory.predictor import block_bytes, num_blocks
+from ullage_engine.memory.ledger import Ledger, mib, wrong_price
+from ullage_engine.memory.predictor import block_bytes, num_blocks, sequence_bytes
 from ullage_engine.messages import CacheGroupSpec, Loading, Profile
 from ullage_engine.models.dtypes import dtype_name, resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import LoadedModel, load_weights
+
+log = logging.getLogger("ullage.engine.worker")
 
 _BLOCK_TOKENS = 16
 
@@ -76,15 +79,16 @@ class _Startup:
         loaded = self._load()
         max_model_len = _max_model_len(self._config, loaded.geometry)
         limits = _scheduler_limits(self._config, max_model_len)
-        settings = _runner_settings(limits)
+        settings = _runner_settings(limits, self._config.model.deterministic)
         runner = ModelRunner(loaded, self._device, self._dtype, settings)
         self._allocate_arenas(runner)
         self._warm_up(runner)
         profile = self._profile(loaded.geometry, runner, settings)
         self._allocate_kv(runner, profile)
+        self._check_prices(runner, profile)
         self._settle()
         pace = Pace()
-        policy = _kv_policy(self._config.memory, block_bytes(profile))
+        policy = _kv_policy(self._config.memory, block_bytes(profile), runner.num_host_slots)
         scheduler = Scheduler(profile, limits, pace, ExpectedOutput(max_model_len), policy)
         return Started(
             engine=Engine(scheduler, runner, pace),
@@ -122,6 +126,10 @@ class _Startup:
     def _warm_up(self, runner: ModelRunner) -> None:
         """Runs the largest steps on a pool of one block; what libraries took is the workspace."""
         self._progress("warm_up")(0, 0)
+        error = runner.prove()
+        if error is not None:
+            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
+        give_back_freed()
         runner.allocate_kv(1)
         runner.warm_up()
         known = self._ledger.allocated_bytes + runner.kv_block_bytes
@@ -132,12 +140,49 @@ class _Startup:
         size = profile.kv_pool_bytes
         progress = self._progress("kv_pool")
         progress(0, size)
-        runner.allocate_kv(size // block_bytes(profile))
+        runner.allocate_kv(size // block_bytes(profile), self._num_host_slots(profile))
         # The pool may lie where the first warm-up had its temporaries; give them their place now,
         # or the first requests would.
         runner.run_largest()
         self._ledger.allocated("kv_pool", size)
+        if runner.num_host_slots:
+            self._ledger.allocated("host_kv", self._host_kv_bytes(profile))
         progress(size, size)
+
+    def _num_host_slots(self, profile: Profile) -> int:
+        return self._config.memory.host_kv // block_bytes(profile)
+
+    def _host_kv_bytes(self, profile: Profile) -> int:
+        """What of the host's slots lies on the device: all of them where it is the host, else the
+        one block of staging that they are copied through."""
+        slots = self._num_host_slots(profile)
+        return block_bytes(profile) * (slots if self._device.type == "cpu" else min(slots, 1))
+
+    def _reserve_host_kv(self, profile: Profile) -> None:
+        wanted = self._config.memory.host_kv
+        if not wanted:
+            return
+        slots, block = self._num_host_slots(profile), block_bytes(profile)
+        if not slots:
+            raise StartError(
+                f"memory.hostKV: {wanted} bytes hold no KV block of {block} bytes; "
+                f"set {mib(block + (1 << 20))} or more, or 0 to recompute preempted sequences"
+            )
+        self._ledger.reserve("host_kv", self._host_kv_bytes(profile))
+        log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
+
+    def _check_prices(self, runner: ModelRunner, profile: Profile) -> None:
+        """Compares what was allocated with the formulas that admission and the router use."""
+        blocks = profile.kv_pool_bytes // block_bytes(profile)
+        priced = {
+            "weights": runner.weights_bytes,
+            "step_arena": runner.step_arena_bytes,
+            "sampler_arena": runner.sampler_arena_bytes,
+            "kv_pool": sequence_bytes(profile, blocks * profile.block_tokens),
+        }
+        error = wrong_price(priced, runner.allocated_bytes())
+        if error is not None:
+            raise StartError(error)
 
     def _settle(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.
@@ -168,14 +213,18 @@ class _Startup:
             kv_pool_bytes=0,
         )
         assert block_bytes(profile) == runner.kv_block_bytes, "priced and allocated blocks differ"
+        self._reserve_beside_kv(profile)
         size = self._reserve_kv(block_bytes(profile), num_blocks(profile, chunk))
         return msgspec.structs.replace(profile, kv_pool_bytes=size)
+
+    def _reserve_beside_kv(self, profile: Profile) -> None:
+        self._ledger.reserve("staging", _STAGING_BYTES)
+        self._ledger.reserve("safety_reserve", self._config.memory.safety_reserve)
+        self._reserve_host_kv(profile)
 
     def _reserve_kv(self, block: int, least_blocks: int) -> int:
         """Bytes of the KV pool: whole blocks, and at least those of the largest prompt chunk."""
         memory, ledger = self._config.memory, self._ledger
-        ledger.reserve("staging", _STAGING_BYTES)
-        ledger.reserve("safety_reserve", memory.safety_reserve)
         least = least_blocks * block
         if memory.max_kv < least:
             raise StartError(
@@ -215,9 +264,6 @@ def _prepare_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not has_cuda:
         raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
     torch.set_num_threads(config.server.threads or usable_cores())
-    if config.model.deterministic:
-        # Even turning it off imports torch's compiler: 70 MB and a second of every start.
-        torch.use_deterministic_algorithms(True)
     use_cuda = has_cuda and config.device != "cpu"
     device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
     # Starts the thread pool and the libraries, whose memory is the context.
@@ -263,20 +309,21 @@ def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimi
     )
 
 
-def _kv_policy(memory: MemorySection, block: int) -> KvPolicy:
+def _kv_policy(memory: MemorySection, block: int, num_host_slots: int) -> KvPolicy:
     return KvPolicy(
         prefix_cache=memory.prefix_cache,
         session_blocks=memory.session_kv_limit // block,
         session_idle=memory.session_idle,
-        host_slots=memory.host_kv // block,
+        host_slots=num_host_slots,
     )
 
 
-def _runner_settings(limits: SchedulerLimits) -> RunnerSettings:
+def _runner_settings(limits: SchedulerLimits, deterministic: bool) -> RunnerSettings:
     return RunnerSettings(
         max_step_tokens=limits.prompt_tokens + limits.max_sequences,
         max_sequences=limits.max_sequences,
         max_model_len=limits.max_model_len,
         decode_max_batch_tokens=limits.decode_tokens,
         block_tokens=_BLOCK_TOKENS,
+        deterministic=deterministic,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.memory.arena import StepLimits
-from ullage_engine.memory.rungs import MAX_TILE_ROWS, MIN_TILE_ROWS, block_rung, token_rung
+from ullage_engine.memory.rungs import MAX_TILE_ROWS, MIN_TILE_ROWS
 
 EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -24,12 +24,12 @@ GREEDY = SamplingParams(temperature=0.0)
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
     """One plan for every shape a matrix product can have; see `ullage_engine.memory.rungs`."""
     longest = min(limits.max_tokens, limits.max_model_len)
-    for tokens in _largest_of_each(token_rung, longest):
+    for tokens in _largest_of_each(limits.product_rows, longest):
         yield StepPlan([_chunk(0, tokens, 0, limits, num_blocks, None)])
-    for rows in _largest_of_each(token_rung, min(limits.max_rows, limits.max_tokens)):
+    for rows in _largest_of_each(limits.product_rows, min(limits.max_rows, limits.max_tokens)):
         yield StepPlan([_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
     most_blocks = -(-limits.max_model_len // limits.block_tokens)
-    for blocks in _largest_of_each(block_rung, most_blocks):
+    for blocks in _largest_of_each(limits.context_blocks, most_blocks):
         context = min(blocks * limits.block_tokens, limits.max_model_len)
         yield from _decodes(context, blocks, limits, num_blocks)
         yield from _tiles(context, limits, num_blocks)
@@ -46,7 +46,9 @@ def largest_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
     """Every number of rows that sequences of this length can be attended in."""
-    gathered = max(1, limits.max_gather_tokens // (block_rung(blocks) * limits.block_tokens))
+    gathered = max(
+        1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
+    )
     rows = 1
     while rows <= min(gathered, 2 * limits.max_rows - 1):
         decodes = min(rows, limits.max_rows)

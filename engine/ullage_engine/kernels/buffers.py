@@ -1,4 +1,6 @@
-"""Turns an arena's layout into tensors."""
+"""Turns an arena's layout into tensors, and tells what tensors take."""
+
+from collections.abc import Iterable
 
 import torch
 
@@ -28,3 +30,12 @@ def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
     for size in shape:
         count *= size
     return buffer[:count].view(shape)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
+    """Bytes of all memory that these tensors are views of, each piece of it counted once.
+
+    `alignment` rounds every piece up, as laying it out in a file does.
+    """
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(-(-each.nbytes() // alignment) * alignment for each in storages.values())

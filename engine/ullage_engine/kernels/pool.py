@@ -1,9 +1,10 @@
-"""The paged KV pool."""
+"""The paged KV pool, and the host memory that its blocks are swapped to."""
 
 from typing import NamedTuple
 
 import torch
 
+from ullage_engine.core.plan import Moves
 from ullage_engine.models.geometry import ModelGeometry
 
 
@@ -23,25 +24,83 @@ def kv_block_bytes(geometry: ModelGeometry, block_tokens: int, itemsize: int) ->
     return block_tokens * geometry.kv_bytes_per_token(itemsize)
 
 
-def allocate_pool(
-    geometry: ModelGeometry,
-    num_blocks: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[LayerCache]:
-    """One allocation for all layers, every page touched.
+class KVPool:
+    """The KV of all sequences on the device, in one allocation, every page touched.
 
     Heads come first so that the blocks of one head gather into a matrix; zeros so that padding
     never meets a NaN.
     """
-    shape = (geometry.num_layers, 2 * geometry.num_kv_heads, num_blocks * block_tokens)
-    pool = torch.empty((*shape, geometry.head_dim), dtype=dtype, device=device).zero_()
-    return [
-        LayerCache(
-            layer.view(2 * geometry.num_kv_heads, num_blocks, block_tokens * geometry.head_dim),
-            layer[: geometry.num_kv_heads],
-            layer[geometry.num_kv_heads :],
-        )
-        for layer in pool
-    ]
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads, width = 2 * geometry.num_kv_heads, block_tokens * geometry.head_dim
+        shape = (geometry.num_layers, heads, num_blocks, width)
+        pool = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.blocks = pool.view(-1, num_blocks, width)  # [layers * 2 * kv_heads, num_blocks, width]
+        self.layers = [
+            _layer_cache(layer, geometry.num_kv_heads, geometry.head_dim) for layer in pool
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks.shape[1]
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copies one block over all layers; allocates nothing."""
+        self.blocks[:, destination].copy_(self.blocks[:, source])
+
+
+def _layer_cache(layer: torch.Tensor, kv_heads: int, head_dim: int) -> LayerCache:
+    slots = layer.view(2 * kv_heads, -1, head_dim)
+    return LayerCache(layer, slots[:kv_heads], slots[kv_heads:])
+
+
+class HostPool:
+    """Slots in host memory, each for one block over all layers; every page touched.
+
+    Beside a GPU the memory is pinned, and a block passes through one block of staging on the
+    device, because only memory without gaps is copied between devices without a temporary.
+    """
+
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
+        rows, _, width = pool.blocks.shape
+        is_remote = pool.blocks.device.type != "cpu"
+        self._pool = pool
+        self._slots = torch.empty(
+            (num_slots, rows, width), dtype=pool.blocks.dtype, pin_memory=is_remote
+        ).zero_()
+        self._staging = pool.blocks.new_zeros((rows, width)) if is_remote else None
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.shape[0]
+
+    def swap_out(self, block: int, slot: int) -> None:
+        """Copies a block to the host; later device work may overwrite the block."""
+        source = self._pool.blocks[:, block]
+        if self._staging is not None:
+            source = self._staging.copy_(source)
+        self._slots[slot].copy_(source, non_blocking=True)
+
+    def swap_in(self, slot: int, block: int) -> None:
+        """Copies a slot to a block; later device work sees it."""
+        source = self._slots[slot]
+        if self._staging is not None:
+            source = self._staging.copy_(source, non_blocking=True)
+        self._pool.blocks[:, block].copy_(source)
+
+
+def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
+    """Makes copies of whole blocks in the order of `Moves`; allocates nothing."""
+    for block, slot in moves.swap_out:
+        host.swap_out(block, slot)
+    for slot, block in moves.swap_in:
+        host.swap_in(slot, block)
+    for source, destination in moves.copy:
+        pool.copy(source, destination)

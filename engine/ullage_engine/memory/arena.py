@@ -9,8 +9,10 @@ from ullage_engine.memory.rungs import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
     SCORE_TOKENS,
+    SPAN_TOKENS,
     block_rung,
     token_rung,
+    unit_rows,
 )
 from ullage_engine.models.geometry import ModelGeometry
 
@@ -34,6 +36,16 @@ class StepLimits:
     block_tokens: int
     itemsize: int
     """Bytes of an activation."""
+    deterministic: bool = False
+    """A row's result may not depend on the step that it is part of."""
+
+    def product_rows(self, tokens: int) -> int:
+        """Rows of the layers' products for a step of `tokens`, padding included."""
+        return token_rung(unit_rows(tokens) if self.deterministic else tokens)
+
+    def context_blocks(self, blocks: int) -> int:
+        """Blocks of context attended for sequences of at most `blocks`, padding included."""
+        return context_blocks(blocks, self.block_tokens, self.deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +72,24 @@ class ArenaLayout:
         return _aligned(max(buffer.end for buffer in self.buffers))
 
 
-def gather_tokens(max_model_len: int, decode_max_batch_tokens: int, block_tokens: int) -> int:
+def context_blocks(blocks: int, block_tokens: int, deterministic: bool) -> int:
+    """A rung of context, or whole spans of it where a token's result may not depend on the rung."""
+    span = SPAN_TOKENS // block_tokens
+    return -(-blocks // span) * span if deterministic else block_rung(blocks)
+
+
+def gather_tokens(
+    max_model_len: int, decode_max_batch_tokens: int, block_tokens: int, deterministic: bool = False
+) -> int:
     """Size of the gather workspace, tokens: at least the longest sequence, in whole blocks."""
-    longest = block_rung(-(-max_model_len // block_tokens))
+    longest = context_blocks(-(-max_model_len // block_tokens), block_tokens, deterministic)
     return max(longest, decode_max_batch_tokens // block_tokens) * block_tokens
+
+
+def span_mask_width() -> int:
+    """Columns of deterministic attention's mask: the span a tile begins in, the tile, the rest of
+    the span it ends in."""
+    return 2 * SPAN_TOKENS + MAX_TILE_ROWS
 
 
 def mask_width(max_model_len: int) -> int:
@@ -73,11 +99,12 @@ def mask_width(max_model_len: int) -> int:
 
 def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
-    tokens, itemsize = token_rung(limits.max_tokens), limits.itemsize
+    tokens, itemsize = limits.product_rows(limits.max_tokens), limits.itemsize
+    width = span_mask_width() if limits.deterministic else mask_width(limits.max_model_len)
     always = {
         "hidden": tokens * geometry.hidden,
         "normed": tokens * geometry.hidden,
-        "mask": MAX_TILE_ROWS * mask_width(limits.max_model_len),
+        "mask": MAX_TILE_ROWS * width,
         "cos": limits.max_model_len * geometry.head_dim,
         "sin": limits.max_model_len * geometry.head_dim,
         "step_cos": tokens * geometry.head_dim,
@@ -86,13 +113,16 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     base = _place(always, 0, itemsize)
     start = _aligned(base[-1].end)
     attention = _place(_attention_elements(geometry, limits), start, itemsize)
+    if limits.deterministic:
+        merged = dict.fromkeys(("merged", "scaled"), _query_elements(geometry, limits))
+        attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
     mlp = {"gate_up": tokens * 2 * geometry.intermediate, "gated": tokens * geometry.intermediate}
     return ArenaLayout((*base, *attention, *_place(mlp, start, itemsize)))
 
 
 def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     """Logits of every sampled row, as computed and in float32."""
-    elements = token_rung(limits.max_rows) * geometry.vocab
+    elements = limits.product_rows(limits.max_rows) * geometry.vocab
     computed = _place({"computed": elements}, 0, limits.itemsize)
     return ArenaLayout(
         (*computed, *_place({"logits": elements}, _aligned(computed[-1].end), FLOAT32_BYTES))
@@ -100,18 +130,35 @@ def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
 
 
 def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
-    tokens = token_rung(limits.max_tokens)
+    tokens = limits.product_rows(limits.max_tokens)
     rotated_heads = geometry.num_heads + geometry.num_kv_heads
-    longest = block_rung(-(-limits.max_model_len // limits.block_tokens)) * limits.block_tokens
+    most_blocks = -(-limits.max_model_len // limits.block_tokens)
+    longest = limits.context_blocks(most_blocks) * limits.block_tokens
     tile_scores = max(min(SCORE_TOKENS, MAX_TILE_ROWS * longest), MIN_TILE_ROWS * longest)
     return {
         "qkv": tokens * geometry.qkv_width,
         "rotated": tokens * rotated_heads * geometry.head_dim,
-        "queries": max(2 * limits.max_rows, MAX_TILE_ROWS) * geometry.query_width,
+        "queries": _query_elements(geometry, limits),
         "attended": tokens * geometry.query_width,
         "gathered": limits.max_gather_tokens * 2 * geometry.num_kv_heads * geometry.head_dim,
-        "scores": geometry.num_heads * max(tile_scores, limits.max_gather_tokens),
+        "scores": max(
+            geometry.num_heads * tile_scores,
+            _decode_heads(geometry, limits) * limits.max_gather_tokens,
+        ),
     }
+
+
+def _query_elements(geometry: ModelGeometry, limits: StepLimits) -> int:
+    """Queries of a padded group of decodes, or of a tile."""
+    decodes = 2 * limits.max_rows * _decode_heads(geometry, limits)
+    return max(decodes, MAX_TILE_ROWS * geometry.num_heads) * geometry.head_dim
+
+
+def _decode_heads(geometry: ModelGeometry, limits: StepLimits) -> int:
+    """Rows of queries that one decode takes, padding included."""
+    if not limits.deterministic:
+        return geometry.num_heads
+    return geometry.num_kv_heads * unit_rows(geometry.group_size)
 
 
 def _place(elements: dict[str, int], offset: int, itemsize: int) -> list[Buffer]:

@@ -1,10 +1,15 @@
 """The ledger of one device: every byte is reserved under a name before it is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ullage_engine.messages import ReservationState
 
 _MIB = 1 << 20
+
+PRICE_TOLERANCE = 0.05
+"""Share by which an allocation may differ from its price; a service that starts with more would
+admit by wrong figures."""
 
 
 class LedgerError(Exception):
@@ -107,3 +112,18 @@ class Ledger:
 def mib(num_bytes: int) -> str:
     """Bytes as text; configuration and messages speak MiB."""
     return f"{num_bytes / _MIB:.0f} MiB"
+
+
+def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
+    """One line on the first reservation whose allocation is not what the formula says, in bytes.
+
+    None: all of them agree within `PRICE_TOLERANCE`.
+    """
+    for name, price in priced.items():
+        if abs(allocated[name] - price) > PRICE_TOLERANCE * price:
+            excess = f"{allocated[name] / price:.3f} times the {price} bytes" if price else "not 0"
+            return (
+                f"{name}: allocated {allocated[name]} bytes, {excess} that the memory formula "
+                "says; admission would be wrong, please report this model"
+            )
+    return None

@@ -18,6 +18,19 @@ MAX_ROW_WASTE = 0.25
 """Share of padding rows accepted to save a decode group."""
 
 
+UNIT_ROWS = 8
+"""Rows of the smallest product of a deterministic step; all others are multiples of it. From 4 rows
+on MKL and oneDNN give a row the same bits; with 8 each of two threads has 4."""
+
+SPAN_TOKENS = 256
+"""Context that deterministic attention scores and sums by itself, counted from the first token."""
+
+
+def unit_rows(rows: int) -> int:
+    """Rows rounded up to whole units of a deterministic product."""
+    return -(-rows // UNIT_ROWS) * UNIT_ROWS
+
+
 def token_rung(tokens: int) -> int:
     """Rows of the layers' products for a step of `tokens`."""
     if tokens <= 64:

@@ -5,19 +5,12 @@ from typing import NamedTuple
 import torch
 
 from ullage_engine.core.batch import StepBatch
-from ullage_engine.kernels.attention import (
-    DecodeAttention,
-    PrefillAttention,
-    Workspace,
-    fill_mask,
-)
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
-from ullage_engine.layers.mlp import gate
+from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.norm import rms_norm
 from ullage_engine.layers.rotary import fill_tables, rotate
-from ullage_engine.memory.arena import StepLimits, mask_width
-from ullage_engine.memory.rungs import MAX_TILE_ROWS, token_rung
+from ullage_engine.memory.arena import StepLimits
 from ullage_engine.models.geometry import ModelGeometry
 
 
@@ -37,13 +30,15 @@ class Llama:
 
     def __init__(
         self,
-        geometry: ModelGeometry,
         tensors: dict[str, torch.Tensor],
+        geometry: ModelGeometry,
         limits: StepLimits,
         arena: dict[str, torch.Tensor],
+        compute: Compute,
     ) -> None:
         self._geometry = geometry
-        self._block_tokens = limits.block_tokens
+        self._limits = limits
+        self._compute = compute
         self._arena = arena
         self._embedding = tensors["embedding"]
         self._head = tensors["embedding" if geometry.tied else "head"].t()
@@ -52,16 +47,6 @@ class Llama:
         positions = (limits.max_model_len, geometry.head_dim)
         self._cos, self._sin = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
         fill_tables(geometry, self._cos, self._sin)
-        mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(limits.max_model_len))
-        fill_mask(mask)
-        self._workspace = Workspace(
-            geometry,
-            limits.block_tokens,
-            arena["queries"],
-            arena["gathered"],
-            arena["scores"],
-            mask,
-        )
 
     def forward(self, batch: StepBatch, caches: list[LayerCache]) -> torch.Tensor:
         """Hidden states of the batch's rows after a layer for each cache, not yet normalised.
@@ -69,8 +54,9 @@ class Llama:
         Writes the KV of every token. The result lives in the arena until the next step.
         """
         tokens = len(batch.token_ids)
-        padded = token_rung(tokens)
+        padded = self._limits.product_rows(tokens)
         geometry, arena, device = self._geometry, self._arena, self._embedding.device
+        compute = self._compute
         hidden = shaped(arena["hidden"], padded, geometry.hidden)
         normed = shaped(arena["normed"], padded, geometry.hidden)
         qkv = shaped(arena["qkv"], padded, geometry.qkv_width)
@@ -88,29 +74,35 @@ class Llama:
         heads = qkv[:tokens].view(tokens, -1, geometry.head_dim).transpose(0, 1)
         unrotated, values = heads[: rotated.shape[0]], heads[rotated.shape[0] :]
         keys = rotated[geometry.num_heads :]
-        attentions = self._attentions(batch, rotated, attended)
+        attentions = compute.attentions(batch, rotated, attended)
         for layer, cache in zip(self._layers, caches, strict=False):
             rms_norm(hidden, layer.attention_norm, geometry.rms_eps, normed)
-            torch.mm(normed, layer.qkv, out=qkv)
+            compute.multiply(normed, layer.qkv, qkv)
             rotate(unrotated, cos, sin, rotated)
             cache.keys.index_copy_(1, slots, keys)
             cache.values.index_copy_(1, slots, values)
             for attention in attentions:
                 attention.run(cache)
-            hidden.addmm_(attended, layer.output)
+            compute.add(attended, layer.output, hidden)
             rms_norm(hidden, layer.mlp_norm, geometry.rms_eps, normed)
-            torch.mm(normed, layer.gate_up, out=gate_up)
-            gate(gate_up, gated)
-            hidden.addmm_(gated, layer.down)
+            compute.multiply(normed, layer.gate_up, gate_up)
+            compute.gate(gate_up, gated)
+            compute.add(gated, layer.down, hidden)
         return hidden[:tokens]
 
     def logits(self, hidden: torch.Tensor, rows: list[int], out: torch.Tensor) -> None:
-        """Writes the logits of some rows of `forward`'s result to out [token_rung(rows), vocab]."""
+        """Writes the logits of some rows of `forward`'s result to out [rows and padding, vocab]."""
         padded = rows + rows[-1:] * (out.shape[0] - len(rows))
         chosen = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
         normed = shaped(self._arena["normed"], *chosen.shape)
         rms_norm(chosen, self._norm, self._geometry.rms_eps, normed)
-        torch.mm(normed, self._head, out=out)
+        self._compute.multiply(normed, self._head, out)
+
+    def prove(self) -> str | None:
+        """See `Compute.prove`."""
+        layer = self._layers[0]
+        weights = [layer.qkv, layer.output, layer.gate_up, layer.down]
+        return self._compute.prove(weights, self._head)
 
     def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of both tables for these positions."""
@@ -119,17 +111,6 @@ class Llama:
         torch.index_select(self._cos, 0, positions, out=cos)
         torch.index_select(self._sin, 0, positions, out=sin)
         return cos, sin
-
-    def _attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
-    ) -> list[DecodeAttention | PrefillAttention]:
-        decodes = [
-            DecodeAttention(group, rotated, attended, self._workspace) for group in batch.decodes
-        ]
-        prefills = [
-            PrefillAttention(tile, rotated, attended, self._workspace) for tile in batch.prefills
-        ]
-        return [*decodes, *prefills]
 
 
 def _layer_weights(tensors: dict[str, torch.Tensor], index: int) -> LayerWeights:

@@ -4,6 +4,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,17 @@ def make_runner(
     max_sequences: int = 16,
     max_model_len: int = 512,
     num_blocks: int = 256,
+    device: torch.device = CPU,
+    deterministic: bool = False,
 ) -> ModelRunner:
     settings = RunnerSettings(
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         decode_max_batch_tokens=1024,
+        deterministic=deterministic,
     )
-    runner = ModelRunner(loaded, CPU, dtype, settings)
+    runner = ModelRunner(loaded, device, dtype, settings)
     runner.allocate_arena()
     runner.allocate_kv(num_blocks)
     return runner
@@ -75,14 +79,20 @@ def run_all(
     num_tokens: int,
     chunk_tokens: int = 256,
     params: list[SamplingParams] | None = None,
+    start: int = 0,
 ) -> list[list[int]]:
-    """Generates for all prompts at once; one prompt chunk a step, beside every decode."""
+    """Generates for all prompts at once; one prompt chunk a step, beside every decode.
+
+    The KV of the first `start` tokens of each is taken to be there already.
+    """
     # Blocks are dealt like cards, so that no sequence's are neighbours.
     stride = len(prompts)
     sequences = [
         Sequence(str(i), prompt, list(range(i, 256, stride)), params[i] if params else GREEDY)
         for i, prompt in enumerate(prompts)
     ]
+    for sequence in sequences:
+        sequence.computed = start
     while running := [s for s in sequences if len(s.output) < num_tokens]:
         decodes = [s for s in running if s.computed == len(s.tokens) - 1 and s.computed > 0]
         waiting = [s for s in running if s not in decodes][:1]
@@ -110,9 +120,11 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedModel]
     """Loads a source through one folder of prepared weights."""
     folder = tmp_path_factory.mktemp("weights")
 
-    def load_source(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    def load_source(
+        source: str, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    ) -> LoadedModel:
         section = ModelSection(source=source, name="test")
-        return load_weights(section, CPU, dtype, folder, lambda done, total: None)
+        return load_weights(section, device, dtype, folder, lambda done, total: None)
 
     return load_source
 
@@ -120,6 +132,11 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedModel]
 @pytest.fixture(scope="session")
 def smollm2(load: Callable[..., LoadedModel]) -> LoadedModel:
     return load(SOURCE)
+
+
+@pytest.fixture(scope="session")
+def load_smollm2(load: Callable[..., LoadedModel]) -> Callable[..., LoadedModel]:
+    return partial(load, SOURCE)
 
 
 @pytest.fixture(scope="session")

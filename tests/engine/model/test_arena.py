@@ -102,3 +102,38 @@ def test_the_runner_names_what_it_allocates(
     assert runner.kv_block_bytes == 16 * 30 * 2 * 3 * 64 * 4
     assert runner.sampler_arena_bytes == 4 * 49152 * 8
     assert runner.weights_bytes == smollm2.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_runner_allocates_what_the_formulas_say(
+    dtype: torch.dtype,
+    load_smollm2: Callable[..., LoadedModel],
+    new_runner: Callable[..., ModelRunner],
+) -> None:
+    runner = new_runner(load_smollm2(dtype), dtype, num_blocks=7)
+    assert runner.allocated_bytes() == {
+        "weights": runner.weights_bytes,
+        "step_arena": runner.step_arena_bytes,
+        "sampler_arena": runner.sampler_arena_bytes,
+        "kv_pool": 7 * runner.kv_block_bytes,
+    }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_asked_for_no_memory_after_warm_up(
+    load_smollm2: Callable[..., LoadedModel],
+    new_runner: Callable[..., ModelRunner],
+    generate: Callable[..., list[list[int]]],
+) -> None:
+    device = torch.device("cuda")
+    loaded = load_smollm2(torch.bfloat16, device)
+    runner = new_runner(loaded, torch.bfloat16, device=device)
+    runner.warm_up()
+    before = num_device_allocations()
+    generate(runner, [[5] * length for length in (1, 17, 130, 300)], 8)
+    assert num_device_allocations() == before
+
+
+def num_device_allocations() -> int:
+    """Times that torch asked the device for memory, whatever it gave back since."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"])

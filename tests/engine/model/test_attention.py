@@ -17,7 +17,7 @@ from ullage_engine.kernels.attention import (
     fill_mask,
 )
 from ullage_engine.kernels.buffers import allocate, shaped
-from ullage_engine.kernels.pool import LayerCache, allocate_pool, kv_block_bytes
+from ullage_engine.kernels.pool import KVPool, LayerCache, kv_block_bytes
 from ullage_engine.memory.arena import StepLimits, gather_tokens, mask_width, step_arena
 from ullage_engine.memory.rungs import MAX_TILE_ROWS
 from ullage_engine.models.geometry import ModelGeometry
@@ -53,7 +53,7 @@ def make_workspace(dtype: torch.dtype) -> tuple[Workspace, LayerCache]:
     arena = allocate(step_arena(GEOMETRY, limits), dtype, torch.device("cpu"))
     mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(400))
     fill_mask(mask)
-    [cache] = allocate_pool(GEOMETRY, NUM_BLOCKS, 16, dtype, torch.device("cpu"))
+    [cache] = KVPool(GEOMETRY, NUM_BLOCKS, 16, dtype, torch.device("cpu")).layers
     workspace = Workspace(GEOMETRY, 16, arena["queries"], arena["gathered"], arena["scores"], mask)
     return workspace, cache
 
@@ -135,6 +135,6 @@ def test_keys_and_blocks_are_the_same_memory() -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_blocks_bytes_are_what_the_pool_takes(itemsize: int) -> None:
     dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    [cache] = allocate_pool(GEOMETRY, 10, 16, dtype, torch.device("cpu"))
+    [cache] = KVPool(GEOMETRY, 10, 16, dtype, torch.device("cpu")).layers
     taken = cache.blocks.untyped_storage().nbytes()
     assert taken == 10 * kv_block_bytes(GEOMETRY, 16, itemsize)

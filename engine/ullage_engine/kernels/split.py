@@ -1,0 +1,208 @@
+"""Attention whose result for a token depends on that token's context and on nothing else.
+
+The context is cut into spans of `SPAN_TOKENS`, counted from the sequence's first token. Scores,
+softmax and weighted sum of a span have one width in every step, and spans are merged in their order
+by their share of the softmax (split-KV; Dao et al., "Flash-Decoding", 2023). A span that a row may
+not see gets the share 0, so it does not matter how far the rows beside it reach. Decodes and prompt
+rows run the same code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.core.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.products import RowProducts
+from ullage_engine.memory.rungs import SPAN_TOKENS, unit_rows
+from ullage_engine.models.geometry import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorkspace:
+    """Buffers that all sequences share, one after another."""
+
+    geometry: ModelGeometry
+    block_tokens: int
+    products: RowProducts
+    queries: torch.Tensor
+    gathered: torch.Tensor
+    scores: torch.Tensor
+    merged: torch.Tensor  # float32
+    scaled: torch.Tensor  # float32
+    mask: torch.Tensor  # [tile, span_mask_width()], see fill_span_mask
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """Added to the score of what a row may not see: its share is 0, and not NaN where all is so."""
+    return torch.finfo(dtype).min / 2
+
+
+def fill_span_mask(mask: torch.Tensor) -> None:
+    """Makes the causal mask of a tile that begins anywhere in a span.
+
+    Row i may see column c while c <= i + SPAN_TOKENS; a tile that begins at token t of its span
+    takes the columns from SPAN_TOKENS - t on.
+    """
+    hidden = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
+    mask.zero_().masked_fill_(hidden.triu_(SPAN_TOKENS + 1), hidden_score(mask.dtype))
+
+
+class SplitAttention:
+    """Rows of queries of several sequences, or of one, over their spans of context."""
+
+    def __init__(
+        self,
+        workspace: SplitWorkspace,
+        tables: list[list[int]],
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        """`tables`: blocks of each sequence, in whole spans; `rows`: queries of each per KV head,
+        in whole units."""
+        geometry, block_tokens = workspace.geometry, workspace.block_tokens
+        kv_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+        batch, blocks = kv_heads * len(tables), SPAN_TOKENS // block_tokens
+        num_spans = len(tables[0]) // blocks
+        self.rows_shape = (kv_heads, len(tables), rows, head_dim)
+        self.queries = shaped(workspace.queries, *self.rows_shape)
+        self.scores = shaped(workspace.scores, num_spans, batch, rows, SPAN_TOKENS)
+        self._kv_heads = kv_heads
+        self._products = workspace.products
+        self._spans = [
+            torch.tensor(
+                [block for table in tables for block in table[span * blocks : (span + 1) * blocks]],
+                device=device,
+            )
+            for span in range(num_spans)
+        ]
+        gathered = (kv_heads, len(tables) * blocks, block_tokens * head_dim)
+        self._gathered = shaped(workspace.gathered, *gathered)
+        self._span = self._gathered.view(batch, SPAN_TOKENS, head_dim)
+        self._folded = self.queries.view(batch, rows, head_dim)
+        self._merged = shaped(workspace.merged, batch, rows, head_dim)
+        self._scaled = shaped(workspace.scaled, batch, rows, head_dim)
+
+    def place(
+        self,
+        heads: torch.Tensor,
+        placed: torch.Tensor,
+        masked: torch.Tensor,
+        mask: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Where things are: `heads` to attend, their place in `queries`, the part of `scores` that
+        gets `mask` added, and where the results of `placed` go."""
+        self._heads, self._placed, self._out = heads, placed, out
+        self._masked, self._mask = masked, mask
+
+    def run(self, cache: LayerCache) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        keys, values = cache.blocks[: self._kv_heads], cache.blocks[self._kv_heads :]
+        torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
+        for block_ids, scores in zip(self._spans, self.scores, strict=True):
+            torch.index_select(keys, 1, block_ids, out=self._gathered)
+            self._products.multiply_each(self._folded, self._span.transpose(1, 2), scores)
+        self._masked.add_(self._mask)
+        if len(self._spans) == 1:
+            torch.softmax(self.scores, -1, out=self.scores)
+            self._sum_span(values, 0)
+        else:
+            self._sum_spans(values)
+        self._out.copy_(self._placed)
+
+    def _sum_spans(self, values: torch.Tensor) -> None:
+        peaks = self.scores.amax(-1)
+        torch.softmax(self.scores, -1, out=self.scores)
+        shares = span_shares(peaks, self.scores.amax(-1))
+        self._merged.zero_()
+        for span, share in enumerate(shares):
+            self._sum_span(values, span)
+            # Two roundings, not one: whether a fused operation is used depends on the place.
+            self._merged.add_(self._scaled.copy_(self._folded).mul_(share[..., None]))
+        self._folded.copy_(self._merged)
+
+    def _sum_span(self, values: torch.Tensor, span: int) -> None:
+        """Writes the span's weighted values over the queries, which are no longer needed."""
+        torch.index_select(values, 1, self._spans[span], out=self._gathered)
+        self._products.multiply_each(self.scores[span], self._span, self._folded)
+
+
+def span_shares(peaks: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
+    """Each span's share of the whole softmax, float32 [spans, ...].
+
+    `peaks` are the largest scores and `tops` the largest weights of the spans' own softmaxes; a top
+    is 1 / sum(exp(score - peak)).
+    """
+    heights = peaks.float()
+    sums = (heights - heights.amax(0)).exp_() / tops.float()
+    total = sums[0].clone()
+    for span in sums[1:]:
+        total += span
+    return sums / total
+
+
+def split_decodes(
+    group: DecodeGroup,
+    rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+    attended: torch.Tensor,  # [tokens, heads * head_dim]
+    workspace: SplitWorkspace,
+) -> SplitAttention:
+    """One token each of several sequences."""
+    geometry = workspace.geometry
+    kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+    rows, blocks = group.end - group.start, group.num_blocks
+    tables = [
+        group.block_ids[start : start + blocks] for start in range(0, len(group.block_ids), blocks)
+    ]
+    attention = SplitAttention(workspace, tables, unit_rows(size), rotated.device)
+    heads = rotated[: geometry.num_heads, group.start : group.end]
+    scores = attention.scores
+    attention.place(
+        heads=heads.view(kv_heads, size, rows, head_dim).transpose(1, 2),
+        placed=attention.queries[:, :rows, :size],
+        masked=scores.view(scores.shape[0], kv_heads, len(tables), -1, SPAN_TOKENS),
+        mask=_length_mask(group.lengths, scores),
+        out=attended[group.start : group.end].view(rows, kv_heads, size, head_dim).transpose(0, 1),
+    )
+    return attention
+
+
+def _length_mask(lengths: list[int], scores: torch.Tensor) -> torch.Tensor:
+    """Hides what is beyond each sequence's context; [spans, 1, sequences, 1, SPAN_TOKENS]."""
+    columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
+    hidden = columns >= torch.tensor(lengths, device=scores.device)[:, None]
+    mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))
+    return mask.view(len(lengths), -1, SPAN_TOKENS).transpose(0, 1)[:, None, :, None]
+
+
+def split_prefill(
+    tile: PrefillTile,
+    rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+    attended: torch.Tensor,  # [tokens, heads * head_dim]
+    workspace: SplitWorkspace,
+) -> SplitAttention:
+    """Consecutive tokens of one sequence, after any number of cached ones."""
+    geometry = workspace.geometry
+    kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+    rows, padded = tile.end - tile.start, tile.padded_rows
+    attention = SplitAttention(workspace, [tile.block_ids], size * padded, rotated.device)
+    queries = attention.queries.view(kv_heads, size, padded, head_dim)
+    # Spans before the tile's first token are seen whole.
+    first, offset = divmod(tile.earlier, SPAN_TOKENS)
+    masked = attention.scores[first:].view(-1, kv_heads, size, padded, SPAN_TOKENS)
+    columns = slice(SPAN_TOKENS - offset, SPAN_TOKENS - offset + masked.shape[0] * SPAN_TOKENS)
+    mask = workspace.mask[:padded, columns].view(padded, -1, SPAN_TOKENS)
+    attention.place(
+        heads=rotated[: geometry.num_heads, tile.start : tile.end].view(
+            kv_heads, size, rows, head_dim
+        ),
+        placed=queries[:, :, :rows],
+        masked=masked,
+        mask=mask.transpose(0, 1)[:, None, None],
+        out=attended[tile.start : tile.end]
+        .view(rows, kv_heads, size, head_dim)
+        .permute(1, 2, 0, 3),
+    )
+    return attention

@@ -1,0 +1,171 @@
+"""The operations of a layer that exist twice: fastest, and with rows independent of each other."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ullage_engine.core.batch import StepBatch
+from ullage_engine.kernels.attention import (
+    DecodeAttention,
+    PrefillAttention,
+    Workspace,
+    fill_mask,
+)
+from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.products import RowProducts, fill_random
+from ullage_engine.kernels.split import (
+    SplitWorkspace,
+    fill_span_mask,
+    split_decodes,
+    split_prefill,
+)
+from ullage_engine.layers.mlp import gate
+from ullage_engine.memory.arena import StepLimits, mask_width, span_mask_width
+from ullage_engine.memory.rungs import (
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    SPAN_TOKENS,
+    UNIT_ROWS,
+    unit_rows,
+)
+from ullage_engine.models.geometry import ModelGeometry
+
+_SERIAL_ELEMENTS = 32_767
+"""torch computes at most so many elements with one thread (ATen/Parallel.h, GRAIN_SIZE). More are
+shared out in the middle of rows, and the sigmoid of the last elements of a share is computed by
+other instructions than that of the others: it may differ in the last bit."""
+
+
+class Attention(Protocol):
+    """Attention of some rows of a step."""
+
+    def run(self, cache: LayerCache) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        ...
+
+
+class Compute(Protocol):
+    """What a model's layers are computed with; all of it writes into buffers it is given."""
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes x @ weight."""
+        ...
+
+    def add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds x @ weight to out."""
+        ...
+
+    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """See `ullage_engine.layers.mlp.gate`."""
+        ...
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+    ) -> Sequence[Attention]:
+        """Attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
+        attended [tokens, heads * head_dim]."""
+        ...
+
+    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
+        """Makes sure of what the class promises, with these shapes; what is wrong, else None."""
+        ...
+
+
+class FastCompute:
+    """Whole products, and attention in whatever shapes are fastest."""
+
+    def __init__(
+        self, geometry: ModelGeometry, limits: StepLimits, arena: dict[str, torch.Tensor]
+    ) -> None:
+        mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(limits.max_model_len))
+        fill_mask(mask)
+        buffers = (arena["queries"], arena["gathered"], arena["scores"])
+        self._workspace = Workspace(geometry, limits.block_tokens, *buffers, mask)
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(x, weight, out=out)
+
+    def add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        out.addmm_(x, weight)
+
+    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        gate(gate_up, out)
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+    ) -> Sequence[Attention]:
+        buffers = (rotated, attended, self._workspace)
+        decodes = [DecodeAttention(group, *buffers) for group in batch.decodes]
+        return [*decodes, *(PrefillAttention(tile, *buffers) for tile in batch.prefills)]
+
+    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
+        return None
+
+
+class DeterministicCompute:
+    """A row's result depends on its token's context alone: not on the other rows of the step, nor
+    on how the context was cut into steps."""
+
+    def __init__(
+        self, geometry: ModelGeometry, limits: StepLimits, arena: dict[str, torch.Tensor]
+    ) -> None:
+        products = RowProducts()
+        mask = shaped(arena["mask"], MAX_TILE_ROWS, span_mask_width())
+        fill_span_mask(mask)
+        self.multiply, self.add = products.multiply, products.add
+        self._products, self._limits, self._geometry = products, limits, geometry
+        self._workspace = SplitWorkspace(
+            geometry=geometry,
+            block_tokens=limits.block_tokens,
+            products=products,
+            queries=arena["queries"],
+            gathered=arena["gathered"],
+            scores=arena["scores"],
+            merged=arena["merged"],
+            scaled=arena["scaled"],
+            mask=mask,
+        )
+
+    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        size = max(1, _SERIAL_ELEMENTS // out.shape[-1])
+        for start in range(0, out.shape[0], size):
+            rows = slice(start, start + size)
+            gate(gate_up[rows], out[rows])
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+    ) -> Sequence[Attention]:
+        buffers = (rotated, attended, self._workspace)
+        decodes = [split_decodes(group, *buffers) for group in batch.decodes]
+        return [*decodes, *(split_prefill(tile, *buffers) for tile in batch.prefills)]
+
+    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
+        limits = self._limits
+        steps = {limits.product_rows(tokens) for tokens in range(1, limits.max_tokens + 1)}
+        samples = {limits.product_rows(rows) for rows in range(1, limits.max_rows + 1)}
+        for weight, sizes in [*((weight, steps) for weight in weights), (head, samples)]:
+            if not self._products.prove(weight, sizes):
+                return (
+                    f"products of {UNIT_ROWS} rows with {list(weight.shape)} weights give a row "
+                    "other bits in another place"
+                )
+        for sequences, rows in self._attended_shapes():
+            self._prove_attention(sequences, rows)
+        return None
+
+    def _attended_shapes(self) -> list[tuple[int, int]]:
+        """(sequences, rows of queries a KV head) of every product of attention."""
+        size, limits = self._geometry.group_size, self._limits
+        most = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
+        decodes = [(1 << power, unit_rows(size)) for power in range(most.bit_length())]
+        tiles = [MIN_TILE_ROWS << power for power in range(3)]
+        return [*decodes, *((1, size * rows) for rows in tiles if rows <= MAX_TILE_ROWS)]
+
+    def _prove_attention(self, sequences: int, rows: int) -> None:
+        batch, head_dim = sequences * self._geometry.num_kv_heads, self._geometry.head_dim
+        context = shaped(self._workspace.gathered, batch, SPAN_TOKENS, head_dim)
+        fill_random(context)
+        self._products.prove_each((batch, rows, head_dim), context.transpose(1, 2))
+        self._products.prove_each((batch, rows, SPAN_TOKENS), context)
