@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.plan import SampledToken, StepPlan
@@ -428,89 +427,3 @@ def test_resumed_requests_are_never_refused_and_wait_for_memory() -> None:
         assert scheduler.submit(request, resumed=True) is None
         scheduler.check_integrity()
     assert {len(tokens) for tokens in run(scheduler).values()} == {20}
-
-
-# everything at once ------------------------------------------------------------------------------
-
-
-class AnyTraffic(RuleBasedStateMachine):
-    """Requests come, grow, are cancelled, run out of memory; nothing leaks and all finish."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = make_scheduler(
-            blocks=14, max_model_len=200, max_sequences=4, prompt_tokens=48, expected=8
-        )
-        self.left: dict[str, int] = {}
-        self.num_submitted = 0
-
-    @rule(
-        prompt=st.integers(1, 120),
-        max_tokens=st.integers(1, 80),
-        priority=st.sampled_from([0, 0, 0, 3]),
-        resumed=st.booleans(),
-    )
-    def submit(self, prompt: int, max_tokens: int, priority: int, resumed: bool) -> None:
-        name = f"r{self.num_submitted}"
-        self.num_submitted += 1
-        request = make_request(name, prompt, max_tokens, priority)
-        available = self.scheduler.available_bytes
-        answer = self.scheduler.submit(request, resumed=resumed)
-        if isinstance(answer, Rejected):
-            assert not resumed
-            assert answer.needed_bytes > available or self.scheduler.num_waiting >= 16
-            assert answer.never or answer.retry_after_s > 0
-        else:
-            self.left[name] = min(max_tokens, 200 - prompt)
-
-    @precondition(lambda self: self.left)
-    @rule(count=st.integers(1, 12))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.take(self.scheduler.schedule())
-
-    @precondition(lambda self: self.left)
-    @rule(prompt_tokens=st.integers(1, 24), preempts=st.booleans())
-    def step_out_of_memory(self, prompt_tokens: int, preempts: bool) -> None:
-        self.scheduler.schedule()
-        if preempts and self.scheduler.num_running > 1:
-            self.scheduler.preempt_newest()
-        self.take(self.scheduler.replan(prompt_tokens))
-
-    @precondition(lambda self: self.left)
-    @rule(number=st.integers(0, 100), mid_step=st.booleans())
-    def cancel(self, number: int, mid_step: bool) -> None:
-        name = sorted(self.left)[number % len(self.left)]
-        plan = self.scheduler.schedule() if mid_step else None
-        self.scheduler.cancel(name)
-        del self.left[name]
-        if plan:
-            self.take(plan)
-
-    def take(self, plan: StepPlan) -> None:
-        if self.left:
-            assert plan.chunks, "work and nothing planned"
-        for output in self.scheduler.commit(sample(plan)):
-            self.left[output.request_id] -= len(output.token_ids)
-            if output.finish:
-                assert self.left.pop(output.request_id) == 0
-
-    @invariant()
-    def nothing_leaks(self) -> None:
-        self.scheduler.check_integrity()
-        kept = self.scheduler.free_bytes + self.scheduler.reclaimable_bytes
-        assert 0 <= self.scheduler.available_bytes <= kept
-
-    def teardown(self) -> None:
-        for _ in range(20_000):
-            if not self.left:
-                break
-            self.take(self.scheduler.schedule())
-        assert not self.left and not self.scheduler.has_work
-        assert self.scheduler.available_bytes == 14 * 160
-        self.scheduler.evict_all()
-        assert self.scheduler.free_bytes == 14 * 160
-
-
-AnyTraffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestAnyTraffic = AnyTraffic.TestCase

@@ -38,7 +38,35 @@ class Planner:
         self._groups = groups
         self._counters = counters
 
-    def start_waiting(self) -> None:
+    def plan(self, prompt_tokens: int, is_chunked: bool) -> StepPlan:
+        """The next step, with at most so many prompt tokens; starts sequences that wait."""
+        self._start_waiting()
+        chunks = self._chunks(prompt_tokens, is_chunked)
+        if not chunks:
+            # All that ran had to go, for more important ones that had no place in the batch.
+            self._start_waiting()
+            chunks = self._chunks(prompt_tokens, is_chunked)
+        return StepPlan(chunks=chunks, moves=self._mover.drain())
+
+    def replan(self, prompt_tokens: int) -> StepPlan:
+        """A step of those that run already, with at most so many prompt tokens."""
+        chunks = self._chunks(prompt_tokens, is_chunked=True)
+        return StepPlan(chunks=chunks, moves=self._mover.drain())
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's memory; it waits until it can have all it needs at once."""
+        self._mover.swap_out(sequence)
+        sequence.is_running = False
+        sequence.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        # It outlived its estimate: charge it anew for what it has and as much again as is usual.
+        sequence.expected_output = sequence.num_output + self._expected.tokens
+        self._promises.owe(sequence)
+        # Promises to those that cannot start before it does might be what it needs to start.
+        for follower in self._groups.followers(sequence):
+            self._promises.owe(follower)
+
+    def _start_waiting(self) -> None:
         """Starts sequences that wait, the most important first, as far as the batch has room."""
         self._promises.restore(self._roster)
         room = self.max_running - self._roster.num_running
@@ -49,8 +77,7 @@ class Planner:
                 self._start(sequence)
                 room -= 1
 
-    def plan(self, prompt_tokens: int, is_chunked: bool) -> StepPlan:
-        """The next step of those that run, with at most so many prompt tokens."""
+    def _chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
         running = self._roster.running
         ready = [each for each in running if each.is_decoding]
         decoding = pick_decodes(ready, self._limits.decode_tokens)
@@ -69,20 +96,7 @@ class Planner:
             chunk = make_chunk(sequence, count, self._store.block_tokens)
             (decodes if sequence.is_decoding else prompts).append(chunk)
             prompt_tokens -= 0 if sequence.is_decoding else count
-        return StepPlan(chunks=decodes + prompts, moves=self._mover.drain())
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's memory; it waits until it can have all it needs at once."""
-        self._mover.swap_out(sequence)
-        sequence.is_running = False
-        sequence.num_preemptions += 1
-        self._counters.num_preemptions += 1
-        # It outlived its estimate: charge it anew for what it has and as much again as is usual.
-        sequence.expected_output = sequence.num_output + self._expected.tokens
-        self._promises.owe(sequence)
-        # Promises to those that cannot start before it does might be what it needs to start.
-        for follower in self._groups.followers(sequence):
-            self._promises.owe(follower)
+        return decodes + prompts
 
     def _can_start(self, sequence: Sequence) -> bool:
         if sequence.leader or not self._promises.is_kept(sequence):

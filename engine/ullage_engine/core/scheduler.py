@@ -254,7 +254,6 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step: running sequences first, then those that wait, as memory allows."""
         self._store.end_idle_sessions()
-        self._planner.start_waiting()
         return self._planner.plan(self._limits.prompt_tokens, self._limits.is_chunked)
 
     def replan(self, prompt_tokens: int) -> StepPlan:
@@ -262,7 +261,7 @@ class Scheduler:
 
         The moves of the plan before were done; the new plan has only those that came up since.
         """
-        return self._planner.plan(prompt_tokens, is_chunked=True)
+        return self._planner.replan(prompt_tokens)
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Takes over the result of the planned step.

@@ -130,11 +130,11 @@ class Rig:
         limits = SchedulerLimits(max_model_len, max_sequences, prompt_tokens, True, decode_tokens)
         pace = Pace()
         pace.prefill_tokens_per_second = prefill_rate
-        estimate = ExpectedOutput(max_model_len, start=expected)
+        self.estimate = ExpectedOutput(max_model_len, start=expected)
         self.now = 0.0
         self.num_blocks = blocks
         self.device = Device(blocks, policy.host_slots)
-        self.scheduler = Scheduler(profile, limits, pace, estimate, policy, lambda: self.now)
+        self.scheduler = Scheduler(profile, limits, pace, self.estimate, policy, lambda: self.now)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.heard: list[TokenOutput] = []
         """New outputs, in their order; a reader takes them away."""

@@ -132,6 +132,18 @@ def test_samples_survive_the_one_that_computes_for_them(
     assert all(results[f"s{n}"] == rig.undisturbed(PROMPT, n, 8) for n in names)
 
 
+def test_samples_do_not_keep_from_their_first_what_it_needs_to_start(make_rig: MakeRig) -> None:
+    """The first may need more when it starts again: all of the pool, of which others hold some."""
+    rig = make_rig(blocks=30, expected=16)
+    rig.submit(*samples(rig, PROMPT, 3, max_tokens=300))
+    rig.step()
+    for _ in range(100):
+        rig.estimate.observe(400)
+    rig.scheduler.preempt_newest()
+    rig.scheduler.check_integrity()
+    assert rig.run() == {f"s{n}": rig.undisturbed(PROMPT, n, 300) for n in range(3)}
+
+
 @CACHES
 def test_resumed_samples_share_what_they_still_have_in_common(
     make_rig: MakeRig, policy: KvPolicy

@@ -1,5 +1,6 @@
 """Preemption: what it costs, that it ends, and whom it never touches."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ullage_engine.core.preemption import SWAP_BYTES_PER_SECOND, is_swap_cheaper
+from ullage_engine.core.pace import Pace
+from ullage_engine.core.preemption import SWAP_BYTES_PER_SECOND, Mover, is_swap_cheaper
+from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.core.scheduler import KvPolicy
+from ullage_engine.core.sequence import Sequence
+from ullage_engine.kv.store import KvStore
+from ullage_engine.memory.promises import Promises
 
 MakeRig = Callable[..., Any]
 SLOW, FAST = 1.0, 1e12
@@ -94,8 +100,13 @@ def test_blocks_that_others_use_are_not_copied(make_rig: MakeRig) -> None:
         rig.step()
     rig.scheduler.preempt_newest()
     # 96 of the 126 tokens are shared with the one that goes on.
-    assert len(rig.scheduler.replan(0).moves.swap_out) == 2
-    rig.scheduler.check_integrity()
+    plan = rig.scheduler.replan(0)
+    assert len(plan.moves.swap_out) == 2
+    rig.finish(plan)
+    # Without them what was copied is of no use.
+    rig.scheduler.cancel("a")
+    rig.scheduler.evict_all()
+    assert rig.run()["b"] == rig.undisturbed(prompt(1, 96) + [8] * 30, 0, 60)
 
 
 def test_a_cancelled_sequence_leaves_its_slots(make_rig: MakeRig) -> None:
@@ -116,6 +127,37 @@ def test_a_sequence_preempted_again_before_it_came_back_stays_swapped(make_rig: 
     results = rig.run()
     assert results == {str(n): rig.undisturbed(prompt(n, 40), 0, 90) for n in range(3)}
     assert 0 < rig.scheduler.num_swaps <= rig.scheduler.num_preemptions
+
+
+def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
+    store = KvStore(8, 16, KvPolicy(), time.monotonic)
+    promises, pace = Promises(store), Pace()
+    pace.prefill_tokens_per_second = SLOW
+    mover = Mover(store, block_bytes=1, num_slots=8, pace=pace)
+    request = EngineRequest(
+        request_id="a",
+        token_ids=prompt(1, 40),
+        num_prompt_tokens=40,
+        max_tokens=9,
+        sampling=SamplingParams(),
+    )
+    sequence = Sequence(request, 0, 0, 0, 128, 8, list(request.token_ids))
+    promises.owe(sequence)
+    promises.restore([sequence])
+    sequence.block_ids = promises.take(sequence, 3, ()) or []
+    sequence.num_computed, sequence.is_running = 40, True
+    for _ in range(3):
+        mover.swap_out(sequence)
+        promises.owe(sequence)
+        promises.restore([sequence])
+        mover.swap_in(sequence, promises)
+    mover.check_integrity([sequence])
+    # Out once and in once, however often it was about to start.
+    moves = mover.drain()
+    assert (len(moves.swap_out), len(moves.swap_in)) == (3, 3)
+    assert [slot for slot, _ in moves.swap_in] == [slot for _, slot in moves.swap_out]
+    assert [block for _, block in moves.swap_in] == sequence.block_ids
+    assert mover.num_swaps == 1
 
 
 # no livelock -------------------------------------------------------------------------------------
