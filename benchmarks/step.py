@@ -29,10 +29,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
+    parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
-    runner = load_runner(arguments.source, device, dtype)
+    runner = load_runner(arguments.source, device, dtype, arguments.deterministic)
     print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
     for batch in (1, 8, 32):
         plan = StepPlan([chunk(row, 1, arguments.context) for row in range(batch)])
@@ -42,7 +43,9 @@ def main() -> None:
         print(f"prefill tokens {tokens:3}: {measure(runner, plan):8.2f}")
 
 
-def load_runner(source: str, device: torch.device, dtype: torch.dtype) -> ModelRunner:
+def load_runner(
+    source: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> ModelRunner:
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark")
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
@@ -51,11 +54,15 @@ def load_runner(source: str, device: torch.device, dtype: torch.dtype) -> ModelR
         max_sequences=64,
         max_model_len=min(8192, loaded.geometry.max_position),
         decode_max_batch_tokens=8192,
+        deterministic=deterministic,
     )
     runner = ModelRunner(loaded, device, dtype, settings)
     runner.allocate_arena()
     runner.allocate_kv(1024)
     started = time.perf_counter()
+    error = runner.prove()
+    if error is not None:
+        raise SystemExit(error)
     runner.warm_up()
     print(f"warm-up {time.perf_counter() - started:.1f} s")
     return runner

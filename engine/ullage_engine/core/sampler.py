@@ -165,7 +165,7 @@ def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
 
 
-def _row_sums(weights: torch.Tensor) -> torch.Tensor:
+def row_sums(weights: torch.Tensor) -> torch.Tensor:
     """Sums of rows, [rows, 1]; each by itself, because torch shares a lone row out to threads but
     not one of several, and the order of a sum decides its last bit."""
     return torch.stack([row.sum() for row in weights])[:, None]
@@ -189,7 +189,7 @@ def _choose_filtered(logits: torch.Tensor, rows: dict[int, Row]) -> dict[int, in
     """Tokens by key; rows that a few candidates do not settle try more."""
     tokens: dict[int, int] = {}
     keys = list(rows)
-    total = _row_sums(_weights(logits, list(rows.values())))
+    total = row_sums(_weights(logits, list(rows.values())))
     for width in (*CANDIDATES, logits.shape[1]):
         pending = [place for place, key in enumerate(keys) if key not in tokens]
         if not pending:
@@ -214,7 +214,11 @@ def _try_candidates(
     kept = _num_kept(weights, running, total, rows)
     # The last candidates may tie with tokens left out, so the kept must all be above the least.
     safe = (values > values[:, -1:]).sum(-1, keepdim=True)
-    settled = (kept <= safe)[:, 0].tolist() if width < logits.shape[1] else [True] * len(rows)
+    # The nucleus is a share of what top-k keeps, which is not known before all of it is there.
+    known = [row.params.top_k <= width or row.params.top_p >= 1.0 for row in rows]
+    fits = (kept <= safe)[:, 0].tolist()
+    is_all = width >= logits.shape[1]
+    settled = [is_all or all(each) for each in zip(known, fits, strict=True)]
     places = torch.arange(running.shape[1], device=running.device)
     running = torch.where(places < kept, running, running.gather(1, kept - 1))
     drawn = _draw(running, _noise(rows, logits))

@@ -50,8 +50,8 @@ class RowProducts:
         start = fill_random(weight.new_empty(1, weight.shape[1]))
         self._sizes[weight.shape] = [UNIT_ROWS]
         reference = _both(self, x, weight, start)
-        rolled = _both(self, x.roll(1, 0), weight, start)
-        if not torch.equal(rolled, reference.roll(1, 1)):
+        unit = reference[:, :UNIT_ROWS]
+        if not torch.equal(_both(self, x[:UNIT_ROWS].roll(1, 0), weight, start), unit.roll(1, 1)):
             return False
         self._sizes[weight.shape] = [
             size

@@ -38,11 +38,18 @@ SMOLLM2 = ModelGeometry(
 TOGETHER = {"gate_up", "gated"}
 """May overlap with anything of attention, and with nothing else."""
 
-ATTENTION = {"qkv", "rotated", "queries", "attended", "gathered", "scores"}
+ATTENTION = {"qkv", "rotated", "queries", "attended", "gathered", "scores", "merged", "scaled"}
 
 
-def limits(tokens: int = 576, rows: int = 64, length: int = 8192, itemsize: int = 2) -> StepLimits:
-    return StepLimits(tokens, rows, length, gather_tokens(length, 8192, 16), 16, itemsize)
+def limits(
+    tokens: int = 576,
+    rows: int = 64,
+    length: int = 8192,
+    itemsize: int = 2,
+    deterministic: bool = False,
+) -> StepLimits:
+    gathered = gather_tokens(length, 8192, 16, deterministic)
+    return StepLimits(tokens, rows, length, gathered, 16, itemsize, deterministic)
 
 
 @settings(max_examples=50, deadline=None)
@@ -51,14 +58,13 @@ def limits(tokens: int = 576, rows: int = 64, length: int = 8192, itemsize: int 
     rows=st.integers(1, 256),
     length=st.integers(1, 8192),
     itemsize=st.sampled_from([2, 4]),
+    deterministic=st.booleans(),
 )
 def test_buffers_are_aligned_and_only_phases_overlap(
-    tokens: int, rows: int, length: int, itemsize: int
+    tokens: int, rows: int, length: int, itemsize: int, deterministic: bool
 ) -> None:
-    for layout in (
-        step_arena(SMOLLM2, limits(tokens, rows, length, itemsize)),
-        sampler_arena(SMOLLM2, limits(tokens, rows, length, itemsize)),
-    ):
+    largest = limits(tokens, rows, length, itemsize, deterministic)
+    for layout in (step_arena(SMOLLM2, largest), sampler_arena(SMOLLM2, largest)):
         buffers = sorted(layout.buffers, key=lambda buffer: buffer.offset)
         for index, buffer in enumerate(buffers):
             assert buffer.offset % ALIGNMENT == 0
@@ -72,6 +78,7 @@ def test_buffers_are_aligned_and_only_phases_overlap(
 
 def test_the_demo_models_arenas_are_small() -> None:
     assert step_arena(SMOLLM2, limits()).nbytes < 32 << 20
+    assert step_arena(SMOLLM2, limits(deterministic=True)).nbytes < 34 << 20
     assert sampler_arena(SMOLLM2, limits()).nbytes == 64 * 49152 * (2 + 4)
 
 

@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 
 from ullage_engine.core.batch import build_batch
 from ullage_engine.core.plan import Chunk, StepPlan
-from ullage_engine.kernels.attention import (
-    DecodeAttention,
-    PrefillAttention,
-    Workspace,
-    fill_mask,
-)
-from ullage_engine.kernels.buffers import allocate, shaped
+from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.pool import KVPool, LayerCache, kv_block_bytes
-from ullage_engine.memory.arena import StepLimits, gather_tokens, mask_width, step_arena
-from ullage_engine.memory.rungs import MAX_TILE_ROWS
+from ullage_engine.layers.compute import DeterministicCompute, FastCompute
+from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
 from ullage_engine.models.geometry import ModelGeometry
 
 GEOMETRY = ModelGeometry(
@@ -41,21 +35,34 @@ NUM_BLOCKS = 200
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
-def make_workspace(dtype: torch.dtype) -> tuple[Workspace, LayerCache]:
-    limits = StepLimits(
+def limits_of(dtype: torch.dtype, deterministic: bool) -> StepLimits:
+    return StepLimits(
         max_tokens=600,
         max_rows=16,
         max_model_len=400,
-        max_gather_tokens=gather_tokens(400, 512, 16),
+        max_gather_tokens=gather_tokens(400, 512, 16, deterministic),
         block_tokens=16,
         itemsize=dtype.itemsize,
+        deterministic=deterministic,
     )
-    arena = allocate(step_arena(GEOMETRY, limits), dtype, torch.device("cpu"))
-    mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(400))
-    fill_mask(mask)
+
+
+def make_cache(dtype: torch.dtype) -> LayerCache:
     [cache] = KVPool(GEOMETRY, NUM_BLOCKS, 16, dtype, torch.device("cpu")).layers
-    workspace = Workspace(GEOMETRY, 16, arena["queries"], arena["gathered"], arena["scores"], mask)
-    return workspace, cache
+    return cache
+
+
+def attend(
+    limits: StepLimits, plan: StepPlan, rotated: torch.Tensor, cache: LayerCache
+) -> torch.Tensor:
+    """All rows of a plan; [tokens, heads * head_dim]."""
+    arena = allocate(step_arena(GEOMETRY, limits), rotated.dtype, torch.device("cpu"))
+    make = DeterministicCompute if limits.deterministic else FastCompute
+    batch = build_batch(plan, 16, limits.max_gather_tokens, limits.context_blocks)
+    attended = torch.full((rotated.shape[1], 96), math.nan, dtype=rotated.dtype)
+    for attention in make(GEOMETRY, limits, arena).attentions(batch, rotated, attended):
+        attention.run(cache)
+    return attended
 
 
 def make_plan(shapes: list[tuple[int, int]], generator: random.Random) -> StepPlan:
@@ -91,9 +98,14 @@ def sequence_kv(cache: LayerCache, chunk: Chunk) -> tuple[torch.Tensor, torch.Te
     decodes=st.lists(st.integers(0, 399), max_size=12),
     prefills=st.lists(st.tuples(st.integers(0, 200), st.integers(2, 200)), max_size=2),
     seed=st.integers(0, 1000),
+    deterministic=st.booleans(),
 )
 def test_attention_is_what_its_definition_says(
-    dtype: torch.dtype, decodes: list[int], prefills: list[tuple[int, int]], seed: int
+    dtype: torch.dtype,
+    decodes: list[int],
+    prefills: list[tuple[int, int]],
+    seed: int,
+    deterministic: bool,
 ) -> None:
     shapes = ([(start, 1) for start in decodes] + prefills) or [(0, 1)]
     while sum(-(-(start + tokens) // 16) for start, tokens in shapes) > NUM_BLOCKS:
@@ -101,16 +113,10 @@ def test_attention_is_what_its_definition_says(
     generator = random.Random(seed)
     torch.manual_seed(seed)
     plan = make_plan(shapes, generator)
-    batch = build_batch(plan, 16, gather_tokens(400, 512, 16))
-    workspace, cache = make_workspace(dtype)
+    cache = make_cache(dtype)
     cache.blocks.normal_()
-    tokens = len(batch.token_ids)
-    rotated = torch.randn(8, tokens, 16).to(dtype)
-    attended = torch.full((tokens, 96), math.nan, dtype=dtype)
-    for group in batch.decodes:
-        DecodeAttention(group, rotated, attended, workspace).run(cache)
-    for tile in batch.prefills:
-        PrefillAttention(tile, rotated, attended, workspace).run(cache)
+    rotated = torch.randn(8, plan.num_tokens, 16).to(dtype)
+    attended = attend(limits_of(dtype, deterministic), plan, rotated, cache)
 
     ordered = sorted(
         (chunk for chunk in plan.chunks if len(chunk.token_ids) == 1), key=lambda c: -c.start
@@ -124,8 +130,41 @@ def test_attention_is_what_its_definition_says(
         row = rows.stop
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    start=st.integers(0, 399),
+    others=st.lists(st.integers(0, 399), max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_deterministic_attention_of_a_token_is_its_own(
+    dtype: torch.dtype, start: int, others: list[int], seed: int
+) -> None:
+    """The last token of a prompt, computed with the prompt, alone, and among others."""
+    torch.manual_seed(seed)
+    limits = limits_of(dtype, deterministic=True)
+    whole = make_plan([(0, start + 1)], random.Random(seed))
+    blocks = whole.chunks[0].block_ids
+    cache = make_cache(dtype)
+    cache.blocks.normal_()
+    rotated = torch.randn(8, start + 1, 16).to(dtype)
+    expected = attend(limits, whole, rotated, cache)[-1]
+
+    alone = Chunk("0", [0], start, blocks, None, [], 0)
+    beside = [
+        Chunk(str(n + 1), [0], other, blocks * 2, None, [], 0) for n, other in enumerate(others)
+    ]
+    beside = [chunk for chunk in beside if chunk.start < len(chunk.block_ids) * 16]
+    for chunks in ([alone], [alone, *beside]):
+        order = sorted(chunks, key=lambda chunk: -chunk.start)
+        row = order.index(alone)
+        queries = torch.randn(8, len(chunks), 16).to(dtype)
+        queries[:, row] = rotated[:, -1]
+        assert torch.equal(attend(limits, StepPlan(chunks), queries, cache)[row], expected)
+
+
 def test_keys_and_blocks_are_the_same_memory() -> None:
-    _, cache = make_workspace(torch.float32)
+    cache = make_cache(torch.float32)
     cache.keys[1, 35] = 5.0
     assert cache.blocks[1, 2].view(16, 16)[3].eq(5.0).all()
     cache.values[0, 16] = 7.0
