@@ -188,13 +188,14 @@ class Scheduler:
 
         For searches that branch. The child ranks right behind its parent and is never refused: if
         memory is short it waits like a preempted sequence. The parent goes on unchanged; `cancel`
-        it when it is not wanted, and before others fork, so that its promise is free for them.
-
-        Raises:
-            KeyError: the parent has ended or never was.
+        it when it is not wanted, and before others fork, so that its promise is free for them. Of
+        a parent that has ended the child has what the prefix cache still knows.
         """
-        parent = self._roster[parent_id]
         assert child_request.request_id not in self._roster, "the child's id is in use"
+        parent = self._roster.get(parent_id)
+        if parent is None:
+            self._intake.submit([child_request], resumed=True)
+            return
         child = self._intake.sequence(child_request, parent.priority, parent.arrival)
         child.cached_prompt_tokens = parent.cached_prompt_tokens
         self._roster.add(child)

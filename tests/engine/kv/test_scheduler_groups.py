@@ -222,7 +222,13 @@ def test_the_newest_token_can_be_chosen_otherwise(make_rig: MakeRig) -> None:
     assert rig.run()["p"][2:] == rig.undisturbed([*PROMPT, first, 5], 0, 7)
 
 
-def test_a_branch_of_nothing_is_an_error(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    with pytest.raises(KeyError):
-        rig.scheduler.fork("gone", rig.request("c", PROMPT))
+@CACHES
+def test_a_branch_of_a_sequence_that_has_ended_is_computed_again(
+    make_rig: MakeRig, policy: KvPolicy
+) -> None:
+    rig = make_rig(policy=policy)
+    rig.submit(rig.request("p", PROMPT, max_tokens=3))
+    branch = [*PROMPT, *rig.run()["p"][:-1], 5]
+    rig.scheduler.fork("p", rig.request("c", branch, 9, num_prompt_tokens=100))
+    (chunk,) = rig.scheduler.schedule().chunks
+    assert chunk.start == (96 if policy.prefix_cache else 0)
