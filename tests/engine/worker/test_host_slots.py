@@ -1,0 +1,45 @@
+"""A deterministic worker with host memory for swapped KV: its ledger holds all of it."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ullage_engine.core.request import EngineRequest, SamplingParams
+from ullage_engine.messages import StartFailed
+
+MIB = 1 << 20
+BLOCK_BYTES = 16 * 23_040  # of SmolLM2 in two-byte numbers
+
+
+def test_memory_stays_what_the_ledger_says(
+    start_worker: Callable[..., Any], make_request: Callable[..., EngineRequest]
+) -> None:
+    worker = start_worker(
+        model={"dtype": "bfloat16", "deterministic": True}, memory={"host_kv": 64 * MIB}
+    )
+    before = worker.rss
+    generator = random.Random(6)
+    for number in range(60):
+        length = 400 if number % 20 == 0 else generator.randint(1, 40)
+        tokens = [generator.randrange(5, 49_000) for _ in range(length)]
+        sampling = SamplingParams(temperature=number % 2 / 2, top_p=0.9, seed=number)
+        worker.submit(
+            make_request(f"r{number}", tokens, max_tokens=6, sampling=sampling), resumed=True
+        )
+    worker.finish_all()
+    state = worker.fresh_state()
+    lines = {entry.name: entry for entry in state.ledger}
+    allocated = sum(entry.allocated_bytes for entry in state.ledger)
+    assert lines["host_kv"].allocated_bytes == 64 * MIB // BLOCK_BYTES * BLOCK_BYTES
+    assert abs(worker.rss - before) <= 4 * MIB
+    assert abs(worker.rss - allocated) <= 0.01 * allocated
+    assert worker.stop() == 0
+
+
+def test_host_memory_that_holds_no_block_is_refused(launch_worker: Callable[..., Any]) -> None:
+    worker = launch_worker(model={"dtype": "bfloat16"}, memory={"host_kv": BLOCK_BYTES - 1})
+    message = worker.receive()
+    while not isinstance(message, StartFailed):
+        message = worker.receive()
+    assert "memory.hostKV: 368639 bytes hold no KV block of 368640 bytes" in message.error
+    assert worker.process.wait(30) == 2
