@@ -31,6 +31,8 @@ class Submit(Message, frozen=True, kw_only=True):
 
 class Cancel(Message, frozen=True, kw_only=True):
     request_id: str
+    is_answered: bool = False
+    """It ended by a stop string, which only the server sees; else nobody waits for it any more."""
 
 
 class Fault(Message, frozen=True, kw_only=True):

@@ -10,6 +10,9 @@ from ullage_router.engines import Engines
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_rpc.errors import invalid
 
+MAX_CHARACTERS_PER_TOKEN = 64
+"""Sixteen times the usual: what a conversation may have for each token of the context."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -64,12 +67,23 @@ class Prompts:
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
         size = sum(len(turn["content"]) for turn in turns)
+        self._check_whole(size)
         try:
             ids = await self._threads.run(size, lambda: model.render(turns))
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
         return Prompt(model, ids, turns)
+
+    def _check_whole(self, size: int) -> None:
+        """Refuses a conversation many times the context: finding what to drop would take long."""
+        most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
+        if size > most:
+            message = (
+                f"messages have {size} characters and the context is "
+                f"{self._engines.max_model_len} tokens; send at most {most} characters"
+            )
+            raise invalid("messages", message, "CONTEXT_TOO_LONG")
 
     def _check_size(self, model: Model, text: str, field: str) -> None:
         """Refuses a text that cannot fit however its tokens fall: tokenising megabytes is slow."""

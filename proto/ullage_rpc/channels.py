@@ -19,7 +19,8 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     # A restarted engine must be found again at once, not after gRPC's default of up to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also the time that one attempt has, which a busy machine needs; it delays no other.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),
 )

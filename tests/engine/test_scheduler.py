@@ -427,3 +427,15 @@ def test_resumed_requests_are_never_refused_and_wait_for_memory() -> None:
         assert scheduler.submit(request, resumed=True) is None
         scheduler.check_integrity()
     assert {len(tokens) for tokens in run(scheduler).values()} == {20}
+
+
+def test_answers_that_a_stop_string_ended_teach_the_estimate() -> None:
+    scheduler = make_scheduler(expected=256)
+    before = scheduler.expected_output_tokens
+    for number in range(200):
+        assert scheduler.submit(make_request(f"r{number}", 4, max_tokens=100)) is None
+        scheduler.commit(sample(scheduler.schedule()))
+        scheduler.cancel(f"r{number}", is_answered=number >= 100)
+        if number == 99:
+            assert scheduler.expected_output_tokens == before
+    assert scheduler.expected_output_tokens < before

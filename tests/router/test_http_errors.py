@@ -147,6 +147,19 @@ def test_wrong_bodies(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_a_conversation_of_many_contexts_is_refused(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            turns = [
+                {"role": "user", "content": "word " * 100_000},
+                {"role": "user", "content": "x"},
+            ]
+            answer = await service.http.post(CHAT, json={"messages": turns})
+            assert "characters" in refused(answer, 400, "messages")["message"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])
 def test_a_huge_body_is_refused_unread(start_service: "StartService", is_chunked: bool) -> None:
     sent = 0

@@ -3,7 +3,7 @@
 Pure arithmetic over lists; the runner turns the arrays into tensors once a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ullage_engine.core.plan import Chunk, StepPlan
@@ -83,6 +83,15 @@ def build_batch(
         sampled=sampled,
         sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
     )
+
+
+def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
+    """Blocks that the step begins to fill and leaves with room behind their last token."""
+    for chunk in plan.chunks:
+        end = chunk.start + len(chunk.token_ids)
+        last = (end - 1) // block_tokens
+        if end % block_tokens and last * block_tokens >= chunk.start:
+            yield chunk.block_ids[last]
 
 
 def _positions(chunk: Chunk) -> range:

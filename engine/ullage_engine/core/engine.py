@@ -70,9 +70,10 @@ class Engine:
             return self._beams.start(requests, resumed=resumed)
         return self.scheduler.submit_group(requests, resumed=resumed)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """See `Scheduler.cancel`."""
         if not self._beams.cancel(request_id):
-            self.scheduler.cancel(request_id)
+            self.scheduler.cancel(request_id, is_answered=is_answered)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Makes one step run out of memory when `after_steps` more have been computed."""

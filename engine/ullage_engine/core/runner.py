@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ullage_engine.core.batch import build_batch
+from ullage_engine.core.batch import begun_blocks, build_batch
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
@@ -134,6 +134,9 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
+        with torch.inference_mode():
+            for block in begun_blocks(plan, self._limits.block_tokens):
+                self._kv.clear(block)
         return self._run(plan, self._kv.layers)
 
     @torch.inference_mode()

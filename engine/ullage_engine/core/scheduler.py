@@ -215,10 +215,15 @@ class Scheduler:
         assert sequence.num_output > 0 and sequence.num_remaining > 0, "nothing to amend"
         sequence.token_ids = [*sequence.token_ids[:-1], token_id]
 
-    def cancel(self, request_id: str) -> None:
-        """Forgets a request and frees its memory; one that is gone already is no error."""
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """Forgets a request and frees its memory; one that is gone already is no error.
+
+        The length of an answer that a stop string ended tells as much as any other.
+        """
         sequence = self._roster.get(request_id)
         if sequence:
+            if is_answered:
+                self._observe_output(sequence, "stop")
             self._remove(sequence)
 
     def fail_newest(self) -> str | None:

@@ -157,8 +157,8 @@ class Worker:
         match message:
             case Submit():
                 self._submit(message)
-            case Cancel(request_id=request_id):
-                self._engine.cancel(request_id)
+            case Cancel(request_id=request_id, is_answered=is_answered):
+                self._engine.cancel(request_id, is_answered=is_answered)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
             case Shutdown():

@@ -27,8 +27,7 @@ def kv_block_bytes(geometry: ModelGeometry, block_tokens: int, itemsize: int) ->
 class KVPool:
     """The KV of all sequences on the device, in one allocation, every page touched.
 
-    Heads come first so that the blocks of one head gather into a matrix; zeros so that padding
-    never meets a NaN.
+    Heads come first so that the blocks of one head gather into a matrix.
     """
 
     def __init__(
@@ -50,6 +49,11 @@ class KVPool:
     @property
     def num_blocks(self) -> int:
         return self.blocks.shape[1]
+
+    def clear(self, block: int) -> None:
+        """Zeros one block over all layers: attention multiplies what lies behind its last token by
+        zero, and an earlier user's infinity or NaN would outlive that."""
+        self.blocks[:, block].zero_()
 
     def copy(self, source: int, destination: int) -> None:
         """Copies one block over all layers; allocates nothing."""

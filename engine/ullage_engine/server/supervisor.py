@@ -104,7 +104,8 @@ class Supervisor:
     def cancel(self, entry: Entry) -> None:
         """Tells the worker that nobody waits for an entry any more."""
         if self._life and entry.submitted:
-            self._life.link.post(Cancel(request_id=entry.key))
+            is_answered = entry.finish is not None and entry.finish.reason == "stop"
+            self._life.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
 
     def inject_oom(self, after_steps: int) -> int | None:
         """Makes a coming step of the worker run out of memory; its process id, None if none."""

@@ -12,6 +12,7 @@ from starlette.types import Receive
 from ullage_rpc.errors import ServiceError
 
 MAX_BODY_BYTES = 8 << 20
+BODY_TIMEOUT_S = 30.0
 # A connection closed on a client that still sends may lose the answer on its way; so what follows a
 # refused body is read and thrown away for a moment.
 LINGER_S = 2.0
@@ -25,12 +26,25 @@ async def read_body(headers: Headers, receive: Receive) -> bytes:
     """The whole body.
 
     Raises:
-        ServiceError: it is longer than MAX_BODY_BYTES; no more than that has been read.
+        ServiceError: it is longer than MAX_BODY_BYTES, and no more than that has been read, or did
+            not arrive within BODY_TIMEOUT_S.
         ClientGone: the client went before it was complete.
     """
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise _too_large(f"{int(declared)} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(receive)
+    except TimeoutError as error:
+        raise ServiceError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "DEADLINE",
+            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; send it at once",
+        ) from error
+
+
+async def _read(receive: Receive) -> bytes:
     chunks, size = [], 0
     while True:
         message = await receive()

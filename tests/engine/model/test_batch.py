@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.core.batch import StepBatch, build_batch
+from ullage_engine.core.batch import StepBatch, begun_blocks, build_batch
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.memory.arena import gather_tokens
@@ -96,3 +97,23 @@ def test_similar_lengths_share_a_group_and_far_ones_do_not() -> None:
     assert [(group.start, group.end) for group in batch.decodes] == [(0, 8)]
     batch = build_batch(plan_of([(20, 1, True), (590, 1, True)] * 3), BLOCK, 8192)
     assert len({group.num_blocks for group in batch.decodes}) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "is_begun"),
+    [
+        (0, 1, True),
+        (0, 16, False),  # a whole block has no room behind its end
+        (0, 20, True),
+        (15, 1, False),  # the last of a block
+        (16, 1, True),
+        (17, 1, False),  # the block was begun by a step before
+        (20, 30, True),
+    ],
+)
+def test_a_last_block_is_begun_where_it_is_left_with_room(
+    start: int, tokens: int, is_begun: bool
+) -> None:
+    plan = plan_of([(start, tokens, True)])
+    last = plan.chunks[0].block_ids[-1]
+    assert list(begun_blocks(plan, BLOCK)) == ([last] if is_begun else [])

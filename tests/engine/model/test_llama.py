@@ -103,3 +103,26 @@ def test_bfloat16_is_close_to_float32(
     rounded_ids, rounded_values = logprobs_of(rounded, tokens, start)
     near = dict(zip(rounded_ids, rounded_values, strict=True))
     assert near[ids[0]] == pytest.approx(values[0], abs=0.05)
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 40])
+def test_an_earlier_users_nan_does_not_outlive_it(
+    length: int, save_llama: Save, load: Load, new_runner: Callable[..., ModelRunner]
+) -> None:
+    _, folder = save_llama()
+    tokens = [(7 * index) % 199 for index in range(length)]
+    clean = decoded_logprobs(new_runner(load(f"file://{folder}")), tokens)
+    loaded = load(f"file://{folder}")
+    poisoned = new_runner(loaded)
+    weight = next(iter(loaded.tensors.values()))
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    poisoned.execute(StepPlan([Chunk("b", [1] * 64, 0, [0, 1, 2, 3], None, [1] * 64, 64)]))
+    weight.copy_(kept)
+    assert decoded_logprobs(poisoned, tokens) == clean
+
+
+def decoded_logprobs(runner: ModelRunner, tokens: list[int]) -> tuple[list[int], list[float]]:
+    """The same with the last token computed by itself."""
+    logprobs_of(runner, tokens[:-1], 0)
+    return logprobs_of(runner, tokens, len(tokens) - 1)
