@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install install-dev demo up test check lint clean
+.PHONY: install install-dev demo up test check lint faults clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ up: install                 ## serve examples/smollm2.yaml until Ctrl-C
 
 test: install-dev           ## all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
+	$(BIN)/python benchmarks/faults.py --faults 200
+	$(BIN)/python benchmarks/faults.py --faults 200 --dtype bfloat16 --deterministic
 
 lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/ruff format --check .

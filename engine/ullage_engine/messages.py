@@ -132,6 +132,12 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """Resident bytes of the worker process (device bytes on CUDA)."""
     num_steps: int
 
+    @property
+    def headroom_bytes(self) -> int:
+        """KV that a new request may take: free + reclaimable - committed."""
+        available = self.kv_free_bytes + self.kv_reclaimable_bytes - self.kv_committed_bytes
+        return max(0, available)
+
 
 class Ready(Message, frozen=True, kw_only=True):
     """The worker serves."""

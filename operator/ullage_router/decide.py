@@ -324,6 +324,7 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
     message = (
         f"the request needs {demand.total} bytes of KV and the largest pool has {engine.capacity}; "
         f"shorten the prompt to at most {max(0, longest - facts.min_tokens)} tokens"
+        + (" or ask for fewer answers" if facts.samples > 1 else "")
     )
     return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
 

@@ -1,13 +1,9 @@
 """The ledger, the device's size and the price of a sequence."""
 
-from pathlib import Path
-
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.ledger import Ledger, LedgerError, wrong_price
 
 MIB = 1 << 20
@@ -59,22 +55,6 @@ def test_the_table_shows_every_reservation() -> None:
     text = "\n".join(ledger.table())
     assert [state.name for state in ledger.states()] == ["weights", "safety_reserve"]
     assert "weights" in text and "356 MiB" in text and "850 MiB" in text
-
-
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_cgroup_limits_the_device(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("1048576\n")
-    assert cpu_device_bytes(None, tmp_path) == MIB
-    assert cpu_device_bytes(5, tmp_path) == 5
-
-
-@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
-def test_without_a_limit_what_is_free_is_the_device(tmp_path: Path, text: str) -> None:
-    (tmp_path / "memory.max").write_text(text)
-    free = psutil.virtual_memory().available
-    assert free // 2 < cpu_device_bytes(None, tmp_path) < free * 2
 
 
 @pytest.mark.parametrize("allocated", [950, 1000, 1050])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -257,7 +258,7 @@ def refused(scheduler: Scheduler, request: EngineRequest) -> Rejected:
 
 
 def test_what_exceeds_the_pool_can_never_fit() -> None:
-    answer = refused(make_scheduler(blocks=8, expected=8), make_request("a", 124))
+    answer = refused(make_scheduler(blocks=8, expected=8), make_request("a", 128))
     assert answer.never
     assert (answer.needed_bytes, answer.available_bytes) == (9 * 160, 8 * 160)
     assert "more than the whole pool" in answer.message
@@ -439,3 +440,29 @@ def test_answers_that_a_stop_string_ended_teach_the_estimate() -> None:
         if number == 99:
             assert scheduler.expected_output_tokens == before
     assert scheduler.expected_output_tokens < before
+
+
+def test_long_answers_do_not_teach_an_engine_to_refuse_short_prompts_for_good() -> None:
+    scheduler = make_scheduler(blocks=16, max_model_len=4096, expected=32)
+    for number in range(20):
+        request = make_request(f"r{number}", 30, max_tokens=2000)
+        assert scheduler.submit(request) is None, number
+        while scheduler.has_work:
+            scheduler.commit(sample(scheduler.schedule()))
+    assert scheduler.expected_output_tokens > 200
+    assert scheduler.submit_group([make_request("a", 30, 900), make_request("b", 30, 900)]) == []
+    while scheduler.has_work:
+        scheduler.commit(sample(scheduler.schedule()))
+    scheduler.check_integrity()
+
+
+def test_more_samples_than_the_waiting_room_has_places_are_served_alone() -> None:
+    scheduler = make_scheduler(max_sequences=1)
+    requests = [
+        msgspec.structs.replace(make_request("a", 20, 4), request_id=f"a{i}") for i in range(9)
+    ]
+    assert scheduler.submit_group(requests) == []
+    late = scheduler.submit_group([make_request("b", 20, 4)])
+    assert isinstance(late, Rejected) and not late.never
+    while scheduler.has_work:
+        scheduler.commit(sample(scheduler.schedule()))

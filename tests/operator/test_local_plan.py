@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import yaml
 
@@ -17,6 +16,7 @@ from ullage_operator.local.ports import PortBusy
 from ullage_operator.local.runtime import write_files
 from ullage_operator.spec import parse
 from ullage_router.config import RouterConfig
+from ullage_rpc.memory import usable_bytes
 
 Make = Callable[..., dict[str, Any]]
 LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
@@ -114,7 +114,8 @@ def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
 
 def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path) -> None:
     large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
-    plan = local(manifest(pools={"single": {}, "large": large}), tmp_path)
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": large}), tmp_path)
     assert read(plan, "demo-large-0", EngineConfig).memory.device_bytes == 1 << 30
-    share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
-    assert 0 < share <= psutil.virtual_memory().total // 2
+    shares = [read(plan, f"demo-single-{i}", EngineConfig).memory.device_bytes for i in range(2)]
+    assert shares[0] == shares[1]
+    assert shares[0] == pytest.approx((usable_bytes() - (1 << 30)) // 2, rel=0.2)

@@ -41,7 +41,7 @@ def refuse_forever(
         several = f" of {len(requests)} samples" if len(requests) > 1 else ""
         remedy = "shorten it or ask for fewer" if several else "shorten it"
         reason = (
-            f"prompt: {length} tokens and their expected output{several} need "
+            f"prompt: {length} tokens and the first of the output{several} need "
             f"{mib(needed_bytes)} of KV, more than the whole pool of "
             f"{mib(profile.kv_pool_bytes)}; {remedy}"
         )

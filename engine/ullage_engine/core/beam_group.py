@@ -33,12 +33,8 @@ class Branches(Protocol):
         ...
 
     def fork(self, parent_id: str, child: EngineRequest) -> None:
-        """Starts `child` with the KV that its tokens have in common with a parent's. It may have to
-        wait for memory but is not refused it.
-
-        Raises:
-            KeyError: the parent has ended.
-        """
+        """Starts `child` with the KV that its tokens have in common with a parent's, if that is
+        still there. It may have to wait for memory but is not refused it."""
         ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -91,6 +87,8 @@ class _Group:
             ),
             # It must not end before the others: what ends a hypothesis is the search's business.
             stop_token_ids=[],
+            # The likeliest beam is what the session goes on from.
+            session_id="" if place else self.first.session_id,
             beam=None,
         )
 
@@ -205,17 +203,10 @@ class BeamSearches:
         self._leave([parent for parent in parents if parent not in fruitful])
         children = [group.beam(place, beam.token_ids) for place, beam in enumerate(beams)]
         for beam, child in zip(beams, children, strict=True):
-            self._branch(parents[beam.parent], child)
+            self._branches.fork(parents[beam.parent], child)
         self._leave(sorted(fruitful))
         self._join(group, [child.request_id for child in children])
         return []
-
-    def _branch(self, parent_id: str, child: EngineRequest) -> None:
-        try:
-            self._branches.fork(parent_id, child)
-        except KeyError:  # it went a token too far and ended
-            answer = self._branches.submit_group([child], resumed=True)
-            assert answer == [], "a beam that has no room for its next token"
 
     def _join(self, group: _Group, members: list[str]) -> None:
         group.members = members

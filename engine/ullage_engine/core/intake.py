@@ -11,7 +11,7 @@ from ullage_engine.core.roster import Roster
 from ullage_engine.core.sequence import Sequence
 from ullage_engine.kv.store import KvStore
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.predictor import block_bytes, expected_length, num_blocks
+from ullage_engine.memory.predictor import block_bytes, sample_blocks
 from ullage_engine.memory.promises import Promises
 from ullage_engine.messages import Profile, Rejected
 
@@ -94,26 +94,35 @@ class Intake:
                 yield after, round(blocks * block_bytes(self._profile))
 
     def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
-        alone = self._bytes(sum(map(self._whole_blocks, group)), len(group))
-        forever = refuse_forever(requests, self._profile, self._limits.max_model_len, alone)
+        least = self._bytes(sum(map(self._least_blocks, group)), len(group))
+        forever = refuse_forever(requests, self._profile, self._limits.max_model_len, least)
         if forever:
             return forever
+        # What does not fit together takes turns: an empty pool admits whatever it can hold.
         blocks = sum(self._promises.price(each).total for each in group)
-        places = self._limits.max_sequences * _WAITING_PER_RUNNING - self._roster.num_waiting
+        needed = self._bytes(min(blocks, self._store.num_blocks), len(group))
         available = self._promises.num_available * block_bytes(self._profile)
-        room = Room(available, places, self.releases())
-        return refuse_now(requests, self._bytes(blocks, len(group)), room)
+        room = Room(available, self._places(len(group)), self.releases())
+        return refuse_now(requests, needed, room)
+
+    def _places(self, wanted: int) -> int:
+        """Places in the waiting room; whoever is alone needs none."""
+        num_waiting = self._roster.num_waiting
+        left = self._limits.max_sequences * _WAITING_PER_RUNNING - num_waiting
+        return left if num_waiting else max(left, wanted)
 
     def _bytes(self, blocks: int, num_sequences: int) -> int:
         states = num_sequences * self._profile.state_bytes_per_sequence
         return blocks * block_bytes(self._profile) + states
 
-    def _whole_blocks(self, sequence: Sequence) -> int:
-        """What a sequence of a group needs of an empty pool of any size."""
-        longest = self._limits.max_model_len
-        length = expected_length(sequence.request, sequence.expected_output, longest)
-        shared = sequence.num_shared // self._store.block_tokens
-        return num_blocks(self._profile, length) - shared + sequence.has_followers
+    def _least_blocks(self, sequence: Sequence) -> int:
+        """What a sequence of a group needs to produce its first token."""
+        return sample_blocks(
+            self._store.block_tokens,
+            len(sequence.token_ids) + 1,
+            shared_tokens=sequence.num_shared,
+            leads=sequence.has_followers,
+        )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
         """Sequences of one arrival; followers of the first if they have anything in common."""

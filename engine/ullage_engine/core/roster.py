@@ -16,9 +16,6 @@ class Roster:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_rank)
 
-    def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(self._by_rank)
-
     def __len__(self) -> int:
         return len(self._by_rank)
 

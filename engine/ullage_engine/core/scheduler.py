@@ -36,7 +36,7 @@ _PLAIN_POLICY = KvPolicy()
 class Scheduler:
     """Continuous batching over a store of KV blocks.
 
-    Use: `submit`, `submit_group`, `fork`, `amend` and `cancel` at any time between steps; then for
+    Use: `submit`, `submit_group`, `fork` and `cancel` at any time between steps; then for
     each step `schedule`, do the plan's moves, compute it, `commit`. Nothing is dropped: an admitted
     request ends by a token with a finish, by `cancel` or by `fail_newest`.
     """
@@ -205,15 +205,6 @@ class Scheduler:
             self._promises.fork(parent, child, shared, self._roster)
         else:
             self._promises.owe(child)
-
-    def amend(self, request_id: str, token_id: int) -> None:
-        """Replaces the newest output token of a sequence, whose KV is not stored yet.
-
-        For searches that choose otherwise than the sampler did.
-        """
-        sequence = self._roster[request_id]
-        assert sequence.num_output > 0 and sequence.num_remaining > 0, "nothing to amend"
-        sequence.token_ids = [*sequence.token_ids[:-1], token_id]
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """Forgets a request and frees its memory; one that is gone already is no error.

@@ -15,7 +15,6 @@ from ullage_engine.core.pace import Pace
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.cores import usable_cores
-from ullage_engine.memory.device import cpu_device_bytes
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.memory.ledger import Ledger, mib, wrong_price
 from ullage_engine.memory.predictor import block_bytes, num_blocks, sequence_bytes
@@ -23,6 +22,7 @@ from ullage_engine.messages import CacheGroupSpec, Loading, Profile
 from ullage_engine.models.dtypes import dtype_name, resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import LoadedModel, load_weights
+from ullage_rpc.memory import container_limit, usable_bytes
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -274,10 +274,21 @@ def _prepare_device(config: EngineConfig) -> torch.device:
 def _open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
     memory = config.memory
     if device.type == "cpu":
-        total = cpu_device_bytes(memory.device_bytes)
+        total = _cpu_bytes(memory.device_bytes)
         return Ledger(total, memory.threshold, configurable=True)
     total = int(torch.cuda.mem_get_info(device)[1])
     return Ledger(total, memory.threshold, configurable=False)
+
+
+def _cpu_bytes(configured: int | None) -> int:
+    """Budget of a CPU device: as configured, else all that is to be had."""
+    limit = container_limit()
+    if configured is not None and limit is not None and configured > limit:
+        raise StartError(
+            f"memory.deviceBytes: {mib(configured)} is more than the container's limit of "
+            f"{mib(limit)}; raise the limit or set less"
+        )
+    return usable_bytes() if configured is None else configured
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:

@@ -1,7 +1,8 @@
 """What a request's memory costs: arithmetic on the model's published profile.
 
-Admission and allocation call the same functions, so a price and a bill cannot differ. The router
-computes the same from the profile it gets over the wire (`ullage_router.predict`).
+Admission, promises and allocation count blocks with `expected_length` and `sample_blocks`, so a
+price and a bill cannot differ. The router computes the same from the profile it gets over the wire
+(`ullage_router.predict`; a test compares them).
 
 Cache groups. All groups share one block table today, so a block holds the KV of its tokens in every
 group and is held until the sequence ends: each group is priced as growing, window or not, because
@@ -56,19 +57,18 @@ class Demand:
 
 
 def demand(profile: Profile, shape: RequestShape) -> Demand:
-    """Prices a request: a pure function, and the only one that does.
+    """Prices a request, as admission does sample by sample with the same `sample_blocks`.
 
     Whole blocks are shared, with the prefix cache and among samples. The prompt's last token is
-    not: every sample computes it, for what follows it. Samples that begin with a common block write
-    to copies of it, and until the last has its own the original is one block more.
+    not: every sample computes it, for what follows it.
     """
     length = shape.prompt_tokens + shape.output_tokens
     sharable = max(0, shape.prompt_tokens - 1)
-    shared = sharable // profile.block_tokens
     hit = min(shape.prefix_tokens, sharable) // profile.block_tokens
-    original = int(shape.samples > 1 and sharable > 0)
-    own = num_blocks(profile, length) - shared
-    blocks = shared - hit + original + shape.samples * own
+    leads = shape.samples > 1 and sharable > 0
+    first = sample_blocks(profile.block_tokens, length, leads=leads)
+    others = sample_blocks(profile.block_tokens, length, shared_tokens=sharable)
+    blocks = first + (shape.samples - 1) * others - hit
     computed = shape.prompt_tokens - hit * profile.block_tokens
     chunk = min(profile.prefill_chunk_tokens, computed)
     return Demand(
@@ -84,6 +84,23 @@ def demand(profile: Profile, shape: RequestShape) -> Demand:
             for group in profile.groups
         ),
     )
+
+
+def sample_blocks(
+    block_tokens: int, num_tokens: int, *, shared_tokens: int = 0, leads: bool = False
+) -> int:
+    """Blocks that one sample of `num_tokens` tokens takes.
+
+    The whole blocks of the `shared_tokens` that it begins with are its leader's. Samples write to
+    copies of the block in which they part, and until the last has its own the original is one block
+    more, which the leader is charged.
+    """
+    return -(-num_tokens // block_tokens) - shared_tokens // block_tokens + leads
+
+
+def longest_sequence(profile: Profile, max_model_len: int) -> int:
+    """Tokens of the longest sequence that the model and the pool hold."""
+    return min(max_model_len, profile.kv_pool_bytes // block_bytes(profile) * profile.block_tokens)
 
 
 def num_blocks(profile: Profile, num_tokens: int) -> int:

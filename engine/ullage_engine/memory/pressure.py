@@ -11,9 +11,8 @@ from ullage_engine.messages import WorkerState
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Share of the KV pool that a new request may take: free + reclaimable - committed; 0 to 1."""
-    headroom = state.kv_free_bytes + state.kv_reclaimable_bytes - state.kv_committed_bytes
-    return max(0.0, headroom / state.kv_pool_bytes) if state.kv_pool_bytes else 0.0
+    """Share of the KV pool that a new request may take, 0 to 1."""
+    return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ullage_engine.core.sequence import Sequence
 from ullage_engine.kv.store import KvStore
-from ullage_engine.memory.predictor import expected_length
+from ullage_engine.memory.predictor import expected_length, sample_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ class Promises:
         self._store = store
         self._committed = 0
         self._owed: dict[str, int] = {}
-
-    @property
-    def num_committed(self) -> int:
-        """Blocks promised and not allocated."""
-        return self._committed
 
     @property
     def num_owed(self) -> int:
@@ -155,13 +150,13 @@ class Promises:
     def _wanted(self, sequence: Sequence) -> int:
         """Blocks of the whole sequence, less those that its leader's make unnecessary."""
         length = expected_length(sequence.request, sequence.expected_output, sequence.limit)
-        size = self._store.block_tokens
-        blocks = -(-length // size)
-        if sequence.leader:
-            # What the leader fills only in part is copied, so it is not saved.
-            return blocks - sequence.num_shared // size
-        # All but the last of a group copy the block that they share and fill differently.
-        return min(self._store.num_blocks, blocks + sequence.has_followers)
+        blocks = sample_blocks(
+            self._store.block_tokens,
+            length,
+            shared_tokens=sequence.num_shared if sequence.leader else 0,
+            leads=sequence.has_followers,
+        )
+        return min(self._store.num_blocks, blocks)
 
     def _restore(self, sequence: Sequence) -> bool:
         if sequence.is_running:

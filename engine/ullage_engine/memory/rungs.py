@@ -67,14 +67,6 @@ def row_rung(rows: int) -> int:
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
-def rungs_up_to(most: int, smallest: int) -> list[int]:
-    """All rungs of the ladder from `smallest` that sizes up to `most` round to."""
-    rungs = [_ladder(smallest, smallest)]
-    while rungs[-1] < most:
-        rungs.append(_ladder(rungs[-1] + 1, smallest))
-    return rungs
-
-
 def _ladder(size: int, smallest: int) -> int:
     """Rounds up to smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
     rung = smallest

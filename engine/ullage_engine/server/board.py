@@ -52,12 +52,8 @@ class Board:
 
     @property
     def headroom_bytes(self) -> int:
-        """KV bytes a new request may take: free + reclaimable - committed."""
-        state = self.state
-        if state is None or not self.serving:
-            return 0
-        available = state.kv_free_bytes + state.kv_reclaimable_bytes - state.kv_committed_bytes
-        return max(0, available)
+        """KV bytes a new request may take; none while no worker serves."""
+        return self.state.headroom_bytes if self.state and self.serving else 0
 
     def worker_ready(self, ready: Ready) -> None:
         self.ready, self.state, self.serving, self.live = ready, ready.state, True, True

@@ -126,7 +126,8 @@ def _sample_job(job: Job, index: int) -> Job:
         sampling = msgspec.structs.replace(sampling, top_logprobs=0)
     if index:
         key = f"{request.request_id}#{index}"
-        request = msgspec.structs.replace(request, request_id=key)
+        # The first answer is what the session goes on from.
+        request = msgspec.structs.replace(request, request_id=key, session_id="")
         sampling = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, index))
     return dataclasses.replace(job, request=msgspec.structs.replace(request, sampling=sampling))
 

@@ -181,6 +181,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(answers.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
+        if asyncio.get_running_loop().time() >= deadline:
+            # News that are there already do not wait, so the timeout below would not see the time.
+            self._end(group, "timeout")
         try:
             async with asyncio.timeout_at(deadline):
                 return await group.next_updates()
@@ -205,9 +208,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         ready, state = self._board.ready, self._board.state
         assert ready is not None and state is not None
         request = group.job.request
-        num_tokens = predictor.expected_length(
-            request, state.expected_output_tokens, ready.max_model_len
-        )
+        longest = predictor.longest_sequence(ready.profile, ready.max_model_len)
+        num_tokens = predictor.expected_length(request, state.expected_output_tokens, longest)
         prompt = request.num_prompt_tokens
         count = group.job.samples.num_sequences
         shape = predictor.RequestShape(prompt, num_tokens - prompt, samples=count)

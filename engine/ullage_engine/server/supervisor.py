@@ -276,9 +276,9 @@ class Supervisor:
             entry.fail(rejection_error(rejected))
 
     def _request_failed(self, failed: RequestFailed) -> None:
-        self._board.fault(0.9)
         entry = self._journal.get(failed.request_id)
         if entry is not None:
+            self._board.fault(0.9)
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
     async def _recover(self, life: WorkerLife) -> None:

@@ -27,10 +27,6 @@ def _waste_ratio(state: WorkerState) -> float:
     return max(0.0, 1.0 - state.kv_used_bytes / held) if held else 0.0
 
 
-def _headroom_bytes(state: WorkerState) -> int:
-    return max(0, state.kv_pool_bytes - _held_bytes(state) - state.kv_committed_bytes)
-
-
 _GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("requests_running", "Sequences in the batch", lambda s: s.num_running),
     ("requests_waiting", "Sequences admitted, not started", lambda s: s.num_waiting),
@@ -38,7 +34,7 @@ _GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("kv_waste_ratio", "Share of the KV in use that holds no tokens, 0 to 1", _waste_ratio),
     ("kv_pool_bytes", "KV pool", lambda s: s.kv_pool_bytes),
     ("kv_committed_bytes", "Promised, not allocated yet", lambda s: s.kv_committed_bytes),
-    ("memory_headroom_bytes", "What a new request may take", _headroom_bytes),
+    ("memory_headroom_bytes", "What a new request may take", lambda s: s.headroom_bytes),
     ("worker_resident_bytes", "Resident memory of the worker", lambda s: s.rss_bytes),
     ("sessions", "Sessions that keep KV between requests", lambda s: s.num_sessions),
     ("session_bytes", "KV that sessions keep between requests", lambda s: s.session_bytes),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import yaml
 
 from ullage_operator import naming
@@ -18,6 +17,7 @@ from ullage_operator.local.ports import LOOPBACK, assign
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
+from ullage_rpc.memory import usable_bytes
 
 Ports = Mapping[str, Mapping[str, int]]
 """Loopback port of every named container port, by pod name."""
@@ -66,21 +66,32 @@ def plan_local(
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
-    """Engines without a budget of their own get equal parts of what the machine has free.
+    """Engines without a budget of their own get equal parts of what others leave.
 
     On Kubernetes each has its container's limit; here each would take the whole machine.
     """
-    num_engines = sum(len(pod_names(workload)) for workload in workloads(objects)) - 1
-    share = psutil.virtual_memory().available // num_engines
-    return [with_budget(item, share) if "data" in item else item for item in objects]
+    replicas = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
+    budgets = {item["metadata"]["name"]: budget(item) for item in objects if is_engine(item)}
+    taken = sum(given * replicas[name] for name, given in budgets.items() if given is not None)
+    num_open = sum(replicas[name] for name, given in budgets.items() if given is None)
+    share = max(0, usable_bytes() - taken) // max(1, num_open)
+    return [with_budget(item, share) if is_engine(item) else item for item in objects]
+
+
+def is_engine(item: Manifest) -> bool:
+    """Whether it is the ConfigMap of an engine."""
+    return naming.ENGINE_CONFIG in item.get("data", {})
+
+
+def budget(item: Manifest) -> int | None:
+    """Bytes of a device as an engine's ConfigMap has them."""
+    memory: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])["memory"]
+    return memory.get("device_bytes")
 
 
 def with_budget(item: Manifest, device_bytes: int) -> Manifest:
-    """A ConfigMap whose engine, if it is one, has a budget."""
-    text = item["data"].get(naming.ENGINE_CONFIG)
-    if text is None:
-        return item
-    document: Document = yaml.safe_load(text)
+    """An engine's ConfigMap with a budget, its own if it has one."""
+    document: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
     memory = {"device_bytes": device_bytes} | document["memory"]
     data = item["data"] | {naming.ENGINE_CONFIG: to_yaml(document | {"memory": memory})}
     return {**item, "data": data}

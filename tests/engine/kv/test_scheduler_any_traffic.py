@@ -134,19 +134,16 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
             del self.left[name]
 
         @precondition(lambda self: self.left)
-        @rule(number=st.integers(0, 100), token=st.integers(300, 301), amends=st.booleans())
-        def fork(self, number: int, token: int, amends: bool) -> None:
+        @rule(number=st.integers(0, 100), token=st.integers(302, 303))
+        def fork(self, number: int, token: int) -> None:
             parent = self.pick(number)
             tokens, start = self.left[parent], len(self.rig.tokens(parent))
             if not start or len(tokens) >= MAX_MODEL_LEN - 1:
                 return
-            if amends:
-                self.rig.scheduler.amend(parent, token)
-                self.left[parent] = [*tokens[:-1], token]
             child = self.new_name()
             request = self.rig.request(
                 child,
-                [*tokens[:-1], token + 2],
+                [*tokens[:-1], token],
                 40 + len(tokens),
                 num_prompt_tokens=1,
                 seed=number,

@@ -212,16 +212,6 @@ def test_a_branch_without_memory_waits_and_is_computed_later(make_rig: MakeRig) 
     assert results["c"] == rig.undisturbed(branch, 0, 40 - (len(branch) - 100))
 
 
-def test_the_newest_token_can_be_chosen_otherwise(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.submit(rig.request("p", PROMPT, max_tokens=9))
-    for _ in range(3):
-        rig.step()
-    first, _ = rig.tokens("p")
-    rig.scheduler.amend("p", 5)
-    assert rig.run()["p"][2:] == rig.undisturbed([*PROMPT, first, 5], 0, 7)
-
-
 @CACHES
 def test_a_branch_of_a_sequence_that_has_ended_is_computed_again(
     make_rig: MakeRig, policy: KvPolicy

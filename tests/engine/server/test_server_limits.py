@@ -64,6 +64,24 @@ def test_streams_that_nobody_reads_do_not_hold_up_the_others(
     asyncio.run(scenario())
 
 
+def test_a_client_slower_than_the_engine_gets_what_there_was_in_its_time(
+    serve: Serve, config: EngineConfig
+) -> None:
+    limits = msgspec.structs.replace(config.limits, request_timeout=0.5)
+
+    async def scenario() -> None:
+        slow_config = msgspec.structs.replace(config, limits=limits)
+        async with serve(slow_config, step_s=0.005) as engine, unread(engine, 1) as calls:
+            num_tokens = 0
+            while not (message := await calls[0].read()).HasField("finished"):
+                num_tokens += message.delta.num_tokens
+                await asyncio.sleep(0.02)
+            assert message.finished.reason == pb.FINISH_REASON_TIMEOUT
+            assert 0 < num_tokens == message.finished.usage.completion_tokens < 400
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_that_is_never_read_is_forgotten_after_its_time(
     serve: Serve, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
