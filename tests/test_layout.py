@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-SOURCES = ["operator", "engine", "proto/ullage_rpc", "examples", "benchmarks"]
+SOURCES = ["operator", "engine", "proto/ullage_rpc", "examples", "benchmarks", "scripts"]
+SHORT_LINES = 10
 
 
 def sources() -> list[Path]:
@@ -41,3 +42,9 @@ def test_sizes_stay_readable(path: Path) -> None:
     for function in functions(path):
         length = (function.end_lineno or function.lineno) - function.lineno + 1
         assert length <= MAX_FUNCTION_LINES, f"{function.name}: {length} lines"
+
+
+def test_two_thirds_of_the_functions_are_short() -> None:
+    found = [function for path in sources() for function in functions(path)]
+    short = [f for f in found if (f.end_lineno or 0) - f.lineno < SHORT_LINES]
+    assert 3 * len(short) >= 2 * len(found), f"{len(short)} of {len(found)}"

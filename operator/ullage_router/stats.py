@@ -56,10 +56,6 @@ class Record:
         self.predicted_bytes = demand.total
 
     @property
-    def predicted_mib(self) -> float:
-        return round((self.predicted_bytes or 0) / MIB, 3)
-
-    @property
     def duration_s(self) -> float:
         return (self.ended or time.monotonic()) - self.arrived
 

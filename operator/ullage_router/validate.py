@@ -4,27 +4,20 @@ import math
 
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.errors import ServiceError, invalid
-
-ROLES = ("system", "user", "assistant")
-MAX_REQUEST_ID_BYTES = 128
-MAX_SESSION_ID_BYTES = 256
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 256
-MAX_TOP_LOGPROBS = 20
-MAX_SAMPLES = 16
-MAX_BEAM_WIDTH = 8
-MAX_BEAM_STOP_TOKENS = 16
-MAX_LENGTH_PENALTY = 10
-
-# field: (least, most, whether the least is excluded)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, 2, False),
-    "top_p": (0, 1, True),
-    "min_p": (0, 1, False),
-    "repetition_penalty": (0.01, 100, False),
-    "presence_penalty": (-2, 2, False),
-    "frequency_penalty": (-2, 2, False),
-}
+from ullage_rpc.limits import (
+    MAX_BEAM_STOP_TOKENS,
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID_BYTES,
+    MAX_SAMPLES,
+    MAX_SESSION_ID_BYTES,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+    ROLES,
+    SAMPLING_RANGES,
+)
 
 
 def check(request: inference_pb2.GenerateRequest) -> None:
@@ -46,7 +39,8 @@ def _check_identity(request: inference_pb2.GenerateRequest) -> None:
     _require(size <= MAX_REQUEST_ID_BYTES, "request_id", f"{size} bytes", "at most 128 bytes")
     size = len(request.session_id.encode())
     _require(size <= MAX_SESSION_ID_BYTES, "session_id", f"{size} bytes", "at most 256 bytes")
-    _require(abs(request.priority) <= 100, "priority", request.priority, "-100 to 100")
+    wanted = f"-{MAX_PRIORITY} to {MAX_PRIORITY}"
+    _require(abs(request.priority) <= MAX_PRIORITY, "priority", request.priority, wanted)
 
 
 def _check_input(request: inference_pb2.GenerateRequest) -> None:
@@ -68,13 +62,10 @@ def _check_messages(messages: inference_pb2.Messages) -> None:
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
-    for name, (least, most, is_open) in _RANGES.items():
+    for name, allowed in SAMPLING_RANGES.items():
         if sampling.HasField(name):
-            # A float32 has about seven digits: 0.01 arrives a little smaller.
-            value = float(f"{getattr(sampling, name):.7g}")
-            is_right = math.isfinite(value) and least <= value <= most
-            wanted = f"{'above ' if is_open else ''}{least:g} to {most:g}"
-            _require(is_right and not (is_open and value == least), name, value, wanted)
+            value = getattr(sampling, name)
+            _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
 
 
 def _check_stop(stop: inference_pb2.StopConditions) -> None:

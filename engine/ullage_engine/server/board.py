@@ -42,11 +42,6 @@ class Board:
         return self._health.value(time.monotonic())
 
     @property
-    def accepts(self) -> bool:
-        """New requests are taken; during a restart they wait for the new worker."""
-        return self.ready is not None and not self.draining
-
-    @property
     def profile(self) -> Profile:
         return self.ready.profile if self.ready else _NO_PROFILE
 

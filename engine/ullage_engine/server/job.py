@@ -3,9 +3,8 @@
 Errors are ServiceError with INVALID_ARGUMENT (the field is named) or NOT_FOUND.
 """
 
-import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -15,14 +14,16 @@ from ullage_engine.config import LimitsSection
 from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.server.sample_plan import SamplePlan, check_samples, sample_plan
 from ullage_rpc.errors import ServiceError, invalid
-
-MAX_REQUEST_ID_BYTES = 128
-MAX_SESSION_ID_BYTES = 256
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_BYTES = 256
-MAX_TOP_LOGPROBS = 20
-MAX_PRIORITY = 100
-ROLES = ("system", "user", "assistant")
+from ullage_rpc.limits import (
+    MAX_PRIORITY,
+    MAX_REQUEST_ID_BYTES,
+    MAX_SESSION_ID_BYTES,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+    ROLES,
+    SAMPLING_RANGES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +49,6 @@ class Job:
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """What was lowered because memory is short; see `ullage_engine.server.degrade`."""
-
-
-class _Range:
-    """A closed interval that a number must lie in; NaN lies in none.
-
-    The numbers come as float32, which has about seven digits: 0.01 arrives a little smaller.
-    """
-
-    def __init__(self, low: float, high: float, low_open: bool = False) -> None:
-        self._low, self._high, self._low_open = low, high, low_open
-
-    def check(self, field: str, value: float) -> None:
-        value = float(f"{value:.7g}")
-        above = value > self._low if self._low_open else value >= self._low
-        if not (math.isfinite(value) and above and value <= self._high):
-            raise invalid(field, f"{field} is {value:g}; give a number {self}")
-
-    def __str__(self) -> str:
-        return f"{'above' if self._low_open else 'from'} {self._low:g} to {self._high:g}"
-
-
-_SAMPLING_RANGES: Mapping[str, _Range] = {
-    "temperature": _Range(0, 2),
-    "top_p": _Range(0, 1, low_open=True),
-    "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0.01, 100),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-}
 
 
 def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
@@ -193,9 +165,10 @@ def _check_bytes(field: str, value: str, limit: int) -> None:
 
 def _check_sampling(sampling: pb.SamplingParams) -> None:
     for descriptor, value in sampling.ListFields():
-        allowed = _SAMPLING_RANGES.get(descriptor.name)
-        if allowed is not None:
-            allowed.check(f"sampling.{descriptor.name}", value)
+        allowed = SAMPLING_RANGES.get(descriptor.name)
+        if allowed is not None and value not in allowed:
+            field = f"sampling.{descriptor.name}"
+            raise invalid(field, f"{field} is {value:g}; give a number {allowed}")
 
 
 def _check_stop(stop: pb.StopConditions, vocab_size: int) -> None:
@@ -207,7 +180,7 @@ def _check_stop(stop: pb.StopConditions, vocab_size: int) -> None:
     for text in stop.stop_strings:
         if not text:
             raise invalid("stop.stop_strings", "a stop string is empty; leave it out")
-        _check_bytes("stop.stop_strings", text, MAX_STOP_STRING_BYTES)
+        _check_bytes("stop.stop_strings", text, MAX_STOP_BYTES)
     _check_ids("stop.stop_token_ids", stop.stop_token_ids, vocab_size)
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.core.request import BeamParams
 from ullage_rpc.errors import ServiceError, invalid
-
-MAX_SAMPLES = 16
-MAX_BEAM_WIDTH = 8
-MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_STOP_TOKENS = 16
-"""Each is a candidate more that every step of a search must look at."""
+from ullage_rpc.limits import (
+    MAX_BEAM_STOP_TOKENS,
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MAX_SAMPLES,
+)
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64

@@ -12,8 +12,8 @@ from ullage_router.errors import retry_after_s
 from ullage_router.stats import Record
 from ullage_router.stream import Call, Generation, Pipeline
 from ullage_router.trace import trace_context
-from ullage_router.validate import MAX_REQUEST_ID_BYTES
 from ullage_rpc.errors import ServiceError, abort
+from ullage_rpc.limits import MAX_REQUEST_ID_BYTES
 
 log = logging.getLogger(__name__)
 

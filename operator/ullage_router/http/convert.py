@@ -13,8 +13,9 @@ from ullage_router.http.schemas import (
     Common,
     CompletionRequest,
 )
-from ullage_router.validate import MAX_BEAM_WIDTH, ROLES, wrong
+from ullage_router.validate import wrong
 from ullage_rpc.errors import ServiceError, invalid
+from ullage_rpc.limits import MAX_BEAM_WIDTH, ROLES
 
 Request = inference_pb2.GenerateRequest
 T = TypeVar("T", bound=Common)

@@ -1,0 +1,49 @@
+"""What a request may ask for, checked by the router and, for those without one, by the engine."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ROLES = ("system", "user", "assistant")
+MAX_REQUEST_ID_BYTES = 128
+MAX_SESSION_ID_BYTES = 256
+MAX_PRIORITY = 100
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 16
+MAX_BEAM_WIDTH = 8
+MAX_BEAM_STOP_TOKENS = 16
+"""Each is a candidate more that every step of a search must look at."""
+MAX_LENGTH_PENALTY = 10
+
+
+class Range:
+    """An interval that a number must lie in; NaN lies in none.
+
+    The numbers come as float32, which has about seven digits: 0.01 arrives a little smaller.
+    """
+
+    def __init__(self, low: float, high: float, low_open: bool = False) -> None:
+        self._low, self._high, self._low_open = low, high, low_open
+
+    def __contains__(self, value: float) -> bool:
+        value = float(f"{value:.7g}")
+        above = value > self._low if self._low_open else value >= self._low
+        return math.isfinite(value) and above and value <= self._high
+
+    def __str__(self) -> str:
+        return f"{'above' if self._low_open else 'from'} {self._low:g} to {self._high:g}"
+
+
+SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range(0, 2),
+        "top_p": Range(0, 1, low_open=True),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0.01, 100),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+    }
+)
+"""By field of `ullage.inference.v1.SamplingParams`."""
