@@ -149,6 +149,8 @@ def test_a_resumed_request_keeps_what_it_was_given(serve: Serve, pressed: Engine
         async with serve(pressed, **options()) as engine:
             load = [asyncio.create_task(engine.generate(ask(100))) for _ in range(6)]
             await engine.until(lambda state: state.pressure_level == 2)
+            # All six are the worker's: one that it had not taken would be new to the next.
+            await engine.until(lambda state: state.requests_running == 6)
             await engine.admin.InjectFault(
                 admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
             )
