@@ -121,11 +121,11 @@ def options() -> dict[str, Any]:
 
 def test_a_pressure_event(serve: Serve, pressed: EngineConfig) -> None:
     async def scenario() -> None:
-        async with serve(pressed, **options()) as engine:
+        async with serve(pressed, **{**options(), "step_s": 0.02}) as engine:
             calm = await engine.generate(ask(20))
             assert list(calm.accepted.degraded) == []
             load = [asyncio.create_task(engine.generate(ask(160))) for _ in range(6)]
-            await engine.until(lambda state: state.pressure_level == 2)
+            await engine.until(lambda s: s.pressure_level == 2 and s.requests_running == 6)
             squeezed = await engine.generate(ask(300))
             assert list(squeezed.accepted.degraded) == ["max_tokens=12", "temperature=0"]
             assert squeezed.accepted.max_tokens == 12
@@ -146,11 +146,11 @@ def test_a_resumed_request_keeps_what_it_was_given(serve: Serve, pressed: Engine
     """The worker dies under pressure; no request is lowered on its way to the next one."""
 
     async def scenario() -> None:
-        async with serve(pressed, **options()) as engine:
+        # Slow steps: all six run for four seconds, long enough to be seen on a machine that stalls.
+        async with serve(pressed, **{**options(), "step_s": 0.04}) as engine:
             load = [asyncio.create_task(engine.generate(ask(100))) for _ in range(6)]
-            await engine.until(lambda state: state.pressure_level == 2)
             # All six are the worker's: one that it had not taken would be new to the next.
-            await engine.until(lambda state: state.requests_running == 6)
+            await engine.until(lambda s: s.pressure_level == 2 and s.requests_running == 6)
             await engine.admin.InjectFault(
                 admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
             )
