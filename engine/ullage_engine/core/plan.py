@@ -22,6 +22,11 @@ class Chunk:
     history: list[int]
     """Prompt and output so far including `token_ids` (penalties need it); never changed."""
     num_prompt_tokens: int
+    state_slot: int = 0
+    """Where the sequence's convolution state lies; only models with such layers read it."""
+    num_replayed: int = 0
+    """The first so many of `token_ids` have their KV already: they are computed again from zero
+    state to rebuild the convolution state, and what they would store is thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,11 @@ class Moves:
     """(host slot, block)"""
     copy: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block)"""
+    copy_state: list[tuple[int, int]] = field(default_factory=list)
+    """(source slot, destination slot) of convolution states, in order"""
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.copy)
+        return bool(self.swap_out or self.swap_in or self.copy or self.copy_state)
 
 
 @dataclass(frozen=True, slots=True)

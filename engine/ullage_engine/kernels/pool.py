@@ -39,7 +39,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         heads, width = 2 * geometry.num_kv_heads, block_tokens * geometry.head_dim
-        shape = (geometry.num_layers, heads, num_blocks, width)
+        shape = (geometry.num_attention_layers, heads, num_blocks, width)
         pool = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.blocks = pool.view(-1, num_blocks, width)  # [layers * 2 * kv_heads, num_blocks, width]
         self.layers = [

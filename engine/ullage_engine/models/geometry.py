@@ -1,33 +1,90 @@
 """What must be known of a model before any tensor of it is touched."""
 
+from typing import Literal
+
 import msgspec
 
 
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one layer is made of."""
+
+    mixer: Literal["attention", "conv"] = "attention"
+    """Attention, or LFM2's gated short convolution."""
+    window: int = 0
+    """Tokens that attention sees, the token itself included; 0 is all of them."""
+    feed_forward: Literal["dense", "experts"] = "dense"
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a mixture-of-experts layer and how a token chooses among them."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate: int
+    """Width of one expert."""
+    scoring: Literal["sigmoid", "softmax"]
+    """LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone; gpt-oss chooses by the
+    logits and weighs by a softmax over those chosen."""
+    is_normalised: bool = True
+    """The sigmoids of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Times every weight."""
+    is_biased: bool = False
+    """Experts have biases."""
+
+
 class ModelGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and constants of a Llama-family model.
+    """Sizes and constants of a model, or of the part of it that one rank computes.
 
     Made by the readers in `ullage_engine.weights`, stored in the prepared weights' header, and read
     by everything that sizes or computes.
     """
 
     architecture: str
-    num_layers: int
+    """One of `ullage_engine.models.families`."""
+    layers: tuple[LayerSpec, ...]
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     """Explicit in the model's configuration, or hidden / num_heads."""
     intermediate: int
+    """Width of a dense feed-forward layer."""
     vocab: int
     max_position: int
     """Longest sequence the model was made for, tokens."""
     rope_theta: float
     rope_factors: list[float] | None = None
     """Divisors of the rotary frequencies, head_dim / 2 of them, where positions are rescaled."""
+    rope_scale: float = 1.0
+    """Times cosine and sine; YaRN's attention factor."""
     rms_eps: float
     tied: bool
     """The output projection is the embedding."""
     eos_token_ids: list[int]
+    has_qk_norm: bool = False
+    """Queries and keys are normalised head by head before they are rotated."""
+    has_attention_bias: bool = False
+    """All four projections of attention add a bias."""
+    has_sinks: bool = False
+    """Each query head has a learned logit that takes a share of the softmax."""
+    conv_kernel: int = 0
+    """Taps of the short convolutions, the token's own included; 0 where there are none."""
+    conv_channels: int = 0
+    """Channels of the short convolutions on this rank: hidden, or a share of it."""
+    experts: ExpertsSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return sum(layer.mixer == "attention" for layer in self.layers)
+
+    @property
+    def num_conv_layers(self) -> int:
+        return sum(layer.mixer == "conv" for layer in self.layers)
 
     @property
     def group_size(self) -> int:
@@ -43,5 +100,16 @@ class ModelGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of keys and values of one token over all layers that attend."""
+        return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence's convolution state: the last kernel - 1 columns of every layer."""
+        columns = max(0, self.conv_kernel - 1)
+        return self.num_conv_layers * columns * self.conv_channels * itemsize
+
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens that rebuild the convolution state exactly when computed again from zero state:
+        each layer's columns depend on kernel - 1 tokens more of the layer below it."""
+        return self.num_conv_layers * max(0, self.conv_kernel - 1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 from ullage_engine.weights.errors import WeightsError
 
 ARCHITECTURES = ("llama",)
@@ -125,7 +125,7 @@ class GgufReader:
         self._require("llama.expert_count", 0)
         return ModelGeometry(
             architecture="llama",
-            num_layers=self._int("llama.block_count"),
+            layers=(LayerSpec(),) * self._int("llama.block_count"),
             hidden=hidden,
             num_heads=heads,
             num_kv_heads=self._int("llama.attention.head_count_kv", heads),

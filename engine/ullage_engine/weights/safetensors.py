@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 from ullage_engine.weights.errors import WeightsError
 
 Json = dict[str, object]
@@ -80,7 +80,7 @@ def read_geometry(folder: Path) -> ModelGeometry:
     theta, factors = _rope(config, head_dim)
     return ModelGeometry(
         architecture="llama",
-        num_layers=config.int("num_hidden_layers"),
+        layers=(LayerSpec(),) * config.int("num_hidden_layers"),
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=config.int("num_key_value_heads", heads),

@@ -28,7 +28,7 @@ from ullage_engine.weights.source import ModelFiles, resolve_source
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raise it when prepared files change in any way."""
 
 ALIGNMENT = 4096

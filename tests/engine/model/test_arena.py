@@ -17,12 +17,12 @@ from ullage_engine.memory.arena import (
     sampler_arena,
     step_arena,
 )
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 from ullage_engine.weights.store import LoadedModel
 
 SMOLLM2 = ModelGeometry(
     architecture="llama",
-    num_layers=30,
+    layers=(LayerSpec(),) * 30,
     hidden=576,
     num_heads=9,
     num_kv_heads=3,

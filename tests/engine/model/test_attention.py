@@ -14,11 +14,11 @@ from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.pool import KVPool, LayerCache, kv_block_bytes
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 
 GEOMETRY = ModelGeometry(
     architecture="llama",
-    num_layers=1,
+    layers=(LayerSpec(),) * 1,
     hidden=96,
     num_heads=6,
     num_kv_heads=2,

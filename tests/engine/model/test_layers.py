@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from ullage_engine.layers.mlp import gate
 from ullage_engine.layers.norm import rms_norm
 from ullage_engine.layers.rotary import fill_tables, rotate
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 
 
 def geometry(head_dim: int, factors: list[float] | None = None) -> ModelGeometry:
     return ModelGeometry(
         architecture="llama",
-        num_layers=1,
+        layers=(LayerSpec(),) * 1,
         hidden=head_dim,
         num_heads=1,
         num_kv_heads=1,

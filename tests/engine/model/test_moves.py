@@ -13,12 +13,12 @@ from ullage_engine.core.plan import Moves
 from ullage_engine.core.runner import ModelRunner
 from ullage_engine.kernels.buffers import storage_bytes
 from ullage_engine.kernels.pool import HostPool, KVPool, kv_block_bytes, move
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 from ullage_engine.weights.store import LoadedModel
 
 GEOMETRY = ModelGeometry(
     architecture="llama",
-    num_layers=3,
+    layers=(LayerSpec(),) * 3,
     hidden=32,
     num_heads=4,
     num_kv_heads=2,
