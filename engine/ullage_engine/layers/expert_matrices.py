@@ -1,6 +1,6 @@
 """One weight matrix of every expert: multiplied expert by expert, or for all experts at once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,9 @@ GROUPED_ALIGNMENT = 16
 
 PANEL_ELEMENTS = 1 << 24
 """Elements of a grouped product computed at once, which bounds the temporary: it has no `out`."""
+
+PANEL_COLUMNS = 16
+"""A panel has a multiple of these, and at least as many."""
 
 
 class ExpertMatrices(Protocol):
@@ -98,7 +101,7 @@ def can_group(weights: torch.Tensor) -> bool:
     )
 
 
-def column_panels(columns: int, most: int) -> Iterable[slice]:
-    """Cuts columns into panels of about `most`, in multiples that every kernel takes."""
-    size = max(64, most // 64 * 64)
+def column_panels(columns: int, most: int) -> list[slice]:
+    """Cuts columns into panels of at most `most`, in multiples that every kernel takes."""
+    size = max(PANEL_COLUMNS, most // PANEL_COLUMNS * PANEL_COLUMNS)
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]

@@ -15,6 +15,22 @@ GPU takes a third of the time that so many tokens compute."""
 INT64_WORDS = 2
 """Four-byte elements of an index."""
 
+INT32_BYTES = 4
+
+MXFP4_PANELS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Numbers of packed experts decoded at once: on a CPU as many as stay in its cache, elsewhere
+enough of every expert for a product that keeps the device busy."""
+
+
+def mxfp4_panel(device: str) -> int:
+    """Numbers that a panel of MXFP4 weights has room for on this kind of device."""
+    return MXFP4_PANELS[device]
+
+
+def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
+    """Bytes that decoding takes, once for all layers: the numbers, and their codes as indices."""
+    return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
+
 
 def slice_tokens(tokens: int) -> int:
     """Tokens of the largest slice of a step of `tokens`."""

@@ -11,6 +11,7 @@ from msgspec import structs
 from ullage_engine.kernels.products import RowProducts
 from ullage_engine.layers import expert_matrices as matrices_module
 from ullage_engine.layers.expert_matrices import (
+    PANEL_COLUMNS,
     GroupedExperts,
     LoopedExperts,
     column_panels,
@@ -141,6 +142,6 @@ def test_plain_weights_of_a_cpu_are_looped_over() -> None:
 
 @pytest.mark.parametrize(("columns", "most"), [(64, 1), (100, 64), (3584, 500), (10, 1000)])
 def test_panels_cover_all_columns(columns: int, most: int) -> None:
-    panels = list(column_panels(columns, most))
+    panels = column_panels(columns, most)
     assert [c for panel in panels for c in range(columns)[panel]] == list(range(columns))
-    assert all((panel.stop - panel.start) <= max(64, most) for panel in panels)
+    assert all((panel.stop - panel.start) <= max(PANEL_COLUMNS, most) for panel in panels)
