@@ -13,8 +13,9 @@ from ullage_engine.memory.experts import SLICE_TOKENS, padding_rows
 from ullage_engine.memory.rungs import UNIT_ROWS
 from ullage_engine.models.geometry import ExpertsSpec
 
-FEW_PAIRS = 8
-"""Pairs up to which each is multiplied by itself, unsorted, on a CPU (benchmarks/experts.py)."""
+FEW_PAIRS = 4
+"""Pairs up to which each is multiplied by itself, unsorted, on a CPU: those of one token, because
+with two tokens an expert that both chose is read twice (benchmarks/experts.py)."""
 
 SERIAL_ELEMENTS = 32_767
 """Most that torch computes with one thread; where more are shared out, the last of a share may
@@ -60,15 +61,16 @@ class Experts:
         arena: dict[str, torch.Tensor],
         deterministic: bool = False,
         reduce: Reduce | None = None,
+        few_pairs: int = FEW_PAIRS,
     ) -> None:
         """`arena` has the buffers of `ullage_engine.memory.experts`; `reduce` is for ranks that
-        each have a slice of every expert."""
+        each have a slice of every expert; up to `few_pairs` pairs are multiplied one by one."""
         self._spec, self._weights, self._arena, self._reduce = spec, weights, arena, reduce
         self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
         self._deterministic = deterministic
         # A device is not asked which experts its tokens chose, which pairs by themselves need.
         is_host = arena["expert_rows"].device.type == "cpu"
-        self._few_pairs = FEW_PAIRS if is_host and not deterministic else 0
+        self._few_pairs = few_pairs if is_host and not deterministic else 0
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].

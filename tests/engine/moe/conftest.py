@@ -11,7 +11,7 @@ import torch
 from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.experts import clamped_gate
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts
-from ullage_engine.layers.experts import Experts, ExpertWeights, Reduce
+from ullage_engine.layers.experts import FEW_PAIRS, Experts, ExpertWeights, Reduce
 from ullage_engine.layers.matrix import Matrix, PlainMatrix
 from ullage_engine.layers.mlp import gate
 from ullage_engine.memory.arena import StepLimits, step_arena
@@ -152,6 +152,7 @@ def build_experts(
     matrix: Callable[[torch.Tensor], Matrix] = PlainMatrix,
     deterministic: bool = False,
     reduce: Reduce | None = None,
+    few_pairs: int = FEW_PAIRS,
 ) -> Experts:
     """Ours, with an arena of its own for steps of up to `tokens`."""
     limits = StepLimits(
@@ -177,7 +178,7 @@ def build_experts(
         gate_up_bias=layer.gate_up_bias,
         down_bias=layer.down_bias,
     )
-    return Experts(layer.spec, weights, arena, deterministic, reduce)
+    return Experts(layer.spec, weights, arena, deterministic, reduce, few_pairs)
 
 
 @pytest.fixture
