@@ -140,6 +140,11 @@ def sequence_bytes(profile: Profile, num_tokens: int) -> int:
     return demand(profile, RequestShape(num_tokens)).total
 
 
+def state_slots(max_sequences: int) -> int:
+    """Slots of convolution states: the one that a sequence's step reads and the one it writes."""
+    return 2 * max_sequences
+
+
 def expected_length(request: EngineRequest, expected_output: int, limit: int) -> int:
     """Tokens a request is charged for: its prompt and the output it is expected to produce.
 
