@@ -143,8 +143,6 @@ class Planner:
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Blocks that the tokens up to `end` may be written to; False: the sequence had to go."""
-        if end <= sequence.num_computed:
-            return True
         size = self._store.block_tokens
         first = sequence.num_computed // size
         while True:

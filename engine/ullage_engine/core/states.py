@@ -80,6 +80,8 @@ class States:
         states = [each.state.slot for each in self._roster if each.state]
         written = [each.next_slot for each in self._roster if each.next_slot is not None]
         self._slots.check_integrity([states, written])
+        waiting = [each for each in self._roster if not each.is_running]
+        assert all(each.next_slot is None for each in waiting), "a slot for no step"
         assert len(set(written)) == len(written), "two sequences write to one slot"
         assert not set(written) & set(states), "a state is overwritten"
 

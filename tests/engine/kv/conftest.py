@@ -147,6 +147,16 @@ class Alone:
         self.hidden, self.num_tokens = hidden, self.num_tokens + 1
 
 
+def told(chunk: Chunk, hidden: int) -> SampledToken:
+    """The next token and, as a search wants them, others from the likeliest on."""
+    assert chunk.sampling is not None
+    token, count = choose([hidden], chunk.sampling.seed), chunk.sampling.top_logprobs or 0
+    likeliest = [VOCAB[(token + number) % len(VOCAB)] for number in range(count)]
+    step = (1 + hidden % 5) / 5
+    logprobs = [-step * (number + 1) for number in range(count)]
+    return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
+
+
 class ConvDevice(Device):
     """Computes that model from the index arrays that a real one computes from."""
 
@@ -173,10 +183,7 @@ class ConvDevice(Device):
             hidden = self._convolve(layer, hidden, batch.conv)
             hidden = self._attend(layer, hidden, batch)
         rows = zip(batch.sampled, batch.sampled_rows, strict=True)
-        return [
-            SampledToken(each.request_id, choose([hidden[row]], each.sampling.seed), -0.5, [], [])
-            for each, row in rows
-        ]
+        return [told(chunk, hidden[row]) for chunk, row in rows]
 
     def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
         """The next tokens of a context that nobody disturbs."""
@@ -356,6 +363,6 @@ class Rig:
             self.outputs.setdefault(output.request_id, []).append(output)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_rig() -> Callable[..., Rig]:
     return Rig

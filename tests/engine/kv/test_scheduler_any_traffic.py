@@ -141,8 +141,10 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             del self.left[name]
 
         @precondition(lambda self: self.left)
-        @rule(number=st.integers(0, 100), token=st.integers(302, 303))
-        def fork(self, number: int, token: int) -> None:
+        @rule(
+            number=st.integers(0, 100), token=st.integers(302, 303), back=st.sampled_from([1, 1, 4])
+        )
+        def fork(self, number: int, token: int, back: int) -> None:
             parent = self.pick(number)
             tokens, start = self.left[parent], len(self.rig.tokens(parent))
             if not start or len(tokens) >= MAX_MODEL_LEN - 1:
@@ -150,7 +152,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             child = self.new_name()
             request = self.rig.request(
                 child,
-                [*tokens[:-1], token],
+                [*tokens[:-back], token],
                 40 + len(tokens),
                 num_prompt_tokens=1,
                 seed=number,
