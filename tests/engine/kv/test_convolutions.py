@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from ullage_engine.core.plan import StepPlan
-from ullage_engine.core.roster import Roster
 from ullage_engine.core.scheduler import KvPolicy
-from ullage_engine.core.sequence import ConvState, Sequence
-from ullage_engine.core.states import States
 
 LAYERS = 4
 REPLAY = 8
@@ -149,39 +146,3 @@ def test_a_swapped_sequence_keeps_its_state_until_the_slot_is_needed(
     assert replays(plan)["swapped"] == replayed
     rig.finish(plan)
     assert rig.run()["swapped"] == rig.undisturbed(document(40), 0, 12)
-
-
-@pytest.mark.parametrize(
-    ("state", "start"),
-    [
-        (None, 92),
-        (ConvState(0, num_tokens=100, since=0), 100),
-        (ConvState(0, num_tokens=97, since=0), 97),
-        (ConvState(0, num_tokens=97, since=92), 97),
-        # It has seen too few tokens to be exact at 100.
-        (ConvState(0, num_tokens=97, since=93), 92),
-        # Zero state needs fewer tokens.
-        (ConvState(0, num_tokens=91, since=0), 92),
-        (ConvState(0, num_tokens=101, since=0), 92),
-    ],
-)
-def test_a_state_is_used_where_it_is_exact_and_saves_work(
-    make_rig: MakeRig, state: ConvState | None, start: int
-) -> None:
-    request = make_rig().request("a", document(120))
-    sequence = Sequence(request, 0, 0, 0, 200, 8, num_computed=100, state=state)
-    assert States(REPLAY, 4, Roster()).start(sequence) == start
-
-
-def test_a_state_of_later_tokens_is_not_shared(make_rig: MakeRig) -> None:
-    rig = make_rig(conv_layers=LAYERS)
-    rig.submit(rig.request("parent", document(30), 9))
-    rig.step()
-    tokens = [*document(20), 5]
-    rig.scheduler.fork("parent", rig.request("child", tokens, 6))
-    # What the child shares ends before its parent's state; only one slot is held, by the parent.
-    rig.scheduler.cancel("parent")
-    plan = rig.scheduler.schedule()
-    assert {chunk.state_slot for chunk in plan.chunks} == {None}
-    rig.finish(plan)
-    assert rig.run()["child"] == rig.undisturbed(tokens, 0, 6)
