@@ -19,6 +19,7 @@ from ullage_engine.kernels.pool import (
     scratch_blocks,
 )
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
+from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
 from ullage_engine.memory.predictor import state_pool_bytes, state_slots
 from ullage_engine.models.decoder import Decoder, Weights
@@ -115,11 +116,18 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            parts = (self.geometry, self._limits, self._arena)
-            make = DeterministicCompute if self._limits.deterministic else FastCompute
-            compute, tensors = make(*parts), self._loaded.tensors
-            weights = Weights(tensors, lambda name: compute.matrix(tensors[name]))
-            self._model = Decoder(weights, *parts, compute)
+            self._model = self._build()
+
+    def _build(self) -> Decoder:
+        deterministic, tensors = self._limits.deterministic, self._loaded.tensors
+        parts = (self.geometry, self._limits, self._arena)
+        compute = (DeterministicCompute if deterministic else FastCompute)(*parts)
+        weights = Weights(
+            tensors,
+            matrix=lambda name: compute.matrix(tensors[name]),
+            experts=lambda name: expert_matrices(tensors[name], compute.matrix, deterministic),
+        )
+        return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
