@@ -77,7 +77,6 @@ def chunk(tokens: list[int], start: int, end: int, slot: int = 0, replayed: int 
     Its states alternate between two slots, which is by the number of tokens here.
     """
     first = start - replayed
-    is_fresh = start == 0 or replayed > 0
     return Chunk(
         request_id=str(slot),
         token_ids=tokens[first:end],
@@ -86,9 +85,9 @@ def chunk(tokens: list[int], start: int, end: int, slot: int = 0, replayed: int 
         sampling=ANY,
         history=tokens,
         num_prompt_tokens=len(tokens),
-        state_slot=None if is_fresh else slot,
-        next_state_slot=slot,
         num_replayed=replayed,
+        state_slot=slot if first and not replayed else None,
+        next_state_slot=slot,
     )
 
 
@@ -199,7 +198,7 @@ def test_decodes_and_prompts_of_any_length_together(model: Model, seed: int) -> 
     ]
     for each, tokens in zip(chunks, sequences, strict=True):
         if each.start:
-            model.logits(chunk(tokens, 0, each.start, each.state_slot))
+            model.logits(chunk(tokens, 0, each.start, each.next_state_slot))
     together = model.logits(*chunks)
     for logits, tokens in zip(together, sequences, strict=True):
         assert_close(logits, model.expected(tokens))
