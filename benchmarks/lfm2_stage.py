@@ -90,7 +90,7 @@ class Stage:
             BLOCK_TOKENS,
             self._limits.max_gather_tokens,
             self._limits.context_blocks,
-            self._geometry.conv_kernel,
+            conv_kernel=self._geometry.conv_kernel,
         )
         return self._model.forward(self._batch, self._kv.layers, self._states.layers, hidden)
 
@@ -111,7 +111,7 @@ class Stage:
             sampling=GREEDY,
             history=prompt,
             num_prompt_tokens=len(prompt),
-            state_slot=index,
+            next_state_slot=index,
         )
 
 

@@ -14,8 +14,8 @@ from ullage_engine.layers.expert_matrices import (
     PANEL_COLUMNS,
     GroupedExperts,
     LoopedExperts,
-    column_panels,
     can_group,
+    column_panels,
     expert_matrices,
 )
 from ullage_engine.layers.experts import Experts
