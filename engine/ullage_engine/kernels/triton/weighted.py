@@ -1,0 +1,177 @@
+"""The inner loop of products with weights in any format, turned into numbers as they are read.
+
+weight[column, k] = value[column, k] * scale[column, k // group] + zero[column, k // group], so
+x . weight = sum over groups of scale * (x . value) + zero * sum(x): values enter the tensor cores
+as they are, which is exact in bfloat16, and scales are applied in float32.
+"""
+
+import torch
+import triton.language as tl
+
+from ullage_engine.kernels.triton import Format
+from ullage_engine.kernels.triton.formats import e2m1, e4m3, e8m0
+from ullage_engine.kernels.triton.launch import jit
+
+MX_GROUP = 32
+"""Values that share a scale in MXFP4."""
+
+INT4_GROUPS = (32, 64, 128, 256)
+
+
+@jit
+def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """Values as float32."""
+    if FORMAT == "fp8":
+        value = e4m3(code)
+    elif FORMAT == "mxfp4":
+        value = e2m1(code & 15)
+    elif FORMAT == "int4":
+        value = (code & 15).to(tl.float32) - 8.0
+    else:
+        value = code.to(tl.float32)
+    return value
+
+
+@jit
+def multiply_packed(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # [COLUMNS] first byte of each column
+    scales: tl.tensor,  # [COLUMNS] first scale of each column
+    zeros: tl.tensor,
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    summed: tl.tensor,  # [ROWS, COLUMNS]
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """Two values a byte: even and odd columns of x are multiplied apart, so that nothing has to be
+    interleaved."""
+    for start in range(0, depth, STEP):
+        pairs = start // 2 + tl.arange(0, STEP // 2)
+        inside = pairs < depth // 2
+        mask = has_column[:, None] & inside[None, :]
+        code = tl.load(values[:, None] + pairs[None, :], mask=mask, other=0)
+        low, high = decoded(code, FORMAT), decoded(code >> 4, FORMAT)
+        places = x[:, None] + 2 * pairs[None, :]
+        given = has_row[:, None] & inside[None, :]
+        even = tl.load(places, mask=given, other=0)
+        odd = tl.load(places + 1, mask=given, other=0)
+        if FORMAT == "mxfp4":
+            groups = start // GROUP + tl.arange(0, STEP // GROUP)
+            there = has_column[:, None] & (groups[None, :] < depth // GROUP)
+            scale = e8m0(tl.load(scales[:, None] + groups[None, :], mask=there, other=0))
+            shape: tl.constexpr = [code.shape[0], STEP // GROUP, GROUP // 2]
+            wide = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), code.shape)
+            low, high = low * wide, high * wide
+            summed = tl.dot(even, tl.trans(low.to(even.dtype)), summed, input_precision="ieee")
+            summed = tl.dot(odd, tl.trans(high.to(even.dtype)), summed, input_precision="ieee")
+        else:
+            part = tl.dot(even, tl.trans(low.to(even.dtype)), input_precision="ieee")
+            part = tl.dot(odd, tl.trans(high.to(even.dtype)), part, input_precision="ieee")
+            group = start // GROUP
+            scale = tl.load(scales + group, mask=has_column, other=0).to(tl.float32)
+            summed += part * scale[None, :]
+            if ZEROS:
+                zero = tl.load(zeros + group, mask=has_column, other=0).to(tl.float32)
+                total = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 1)
+                summed += total[:, None] * zero[None, :]
+    return summed
+
+
+@jit
+def multiply_bytes(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # [COLUMNS] first value of each column
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    summed: tl.tensor,  # [ROWS, COLUMNS]
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tensor:
+    """A value an element, whose scales wait until the end."""
+    for start in range(0, depth, STEP):
+        ks = start + tl.arange(0, STEP)
+        inside = ks < depth
+        mask = has_column[:, None] & inside[None, :]
+        weight = tl.load(values[:, None] + ks[None, :], mask=mask, other=0)
+        given = has_row[:, None] & inside[None, :]
+        row = tl.load(x[:, None] + ks[None, :], mask=given, other=0)
+        if FORMAT != "plain":
+            weight = decoded(weight, FORMAT).to(row.dtype)
+        summed = tl.dot(row, tl.trans(weight), summed, input_precision="ieee")
+    return summed
+
+
+@jit
+def multiply_weights(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # of one matrix [columns, depth]
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    columns: tl.tensor,  # [COLUMNS]
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of the depth that share a scale; 0: one scale for each column
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
+    at = columns.to(tl.int64)
+    summed = tl.zeros([x.shape[0], columns.shape[0]], tl.float32)
+    if FORMAT == "int4" or FORMAT == "mxfp4":
+        groups = at * (depth // GROUP)
+        summed = multiply_packed(
+            x, values + at * (depth // 2), scales + groups, zeros + groups, has_row, has_column,
+            summed, depth, STEP, GROUP, FORMAT, ZEROS,
+        )  # fmt: skip
+    else:
+        summed = multiply_bytes(
+            x, values + at * depth, has_row, has_column, summed, depth, STEP, FORMAT
+        )
+        if FORMAT != "plain":
+            scale = tl.load(scales + at, mask=has_column, other=0).to(tl.float32)
+            summed = summed * scale[None, :]
+    return summed
+
+
+def group_of(format: Format, depth: int, columns: int, scales: torch.Tensor | None) -> int:
+    """Weights of a column that share a scale; 0 where all do.
+
+    Raises ValueError for weights that the kernels cannot multiply.
+    """
+    if format == "plain":
+        return 0
+    if scales is None:
+        raise ValueError(f"scales are missing: {format} weights need them")
+    groups = scales.numel() // columns
+    if format in ("int8", "fp8"):
+        if groups != 1:
+            raise ValueError(f"scales have {groups} groups: {format} weights have one a column")
+        return 0
+    group = depth // groups
+    sizes = (MX_GROUP,) if format == "mxfp4" else INT4_GROUPS
+    if group * groups != depth or group not in sizes:
+        raise ValueError(
+            f"{groups} groups of scales for {depth} {format} weights a column: groups have to have "
+            f"{' or '.join(map(str, sizes))} weights; quantise with such a group"
+        )
+    return group
+
+
+def step_of(depth: int, group: int, format: Format, itemsize: int) -> int:
+    """How much of the depth is multiplied at once, without a remainder if possible."""
+    most = 64 if itemsize == 4 else 128
+    if format == "int4":
+        return min(group, most)
+    return next((step for step in (128, 64, 32) if step <= most and depth % step == 0), 64)
+
+
+def bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Weights as kernels read them: float8 as bytes."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
