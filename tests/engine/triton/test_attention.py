@@ -7,6 +7,7 @@ import torch
 
 from ullage_engine.core.batch import DecodeGroup, PrefillTile
 from ullage_engine.kernels.pool import KVPool, LayerCache
+from ullage_engine.kernels.triton import PagedWorkspace, paged_attentions
 from ullage_engine.memory.partials import partial_elements
 from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 
@@ -97,7 +98,6 @@ CASES = [
 def test_decodes(
     heads: int, kv_heads: int, head_dim: int, window: int, has_sinks: bool, device: torch.device
 ) -> None:
-    from ullage_engine.kernels.triton.decode import PagedDecode, PagedWorkspace
 
     lengths = [200, 130, 48, 1]
     model = geometry(heads, kv_heads, head_dim)
@@ -111,8 +111,9 @@ def test_decodes(
         DecodeGroup(2, 4, 4, 3, short[0] + _padded(short[1], 9), [48, 1, 1, 1]),
     ]
     partials = torch.full((partial_elements(model),), torch.nan, device=device)
-    workspace = PagedWorkspace(model, BLOCK_TOKENS, partials)
-    PagedDecode(groups, rotated, attended, workspace, window).run(case.cache, sinks)
+    workspace = PagedWorkspace(model, partials)
+    (decodes,) = paged_attentions(groups, [], rotated, attended, workspace, window)
+    decodes.run(case.cache, sinks)
     for row, length in enumerate(lengths):
         wanted = attend(case, rotated[:heads, row], row, length, window, sinks)
         torch.testing.assert_close(attended[row].cpu().double(), wanted, rtol=1e-4, atol=1e-5)
@@ -123,8 +124,6 @@ def test_decodes(
 def test_tiles(
     heads: int, kv_heads: int, head_dim: int, window: int, has_sinks: bool, device: torch.device
 ) -> None:
-    from ullage_engine.kernels.triton.decode import PagedWorkspace
-    from ullage_engine.kernels.triton.prefill import PagedPrefill
 
     lengths = [90, 5]
     model = geometry(heads, kv_heads, head_dim)
@@ -137,8 +136,9 @@ def test_tiles(
         PrefillTile(1, 41, 64, 50, _padded(case.tables[0], 8)),
         PrefillTile(41, 46, 32, 0, case.tables[1]),
     ]
-    workspace = PagedWorkspace(model, BLOCK_TOKENS, torch.empty(0, device=device))
-    PagedPrefill(tiles, rotated, attended, workspace, window).run(case.cache, sinks)
+    workspace = PagedWorkspace(model, torch.empty(0, device=device))
+    (prompts,) = paged_attentions([], tiles, rotated, attended, workspace, window)
+    prompts.run(case.cache, sinks)
     for sequence, tile in enumerate(tiles):
         for row in range(tile.start, tile.end):
             length = tile.earlier + row - tile.start + 1

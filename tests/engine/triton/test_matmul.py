@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from ullage_engine.kernels.triton import Format
+from ullage_engine.kernels.triton import Format, quantized_matmul
 
 Weights = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 RandomWeights = Callable[[Format, int, int], Weights]
@@ -17,8 +17,6 @@ RandomWeights = Callable[[Format, int, int], Weights]
 def test_product(
     format: Format, rows: int, random_weights: RandomWeights, device: torch.device
 ) -> None:
-    from ullage_engine.kernels.triton.matmul import quantized_matmul
-
     columns, depth = 50, 192
     packed, scales, zeros, wanted = random_weights(format, columns, depth)
     x = torch.randn(rows, depth, device=device)
@@ -31,8 +29,6 @@ def test_product(
 
 
 def test_depth_that_no_step_divides(random_weights: RandomWeights, device: torch.device) -> None:
-    from ullage_engine.kernels.triton.matmul import quantized_matmul
-
     packed, scales, zeros, wanted = random_weights("int8", 20, 90)
     x, out = torch.randn(3, 90, device=device), torch.empty(3, 20, device=device)
     quantized_matmul(x, packed, scales, zeros, out, "int8")
@@ -42,8 +38,6 @@ def test_depth_that_no_step_divides(random_weights: RandomWeights, device: torch
 
 def test_every_code_is_read_exactly(e2m1: torch.Tensor, device: torch.device) -> None:
     """A product with the unit matrix shows what each code stands for."""
-    from ullage_engine.kernels.triton.matmul import quantized_matmul
-
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     values = torch.cat([codes, codes[:2]]).view(torch.float8_e4m3fn).view(16, 16).to(device)
     out = torch.empty(16, 16, device=device)
@@ -62,8 +56,6 @@ def test_every_code_is_read_exactly(e2m1: torch.Tensor, device: torch.device) ->
 def test_halves(random_weights: RandomWeights, device: torch.device) -> None:
     """bfloat16 where it is compiled; the interpreter multiplies its bits as if they were integers
     (Triton 3.6 to 3.9), so float16 there."""
-    from ullage_engine.kernels.triton.matmul import quantized_matmul
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     packed, scales, zeros, wanted = random_weights("int4", 32, 128)
     x = torch.randn(5, 128, device=device).to(dtype)
@@ -74,8 +66,6 @@ def test_halves(random_weights: RandomWeights, device: torch.device) -> None:
 
 
 def test_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
-    from ullage_engine.kernels.triton.matmul import quantized_matmul
-
     x, out = torch.ones(1, 96), torch.empty(1, 4)
     packed = torch.zeros(4, 48, dtype=torch.uint8)
     with pytest.raises(ValueError, match="2 groups of scales for 96 int4 weights"):
@@ -86,3 +76,22 @@ def test_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
         quantized_matmul(
             x, torch.zeros(4, 96, dtype=torch.int8), torch.ones(4, 2), None, out, "int8"
         )
+
+
+def test_matrix_of_one_expert(random_weights: RandomWeights, device: torch.device) -> None:
+    """What models multiply by, cut from all experts' weights."""
+    from ullage_engine.kernels.triton.experts import PackedExperts
+
+    packed, scales, zeros, wanted = random_weights("int4", 3 * 24, 64)
+    assert scales is not None and zeros is not None
+    shape = (3, 24, -1)
+    experts = PackedExperts(
+        packed.view(shape), scales.view(shape), zeros.view(shape), (64, 24), "int4"
+    )
+    matrix, x = experts.one(1), torch.randn(2, 64, device=device)
+    out = torch.empty(2, 24, device=device)
+    matrix.multiply(x, out)
+    matrix.add(x, out)
+    assert matrix.shape == (64, 24)
+    product = 2 * (x.double().cpu() @ wanted[24:48].t())
+    torch.testing.assert_close(out.cpu().double(), product, rtol=1e-5, atol=1e-3)

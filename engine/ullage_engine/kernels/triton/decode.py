@@ -7,7 +7,6 @@ are read on the device, so a captured graph serves every length that its tables 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -15,21 +14,12 @@ import triton.language as tl
 from ullage_engine.core.batch import DecodeGroup
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.triton import PagedWorkspace
 from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
 from ullage_engine.kernels.triton.paged import add_sink, attend, shift_of
 from ullage_engine.memory.partials import num_splits
-from ullage_engine.models.geometry import ModelGeometry
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedWorkspace:
-    """What attention over pages needs beside the pages."""
-
-    geometry: ModelGeometry
-    block_tokens: int
-    partials: torch.Tensor  # float32, `ullage_engine.memory.partials.partial_elements`
 
 
 @jit

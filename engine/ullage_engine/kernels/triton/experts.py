@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ullage_engine.kernels.triton import Format
 from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
+from ullage_engine.kernels.triton.matmul import PackedMatrix
 from ullage_engine.kernels.triton.weighted import (
     bytes_of,
     group_of,
@@ -162,3 +163,37 @@ def _multiply(
         GROUP=group, FORMAT=format, ZEROS=zeros is not None, BIASES=biases is not None,
         num_warps=4, num_stages=3,
     )  # fmt: skip
+
+
+class PackedExperts:
+    """One weight matrix of every expert, as `ullage_engine.layers.expert_matrices.ExpertMatrices`.
+
+    With plain weights it stands in for `grouped_mm` where that waits for the device: before compute
+    capability 9.0, and in float32.
+    """
+
+    def __init__(
+        self,
+        packed: torch.Tensor,  # [experts, ...]
+        scales: torch.Tensor | None,  # [experts, out, groups]
+        zeros: torch.Tensor | None,
+        shape: tuple[int, int],  # (in, out)
+        format: Format,
+    ) -> None:
+        self._weights, self._shape, self._format = (packed, scales, zeros), shape, format
+
+    def one(self, expert: int) -> PackedMatrix:
+        """One expert's."""
+        packed, scales, zeros = (None if part is None else part[expert] for part in self._weights)
+        assert packed is not None
+        return PackedMatrix(packed, scales, zeros, self._shape, self._format)
+
+    def multiply(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        """Writes each row's product with its expert's matrix: x [pairs and more, in] sorted by
+        expert, ends int32 [experts] the row after each one's last, out [pairs and more, out]."""
+        grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
+
+    def multiply_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        """The same for few rows in any order: out [pairs, out], of expert `chosen` [pairs]; x has
+        a row for each of them or for each token."""
+        picked_matmul(x, chosen, *self._weights, out, self._format)

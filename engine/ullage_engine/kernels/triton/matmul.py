@@ -89,3 +89,27 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
     block_rows = max(16, power_of_two(rows))
     fits = [size for size in (64, 32) if columns // size >= MULTIPROCESSORS]
     return block_rows, fits[0] if fits else 16, 4
+
+
+class PackedMatrix:
+    """A weight matrix in a small format, as `ullage_engine.layers.matrix.Matrix`."""
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        scales: torch.Tensor | None,
+        zeros: torch.Tensor | None,
+        shape: tuple[int, int],  # (in, out)
+        format: Format,
+    ) -> None:
+        self._weights, self._shape, self._format = (packed, scales, zeros), shape, format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        quantized_matmul(x, *self._weights, out, self._format)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        quantized_matmul(x, *self._weights, out, self._format, adds=True)

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from ullage_engine.core.batch import PrefillTile
 from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.triton import PagedWorkspace
 from ullage_engine.kernels.triton.decode import (
     LOG2_E,
-    PagedWorkspace,
     is_fp8,
     numbers,
     padded_table,
