@@ -8,6 +8,9 @@ from ullage_engine.models.geometry import ModelGeometry
 TARGET_PROGRAMS = 1024
 """Programs that keep a large GPU busy: 132 multiprocessors of an H200 with 4 to 8 each."""
 
+MAX_SPLITS = 64
+"""Results of one head that are merged in registers."""
+
 SPLIT_TOKENS = 128
 """Context below which a split costs more than it saves."""
 
@@ -17,7 +20,9 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
     It depends on shapes alone, not on lengths, so that a captured graph stays valid.
     """
-    wanted = min(TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS))
+    wanted = min(
+        MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS)
+    )
     return 1 << (max(1, wanted).bit_length() - 1)
 
 

@@ -149,3 +149,59 @@ def test_tiles(
 
 def _padded(table: list[int], width: int) -> list[int]:
     return table + table[-1:] * (width - len(table))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_halves_and_float8_pages(kv_dtype: torch.dtype, device: torch.device) -> None:
+    lengths, model = [40, 33], geometry(4, 2, 16)
+    case = make_case(model, lengths, device, kv_dtype)
+    rotated = torch.randn(6, 34, 16, device=device).half()
+    attended = torch.empty(34, 64, device=device, dtype=torch.float16)
+    group = DecodeGroup(0, 1, 1, 3, case.tables[0], lengths[:1])
+    tile = PrefillTile(1, 34, 64, 0, case.tables[1])
+    workspace = PagedWorkspace(model, torch.empty(partial_elements(model), device=device))
+    for attention in paged_attentions([group], [tile], rotated, attended, workspace):
+        attention.run(case.cache)
+    for row in range(34):
+        sequence, length = (0, 40) if row == 0 else (1, row)
+        wanted = attend(case, rotated[:4, row], sequence, length, 0, None)
+        torch.testing.assert_close(attended[row].cpu().double(), wanted, rtol=0.02, atol=0.01)
+
+
+def test_rows_of_padding_are_zero(device: torch.device) -> None:
+    """A captured graph has more rows than some of its steps."""
+    from ullage_engine.kernels.triton.decode import attend_decodes
+
+    model = geometry(4, 2, 16)
+    case = make_case(model, [20], device)
+    tables = torch.tensor([_padded(case.tables[0], 16)] * 2, dtype=torch.int32, device=device)
+    lengths = torch.tensor([20, 0], dtype=torch.int32, device=device)
+    queries = torch.randn(4, 2, 16, device=device)
+    out = torch.full((2, 64), torch.nan, device=device)
+    partials = torch.full((partial_elements(model),), torch.nan, device=device)
+    for width in (16, 2):  # split, and in one piece
+        attend_decodes(queries, case.cache, tables[:, :width].contiguous(), lengths, out, partials)
+        wanted = attend(case, queries[:, 0], 0, 20, 0, None)
+        torch.testing.assert_close(out[0].cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+        assert not out[1].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+def test_a_graph_serves_other_lengths(device: torch.device) -> None:
+    from ullage_engine.kernels.triton.decode import attend_decodes
+
+    model = geometry(8, 2, 64)
+    case = make_case(model, [300], device)
+    tables = torch.tensor([_padded(case.tables[0], 32)], dtype=torch.int32, device=device)
+    length = torch.tensor([7], dtype=torch.int32, device=device)
+    queries, out = torch.randn(8, 1, 64, device=device), torch.empty(1, 512, device=device)
+    partials = torch.empty(partial_elements(model), device=device)
+    attend_decodes(queries, case.cache, tables, length, out, partials)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_decodes(queries, case.cache, tables, length, out, partials)
+    for tokens in (1, 130, 300):
+        length.fill_(tokens)
+        graph.replay()
+        wanted = attend(case, queries[:, 0], 0, tokens, 0, None)
+        torch.testing.assert_close(out[0].cpu().double(), wanted, rtol=1e-4, atol=1e-5)
