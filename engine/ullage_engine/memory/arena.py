@@ -1,10 +1,12 @@
 """Layout of the buffers of a step, as arithmetic: the ledger reserves what the runner allocates.
 
-Buffers that never live at the same time share bytes: attention's and the MLP's overlap.
+Buffers that never live at the same time share bytes: attention's, the MLP's and the experts'
+overlap.
 """
 
 from dataclasses import dataclass
 
+from ullage_engine.memory.experts import expert_elements, routing_elements
 from ullage_engine.memory.rungs import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
@@ -117,7 +119,12 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(geometry, limits))
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
     mlp = {"gate_up": tokens * 2 * geometry.intermediate, "gated": tokens * geometry.intermediate}
-    return ArenaLayout((*base, *attention, *_place(mlp, start, itemsize)))
+    conv = _place(_conv_elements(geometry, limits), start, itemsize)
+    experts = _place(expert_elements(geometry, tokens), start, itemsize)
+    if experts:
+        routing = routing_elements(geometry, tokens)
+        experts += _place(routing, _aligned(experts[-1].end), FLOAT32_BYTES)
+    return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize), *experts))
 
 
 def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
@@ -145,6 +152,20 @@ def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str
             geometry.num_heads * tile_scores,
             _decode_heads(geometry, limits) * limits.max_gather_tokens,
         ),
+    }
+
+
+def _conv_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
+    if not geometry.num_conv_layers:
+        return {}
+    tokens, channels = limits.product_rows(limits.max_tokens), geometry.conv_channels
+    state_rows = limits.max_rows * (geometry.conv_kernel - 1)
+    return {
+        "conv_in": tokens * 3 * channels,
+        "conv_mixed": tokens * channels,
+        "conv_source": (tokens + state_rows) * channels,
+        "conv_tapped": tokens * channels,
+        "conv_kept": state_rows * channels,
     }
 
 
