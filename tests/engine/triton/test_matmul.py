@@ -65,17 +65,28 @@ def test_halves(random_weights: RandomWeights, device: torch.device) -> None:
     torch.testing.assert_close(out.cpu().double(), product, rtol=2**-7, atol=0.1)
 
 
-def test_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_bytes_with_zeros(groups: int, device: torch.device) -> None:
+    """What 8-bit checkpoints of GPTQ hold."""
+    values = torch.randint(-128, 128, (20, 96), dtype=torch.int8)
+    scales, zeros = torch.rand(20, groups) + 0.5, torch.randn(20, groups)
+    wide = [part.double().repeat_interleave(96 // groups, 1) for part in (scales, zeros)]
+    x, out = torch.randn(3, 96, device=device), torch.empty(3, 20, device=device)
+    stored = [part.to(device) for part in (values, scales, zeros)]
+    quantized_matmul(x, *stored, out, "int8")
+    product = x.double().cpu() @ (values * wide[0] + wide[1]).t()
+    torch.testing.assert_close(out.cpu().double(), product, rtol=1e-5, atol=1e-3)
+
+
+def test_what_no_kernel_multiplies_is_refused(device: torch.device) -> None:
     x, out = torch.ones(1, 96), torch.empty(1, 4)
     packed = torch.zeros(4, 48, dtype=torch.uint8)
     with pytest.raises(ValueError, match="2 groups of scales for 96 int4 weights"):
         quantized_matmul(x, packed, torch.ones(4, 2), None, out, "int4")
     with pytest.raises(ValueError, match="scales are missing"):
         quantized_matmul(x, packed, None, None, out, "mxfp4")
-    with pytest.raises(ValueError, match="int8 weights have one a column"):
-        quantized_matmul(
-            x, torch.zeros(4, 96, dtype=torch.int8), torch.ones(4, 2), None, out, "int8"
-        )
+    with pytest.raises(ValueError, match="format w8a8 has no kernel; there are plain, int8"):
+        quantized_matmul(x, packed, torch.ones(4, 1), None, out, "w8a8")
 
 
 def test_matrix_of_one_expert(random_weights: RandomWeights, device: torch.device) -> None:

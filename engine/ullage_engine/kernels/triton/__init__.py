@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -13,9 +13,8 @@ from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.models.geometry import ModelGeometry
 
 Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
-"""plain: numbers of the computing type. int8 and fp8 (E4M3): a scale for each column. int4 (codes
-0 to 15 for -8 to 7) and mxfp4: two values a byte, the even one in the low half, a scale for each
-group."""
+"""plain: numbers of the computing type. int8, fp8 (E4M3): a byte each. int4 (codes 0 to 15 for -8
+to 7), mxfp4: two values a byte, the even one in the low half."""
 
 
 @cache
@@ -77,10 +76,13 @@ def quantized_matmul(
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     out: torch.Tensor,
-    format: Format,
+    format: str,
     adds: bool = False,
 ) -> None:
-    """See `ullage_engine.kernels.triton.matmul`."""
+    """See `ullage_engine.kernels.triton.matmul`; raises ValueError for a format not in `Format`."""
     from ullage_engine.kernels.triton import matmul
 
-    matmul.quantized_matmul(x, packed, scales, zeros, out, format, adds)
+    for known in get_args(Format):
+        if known == format:
+            return matmul.quantized_matmul(x, packed, scales, zeros, out, known, adds)
+    raise ValueError(f"format {format} has no kernel; there are {', '.join(get_args(Format))}")

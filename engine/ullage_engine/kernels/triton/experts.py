@@ -82,7 +82,7 @@ def multiply_expert(
         width = depth // 2
     groups = at
     if GROUP > 0:
-        groups = at * (depth // GROUP)
+        groups = at * tl.cdiv(depth, GROUP)
     summed = multiply_weights(
         x + (row // SHARE).to(tl.int64) * depth, values + at * width, scales + groups,
         zeros + groups, column, has_row, has_column, depth, STEP, GROUP, FORMAT, ZEROS,
@@ -151,7 +151,7 @@ def _multiply(
     share: int,  # 0: rows are sorted
 ) -> None:
     experts, columns, depth = packed.shape[0], out.shape[1], x.shape[1]
-    group = group_of(format, depth, experts * columns, scales)
+    group = group_of(format, depth, experts * columns, scales, zeros is not None)
     count, rows = tiles
     block_columns = 64 if rows > 16 else 32
     launch(

@@ -63,13 +63,13 @@ def quantized_matmul(
     """Writes x @ weights^T to out, or adds it; everything contiguous.
 
     x [rows, depth]; out [rows, columns]; packed [columns, depth], of int4 and mxfp4 depth / 2 bytes
-    a column, in any shape. Scales [columns, groups]: one group for int8 and fp8 (expand a scale of
-    the whole matrix), powers of two as biased exponents (uint8) for mxfp4. zeros [columns, groups]
-    are added to int4 weights after scaling. Raises ValueError for groups it cannot multiply.
+    a column, in any shape. scales [columns, groups], of mxfp4 biased exponents (uint8); expand a
+    scale of the whole matrix. zeros [columns, groups] are added to scaled weights. Raises
+    ValueError for groups that it cannot multiply.
     """
     rows, depth = x.shape
     columns = out.shape[1]
-    group = group_of(format, depth, columns, scales)
+    group = group_of(format, depth, columns, scales, zeros is not None)
     block_rows, block_columns, warps = tile_of(rows, columns)
     launch(
         multiply_tile, (-(-rows // block_rows), -(-columns // block_columns)),

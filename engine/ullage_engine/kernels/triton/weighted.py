@@ -12,6 +12,9 @@ from ullage_engine.kernels.triton import Format
 from ullage_engine.kernels.triton.formats import e2m1, e4m3, e8m0
 from ullage_engine.kernels.triton.launch import jit
 
+LEAST_GROUP = 32
+"""Half of one is the least depth that tensor cores multiply."""
+
 MX_GROUP = 32
 """Values that share a scale in MXFP4."""
 
@@ -30,6 +33,23 @@ def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
     else:
         value = code.to(tl.float32)
     return value
+
+
+@jit
+def scaled(
+    part: tl.tensor,  # [ROWS, COLUMNS] of one group
+    row: tl.tensor,  # [ROWS, STEP]
+    scales: tl.tensor,  # [COLUMNS]
+    zeros: tl.tensor,
+    has_column: tl.tensor,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """scale * (x . value) + zero * sum(x)."""
+    part = part * tl.load(scales, mask=has_column, other=0).to(tl.float32)[None, :]
+    if ZEROS:
+        zero = tl.load(zeros, mask=has_column, other=0).to(tl.float32)
+        part += tl.sum(row.to(tl.float32), 1)[:, None] * zero[None, :]
+    return part
 
 
 @jit
@@ -72,12 +92,7 @@ def multiply_packed(
             part = tl.dot(even, tl.trans(low.to(even.dtype)), input_precision="ieee")
             part = tl.dot(odd, tl.trans(high.to(even.dtype)), part, input_precision="ieee")
             group = start // GROUP
-            scale = tl.load(scales + group, mask=has_column, other=0).to(tl.float32)
-            summed += part * scale[None, :]
-            if ZEROS:
-                zero = tl.load(zeros + group, mask=has_column, other=0).to(tl.float32)
-                total = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 1)
-                summed += total[:, None] * zero[None, :]
+            summed += scaled(part, row, scales + group, zeros + group, has_column, ZEROS)
     return summed
 
 
@@ -85,14 +100,18 @@ def multiply_packed(
 def multiply_bytes(
     x: tl.tensor,  # [ROWS] first of each row
     values: tl.tensor,  # [COLUMNS] first value of each column
+    scales: tl.tensor,  # [COLUMNS] first scale of each column
+    zeros: tl.tensor,
     has_row: tl.tensor,
     has_column: tl.tensor,
     summed: tl.tensor,  # [ROWS, COLUMNS]
     depth: tl.tensor,
     STEP: tl.constexpr,
+    GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """A value an element, whose scales wait until the end."""
+    """A value an element; one scale for all of a column waits until the end."""
     for start in range(0, depth, STEP):
         ks = start + tl.arange(0, STEP)
         inside = ks < depth
@@ -102,7 +121,15 @@ def multiply_bytes(
         row = tl.load(x[:, None] + ks[None, :], mask=given, other=0)
         if FORMAT != "plain":
             weight = decoded(weight, FORMAT).to(row.dtype)
-        summed = tl.dot(row, tl.trans(weight), summed, input_precision="ieee")
+        if GROUP > 0:
+            part = tl.dot(row, tl.trans(weight), input_precision="ieee")
+            group = start // GROUP
+            summed += scaled(part, row, scales + group, zeros + group, has_column, ZEROS)
+        else:
+            summed = tl.dot(row, tl.trans(weight), summed, input_precision="ieee")
+    if FORMAT != "plain" and GROUP == 0:
+        scale = tl.load(scales, mask=has_column, other=0).to(tl.float32)
+        summed = summed * scale[None, :]
     return summed
 
 
@@ -117,31 +144,33 @@ def multiply_weights(
     has_column: tl.tensor,
     depth: tl.tensor,
     STEP: tl.constexpr,
-    GROUP: tl.constexpr,  # columns of the depth that share a scale; 0: one scale for each column
+    GROUP: tl.constexpr,  # weights of a column that share a scale; 0: all, and no zeros
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
     """x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
     at = columns.to(tl.int64)
+    groups = at
+    if GROUP > 0:
+        groups = at * tl.cdiv(depth, GROUP)
     summed = tl.zeros([x.shape[0], columns.shape[0]], tl.float32)
     if FORMAT == "int4" or FORMAT == "mxfp4":
-        groups = at * (depth // GROUP)
         summed = multiply_packed(
             x, values + at * (depth // 2), scales + groups, zeros + groups, has_row, has_column,
             summed, depth, STEP, GROUP, FORMAT, ZEROS,
         )  # fmt: skip
     else:
         summed = multiply_bytes(
-            x, values + at * depth, has_row, has_column, summed, depth, STEP, FORMAT
-        )
-        if FORMAT != "plain":
-            scale = tl.load(scales + at, mask=has_column, other=0).to(tl.float32)
-            summed = summed * scale[None, :]
+            x, values + at * depth, scales + groups, zeros + groups, has_row, has_column,
+            summed, depth, STEP, GROUP, FORMAT, ZEROS,
+        )  # fmt: skip
     return summed
 
 
-def group_of(format: Format, depth: int, columns: int, scales: torch.Tensor | None) -> int:
-    """Weights of a column that share a scale; 0 where all do.
+def group_of(
+    format: Format, depth: int, columns: int, scales: torch.Tensor | None, has_zeros: bool
+) -> int:
+    """Weights of a column that share a scale; 0 where all do and it can wait until the end.
 
     Raises ValueError for weights that the kernels cannot multiply.
     """
@@ -150,26 +179,24 @@ def group_of(format: Format, depth: int, columns: int, scales: torch.Tensor | No
     if scales is None:
         raise ValueError(f"scales are missing: {format} weights need them")
     groups = scales.numel() // columns
-    if format in ("int8", "fp8"):
-        if groups != 1:
-            raise ValueError(f"scales have {groups} groups: {format} weights have one a column")
-        return 0
     group = depth // groups
-    sizes = (MX_GROUP,) if format == "mxfp4" else INT4_GROUPS
-    if group * groups != depth or group not in sizes:
+    if groups == 1 and format in ("int8", "fp8") and not has_zeros:
+        return 0
+    wanted = group == MX_GROUP if format == "mxfp4" else group % LEAST_GROUP == 0 or groups == 1
+    if group * groups != depth or not wanted:
         raise ValueError(
-            f"{groups} groups of scales for {depth} {format} weights a column: groups have to have "
-            f"{' or '.join(map(str, sizes))} weights; quantise with such a group"
+            f"{groups} groups of scales for {depth} {format} weights a column: a group has to have "
+            f"{'' if format == 'mxfp4' else 'a multiple of '}{LEAST_GROUP} weights"
         )
     return group
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int) -> int:
-    """How much of the depth is multiplied at once, without a remainder if possible."""
+    """How much of the depth is multiplied at once: within a group, without a remainder if
+    possible."""
     most = 64 if itemsize == 4 else 128
-    if format == "int4":
-        return min(group, most)
-    return next((step for step in (128, 64, 32) if step <= most and depth % step == 0), 64)
+    within = depth if format == "mxfp4" or not group else group
+    return next((step for step in (128, 64, 32) if step <= most and within % step == 0), 64)
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
