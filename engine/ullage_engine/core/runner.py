@@ -14,6 +14,7 @@ from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_byt
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.memory.predictor import state_slots
 from ullage_engine.models.decoder import Decoder, Weights
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
@@ -123,7 +124,10 @@ class ModelRunner:
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
-                self.geometry, self._settings.max_sequences, self._dtype, self._device
+                self.geometry,
+                state_slots(self._settings.max_sequences),
+                self._dtype,
+                self._device,
             )
 
     def prove(self) -> str | None:
@@ -196,7 +200,8 @@ class ModelRunner:
             limits.block_tokens,
             limits.max_gather_tokens,
             limits.context_blocks,
-            self.geometry.conv_kernel,
+            conv_kernel=self.geometry.conv_kernel,
+            scratch_block=self._kv.scratch_block,
         )
         hidden = model.forward(batch, self._kv.layers, self._states.layers, layers=layers)
         if not batch.sampled:
