@@ -97,7 +97,7 @@ def test_one_scratch_serves_matrices_of_all_shapes(
     scratch = torch.empty(size, dtype=torch.uint8)
     matrices = [quantized_matrix(each, torch.float32, scratch) for each in packed]
     for each, matrix in zip(packed, matrices, strict=True):
-        tolerance = 0.02 if each.encoding.format == "w8a8" else 1e-5
+        tolerance = 0.1 if each.encoding.format == "w8a8" else 1e-5
         check(matrix, unpack(each).dequantise(), new_weights(70, each.encoding.shape[1]), tolerance)
 
 
