@@ -65,6 +65,17 @@ def _layer_cache(layer: torch.Tensor, kv_heads: int, head_dim: int) -> LayerCach
     return LayerCache(layer, slots[:kv_heads], slots[kv_heads:])
 
 
+class StatePool:
+    """Convolution states."""
+
+    def __init__(
+        self, geometry: ModelGeometry, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_slots, max(0, geometry.conv_kernel - 1), geometry.conv_channels)
+        pool = torch.empty((geometry.num_conv_layers, *shape), dtype=dtype, device=device).zero_()
+        self.layers = list(pool)
+
+
 class HostPool:
     """Slots in host memory, each for one block over all layers; every page touched.
 
