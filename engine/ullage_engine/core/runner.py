@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.core.batch import begun_blocks, build_batch
+from ullage_engine.core.matrices import matrix_scratch_bytes, model_weights
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
@@ -13,7 +14,7 @@ from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
 from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_bytes, move
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
-from ullage_engine.models.decoder import Decoder, Weights
+from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
@@ -57,6 +58,7 @@ class ModelRunner:
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
@@ -72,8 +74,8 @@ class ModelRunner:
 
     @property
     def step_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for activations and gathers."""
-        return self._step_layout.nbytes
+        """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
+        return self._step_layout.nbytes + matrix_scratch_bytes(self._loaded, self._limits)
 
     @property
     def sampler_arena_bytes(self) -> int:
@@ -89,7 +91,7 @@ class ModelRunner:
         """Bytes that were really allocated, by name of the reservation that they belong to."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
-            "step_arena": storage_bytes(self._arena.values()),
+            "step_arena": storage_bytes([*self._arena.values(), self._scratch]),
             "sampler_arena": storage_bytes(self._sampling.values()),
             "kv_pool": storage_bytes([self._kv.blocks]),
         }
@@ -101,8 +103,9 @@ class ModelRunner:
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
             parts = (self.geometry, self._limits, self._arena)
             make = DeterministicCompute if self._limits.deterministic else FastCompute
-            compute, tensors = make(*parts), self._loaded.tensors
-            weights = Weights(tensors, lambda name: compute.matrix(tensors[name]))
+            compute = make(*parts)
+            self._scratch = self._new_scratch()
+            weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._scratch)
             self._model = Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
@@ -158,6 +161,11 @@ class ModelRunner:
     def num_host_slots(self) -> int:
         """Blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
+
+    def _new_scratch(self) -> torch.Tensor:
+        size = matrix_scratch_bytes(self._loaded, self._limits)
+        # empty and zero_, because zeros would leave the pages unbacked until first use.
+        return torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
 
     @property
     def _loaded_model(self) -> Decoder:

@@ -31,28 +31,27 @@ def panel_rows(encoding: Encoding, itemsize: int) -> int:
 
 
 def panel_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Scratch memory for panels of so many rows."""
-    columns = encoding.shape[1]
-    halves = columns // 2 if encoding.format == "int4" else 0
-    return rows * (columns * itemsize + halves)
+    """Scratch memory for the weights of panels of so many rows."""
+    return rows * encoding.shape[1] * itemsize
+
+
+def halves_bytes(encoding: Encoding, rows: int) -> int:
+    """Scratch memory for halves of bytes while such panels are filled."""
+    return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 
 def make_panels(packed: Packed, rows: int, dtype: torch.dtype, scratch: torch.Tensor) -> Panels:
-    """Panels of at most `rows` rows in `scratch`, uint8, of `panel_bytes`."""
+    """Panels of at most `rows` rows in `scratch`, uint8: weights at its start, halves at its end,
+    so that one matrix's halves are never another's weights."""
     encoding = packed.encoding
-    columns = encoding.shape[1]
-    end = rows * columns * dtype.itemsize
-    panel = scratch[:end].view(dtype).view(rows, columns)
+    end = panel_bytes(encoding, rows, dtype.itemsize)
+    panel = scratch[:end].view(dtype).view(rows, -1)
+    halves = scratch[scratch.numel() - halves_bytes(encoding, rows) :].view(torch.int8)
+    if encoding.is_tiled:
+        return TilePanels(packed, panel, halves)
     if encoding.format == "int4":
-        halves = scratch[end : end + rows * columns // 2].view(torch.int8)
-        return (
-            TilePanels(packed, panel, halves)
-            if encoding.is_tiled
-            else NibblePanels(packed, panel, halves)
-        )
-    if encoding.format == "fp8":
-        return E4m3Panels(packed, panel)
-    return BytePanels(packed, panel)
+        return NibblePanels(packed, panel, halves)
+    return (E4m3Panels if encoding.format == "fp8" else BytePanels)(packed, panel)
 
 
 class BytePanels:
@@ -109,20 +108,19 @@ class E4m3Panels:
     """
 
     def __init__(self, packed: Packed, panel: torch.Tensor) -> None:
-        self._values, self._panel = packed.values, panel
+        self._packed, self._panel = packed, panel
         bits = _BITS[panel.dtype]
         self._bits = panel.view(bits)
         self._shift = _E4M3_SHIFTS[panel.dtype]
         sign = torch.iinfo(bits).min
         self._mask = sign | 0x7F << self._shift
         self._unit = 2.0**8 if panel.dtype == torch.float16 else 2.0**120
-        self._scales = packed.scales
 
     def fill(self, start: int, end: int) -> torch.Tensor:
-        bits = self._bits[: end - start].copy_(self._values[start:end].view(torch.int8))
+        bits = self._bits[: end - start].copy_(self._packed.values[start:end].view(torch.int8))
         bits.bitwise_left_shift_(self._shift).bitwise_and_(self._mask)
         panel = self._panel[: end - start].mul_(self._unit)
-        return panel.mul_(self._scales[start:end])
+        return _scaled(panel, self._packed, start, end)
 
 
 def _split(

@@ -5,13 +5,13 @@ has one. For many rows, panels of the matrix are brought back to the computing t
 as any other. Scratch memory is one buffer for all matrices of a model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from ullage_engine.kernels.int_products import IntMatrix, int_scratch_bytes
-from ullage_engine.kernels.panels import make_panels, panel_bytes, panel_rows
+from ullage_engine.kernels.panels import halves_bytes, make_panels, panel_bytes, panel_rows
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.quant.formats import Encoding
 from ullage_engine.quant.packing import Packed
@@ -20,8 +20,6 @@ FEW_ROWS = {"int8": 24, "int4": 40}
 """Most rows that torch's CPU kernels multiply faster than panels do, in bfloat16: they take 11 µs a
 row for 3072 x 576 weights, and a panel's dequantisation as long as 24 or 40 of them. In other types
 they are slower than panels for a single row."""
-
-_ALIGNMENT = 64
 
 
 class FusedProduct(Protocol):
@@ -45,15 +43,15 @@ def scratch_bytes(
     encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
 ) -> int:
     """Scratch memory that products with any of these matrices take."""
-    needs = [_scratch_bytes(each, itemsize, deterministic) for each in encodings]
-    return max(needs, default=0)
-
-
-def _scratch_bytes(encoding: Encoding, itemsize: int, deterministic: bool) -> int:
-    if encoding.format == "w8a8":
-        return int_scratch_bytes(encoding.shape)
-    rows = encoding.shape[0] if deterministic else panel_rows(encoding, itemsize)
-    return panel_bytes(encoding, rows, itemsize) + _ALIGNMENT
+    panels, halves, whole = 0, 0, 0
+    for each in encodings:
+        if each.format == "w8a8":
+            whole = max(whole, int_scratch_bytes(each.shape))
+            continue
+        rows = each.shape[0] if deterministic else panel_rows(each, itemsize)
+        panels = max(panels, panel_bytes(each, rows, itemsize))
+        halves = max(halves, halves_bytes(each, rows))
+    return max(whole, panels + halves)
 
 
 def quantized_matrix(
@@ -166,15 +164,6 @@ class FusedMatrix:
         product = torch.empty_like(out)
         self.multiply(x, product)
         out.add_(product)
-
-
-def matrix_maker(
-    packed: Mapping[str, Packed],
-    make: Callable[[Packed], Matrix],
-    plain: Callable[[str], Matrix],
-) -> Callable[[str], Matrix]:
-    """Makes the matrix of a name, quantised or plain."""
-    return lambda name: make(packed[name]) if name in packed else plain(name)
 
 
 def _few_rows_product(

@@ -14,6 +14,8 @@ from ullage_engine.quant.formats import LEAST, TILE_ROWS, Encoding, Quantized
 
 VALUES, SCALES, ZEROS = "values", "scales", "zeros"
 
+PIECES = (VALUES, SCALES, ZEROS)
+
 _HALF = TILE_ROWS // 2
 
 
