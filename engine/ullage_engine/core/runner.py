@@ -101,12 +101,14 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            parts = (self.geometry, self._limits, self._arena)
-            make = DeterministicCompute if self._limits.deterministic else FastCompute
-            compute = make(*parts)
             self._scratch = self._new_scratch()
-            weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._scratch)
-            self._model = Decoder(weights, *parts, compute)
+            self._model = self._build()
+
+    def _build(self) -> Decoder:
+        parts = (self.geometry, self._limits, self._arena)
+        compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
+        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._scratch)
+        return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""

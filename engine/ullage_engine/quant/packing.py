@@ -8,6 +8,7 @@ torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs 
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from ullage_engine.quant.formats import LEAST, TILE_ROWS, Encoding, Quantized
@@ -46,6 +47,18 @@ class Packed(NamedTuple):
     def zeros(self) -> torch.Tensor | None:
         """[out, groups]; None where there are none, or beside the scales."""
         return self.pieces.get(ZEROS)
+
+    def split(self, count: int) -> "list[Packed]":
+        """So many matrices that lie one above the other."""
+        rows, columns = self.encoding.shape
+        part = msgspec.structs.replace(self.encoding, shape=(rows // count, columns))
+        pairs = self.encoding.is_tiled
+        # Only the scales of tiles lie side by side; the kernel wants each matrix's together.
+        chunks = {
+            name: [each.contiguous() for each in tensor.chunk(count, int(pairs and name == SCALES))]
+            for name, tensor in self.pieces.items()
+        }
+        return [Packed(part, {n: each[i] for n, each in chunks.items()}) for i in range(count)]
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
@@ -126,18 +139,17 @@ def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(-1, packed.shape[1])
 
 
-def laid_out_for(encoding: Encoding, device: torch.device, dtype: torch.dtype) -> Encoding:
-    """The same matrix in the layout that this device's kernels read."""
-    fits = encoding.format == "int4" and encoding.has_zeros and encoding.shape[0] % TILE_ROWS == 0
+def laid_out_for(
+    encoding: Encoding, device: torch.device, dtype: torch.dtype, num_matrices: int = 1
+) -> Encoding:
+    """The same matrix, or matrices one above the other, in the layout that this device's kernels
+    read."""
+    rows = encoding.shape[0] // num_matrices
+    fits = encoding.format == "int4" and encoding.has_zeros and rows % TILE_ROWS == 0
     is_cpu = device.type == "cpu" and dtype == torch.bfloat16
     known_group = encoding.group in (32, 64, 128)
-    return Encoding(
-        format=encoding.format,
-        shape=encoding.shape,
-        group=encoding.group,
-        has_zeros=encoding.has_zeros,
-        is_tiled=fits and is_cpu and known_group and cpu_reads_tiles(),
-    )
+    is_tiled = fits and is_cpu and known_group and cpu_reads_tiles()
+    return msgspec.structs.replace(encoding, is_tiled=is_tiled)
 
 
 @cache

@@ -1,5 +1,6 @@
 """From checkpoint tensors to those of a prepared file, one at a time."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from ullage_engine.weights.layout import Part, TensorPlan
 from ullage_engine.weights.reader import CheckpointReader
 from ullage_engine.weights.source import ModelFiles
 
-MATRICES = frozenset({"qkv", "output", "gate_up", "down", "conv_in", "conv_out"})
-"""Last parts of the names of what is quantised; embedding, head, norms, router, taps and experts
-stay in the computing type."""
+MATRICES = frozenset(
+    {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
+)
+"""Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
+computing type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class PreparedTensor:
     def _quantized(self, part: Part, encoding: Encoding) -> Quantized:
         if self.is_kept:
             return self.reader.quantized(part.source)
-        return quantise(self._read(part), encoding, self.dtype)
+        return quantise(self._read(part).flatten(0, -2), encoding, self.dtype)
 
     def _read(self, part: Part) -> torch.Tensor:
         tensor = self.reader.read(part.source)
@@ -95,13 +98,15 @@ class PreparedForm:
         self._check(source, reader)
         encoding, is_kept = self._encoding(reader, plan) if is_matrix(plan) else (None, False)
         if encoding is not None:
-            encoding = laid_out_for(encoding, self.device, self.dtype)
+            count = plan.shape[0] if len(plan.shape) == 3 else 1
+            encoding = laid_out_for(encoding, self.device, self.dtype, count)
         return PreparedTensor(source, reader, plan, self.dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
         """That of a matrix, and whether it is the checkpoint's own."""
         wanted = None if self.quantization == "none" else self.quantization
-        shape = (plan.shape[0], plan.shape[1])
+        *rows, columns = plan.shape
+        shape = (math.prod(rows), columns)
         kept = _common([reader.encoding(part.source, wanted) for part in plan.parts], shape)
         if kept is not None:
             return kept, True
@@ -132,8 +137,8 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
 
 
 def is_matrix(plan: TensorPlan) -> bool:
-    """Whether this is a weight matrix that formats apply to."""
-    return len(plan.shape) == 2 and plan.name.rpartition(".")[2] in MATRICES
+    """Whether this is a weight matrix that formats apply to, or one of each expert."""
+    return plan.name.rpartition(".")[2] in MATRICES
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:

@@ -19,6 +19,7 @@ from ullage_engine.core.request import SamplingParams
 from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.pool import KVPool, StatePool
 from ullage_engine.layers.compute import FastCompute
+from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
 from ullage_engine.models.decoder import Decoder, Weights
 from ullage_engine.weights.store import LoadedModel
@@ -40,6 +41,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
     "qwen3": {"num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": True},
     "lfm2": {"num_hidden_layers": 6, "layer_types": CONV_FIRST, "block_multiple_of": 16},
+}
+FAMILIES |= {
+    "lfm2_moe": {
+        "num_hidden_layers": 6,
+        "layer_types": CONV_FIRST,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+    },
 }
 LIMITS = StepLimits(
     max_tokens=320,
@@ -123,8 +141,13 @@ def saved(
         model = AutoModelForCausalLM.from_config(config).eval().float()
         with torch.no_grad():
             for name, value in model.named_parameters():
-                if "norm" in name or "sinks" in name:
+                if "norm" in name:
                     value.uniform_(0.5, 1.5)
+                elif "sinks" in name or "bias" in name or "router" in name or ".gate." in name:
+                    value.normal_()
+            for name, value in model.named_buffers():
+                if "expert_bias" in name:  # what LFM2 chooses experts by
+                    value.normal_(std=0.1)
         model.save_pretrained(folder)
     return model, folder
 
@@ -138,7 +161,11 @@ def model(saved: tuple[Any, Path], load: Load) -> Model:
         arena = allocate(step_arena(geometry, LIMITS), torch.float32, cpu)
         compute = FastCompute(geometry, LIMITS, arena)
         tensors = loaded.tensors
-        weights = Weights(tensors, lambda name: compute.matrix(tensors[name]))
+        weights = Weights(
+            tensors,
+            matrix=lambda name: compute.matrix(tensors[name]),
+            experts=lambda name: expert_matrices(tensors[name], compute.matrix, False),
+        )
         decoder = Decoder(weights, geometry, LIMITS, arena, compute)
         pool = KVPool(geometry, 32 * 16, 16, torch.float32, cpu)
         states = StatePool(geometry, 16, torch.float32, cpu)
