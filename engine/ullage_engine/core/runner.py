@@ -15,6 +15,7 @@ from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.models.llama import Llama
+from ullage_engine.parallel.neighbours import Alone, Neighbours
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
 
@@ -47,11 +48,13 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         settings: RunnerSettings,
+        neighbours: Neighbours = Alone(),  # noqa: B008 - immutable
     ) -> None:
         self._loaded = loaded
         self._device = device
         self._dtype = dtype
         self._settings = settings
+        self._neighbours = neighbours
         self._limits = step_limits(settings, dtype.itemsize)
         self._step_layout = step_arena(loaded.geometry, self._limits)
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)

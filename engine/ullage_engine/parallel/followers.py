@@ -15,6 +15,7 @@ import psutil
 import zmq
 
 from ullage_engine.parallel.commands import Done, Failed, Sampled, Stop, ToFollower, ToLeader
+from ullage_engine.parallel.errors import GroupLostError, RankFailedError
 
 log = logging.getLogger("ullage.engine.group")
 
@@ -27,14 +28,6 @@ _STOP_GRACE_S = 3.0
 
 FollowerCommand = Callable[[int, str], Sequence[str]]
 """The command line of a rank that connects to the given endpoint."""
-
-
-class RankFailedError(Exception):
-    """Another rank cannot serve; one line with its rank and its reason."""
-
-
-class GroupLostError(RuntimeError):
-    """Another rank is gone; only a new group helps."""
 
 
 class Followers:

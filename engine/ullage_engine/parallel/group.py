@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import FileStore
 
 from ullage_engine.parallel.layout import RankLayout
 
@@ -32,7 +31,7 @@ class RankGroup:
         self.layout, self.rank, self.device = layout, rank, device
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(str(store), layout.world),
+            store=distributed.FileStore(str(store), layout.world),  # type: ignore[attr-defined]
             rank=rank,
             world_size=layout.world,
             timeout=timedelta(seconds=timeout_s),

@@ -4,7 +4,8 @@ from typing import Protocol
 
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.parallel.commands import Execute, Move, without_history
-from ullage_engine.parallel.followers import Followers, GroupLostError
+from ullage_engine.parallel.errors import GroupLostError
+from ullage_engine.parallel.followers import Followers
 from ullage_engine.parallel.layout import RankLayout
 
 
