@@ -49,6 +49,7 @@ _KINDS: Mapping[str, _Kind] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }

@@ -43,6 +43,16 @@ class PrefillTile:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvPlan:
+    """Rows that the taps of short convolutions read."""
+
+    taps: list[list[int]]
+    tails: list[int]
+    slots: list[int]
+    fresh: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Everything the model needs to know of a step."""
 
@@ -55,6 +65,7 @@ class StepBatch:
     """Chunks to sample, in the plan's order."""
     sampled_rows: list[int]
     """Row of the last token of each of them."""
+    conv: ConvPlan | None = None
 
 
 Rung = Callable[[int], int]
@@ -62,7 +73,11 @@ Rung = Callable[[int], int]
 
 
 def build_batch(
-    plan: StepPlan, block_tokens: int, max_gather_tokens: int, rung: Rung = block_rung
+    plan: StepPlan,
+    block_tokens: int,
+    max_gather_tokens: int,
+    rung: Rung = block_rung,
+    conv_kernel: int = 0,
 ) -> StepBatch:
     """Orders the chunks so that every group of decodes is a run of rows."""
     decodes = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
@@ -82,7 +97,24 @@ def build_batch(
         prefills=_prefill_tiles(prefills, len(decodes), block_tokens, rung),
         sampled=sampled,
         sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
+        conv=_conv_plan(ordered, conv_kernel) if conv_kernel else None,
     )
+
+
+def _conv_plan(chunks: Sequence[Chunk], kernel: int) -> ConvPlan:
+    columns, total = kernel - 1, sum(len(chunk.token_ids) for chunk in chunks)
+    taps: list[list[int]] = [[] for _ in range(kernel)]
+    tails: list[int] = []
+    row = 0
+    for index, chunk in enumerate(chunks):
+        state, count = total + index * columns, len(chunk.token_ids)
+        rows = [*range(state, state + columns), *range(row, row + count)]
+        for tap, indices in enumerate(taps):
+            indices += rows[tap : tap + count]
+        tails += rows[-columns:]
+        row += count
+    fresh = [i for i, each in enumerate(chunks) if each.start == 0 or each.num_replayed]
+    return ConvPlan(taps, tails, [chunk.state_slot for chunk in chunks], fresh)
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:

@@ -10,12 +10,19 @@ from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
-from ullage_engine.kernels.pool import HostPool, KVPool, LayerCache, kv_block_bytes, move
+from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_bytes, move
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
-from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.memory.arena import (
+    ArenaLayout,
+    StepLimits,
+    gather_tokens,
+    sampler_arena,
+    step_arena,
+)
+from ullage_engine.models.decoder import Decoder, Weights
 from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.models.llama import Llama
-from ullage_engine.parallel.neighbours import Alone, Neighbours
+from ullage_engine.parallel.microbatch import in_plan_order
+from ullage_engine.parallel.neighbours import Alone, Neighbours, Transfers
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
 
@@ -57,12 +64,14 @@ class ModelRunner:
         self._neighbours = neighbours
         self._limits = step_limits(settings, dtype.itemsize)
         self._step_layout = step_arena(loaded.geometry, self._limits)
-        self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
-        self._model: Llama | None = None
+        sampler = sampler_arena(loaded.geometry, self._limits)
+        self._sampler_layout = sampler if neighbours.samples else ArenaLayout(())
+        self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
+        self._state_pool: StatePool | None = None
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -102,8 +111,12 @@ class ModelRunner:
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
             parts = (self.geometry, self._limits, self._arena)
-            compute = DeterministicCompute if self._limits.deterministic else FastCompute
-            self._model = Llama(self._loaded.tensors, *parts, compute(*parts))
+            make = DeterministicCompute if self._limits.deterministic else FastCompute
+            compute, tensors, near = make(*parts), self._loaded.tensors, self._neighbours
+            weights = Weights(
+                tensors, lambda name: near.matrix(name, compute.matrix(tensors[name]))
+            )
+            self._model = Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
@@ -114,6 +127,9 @@ class ModelRunner:
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
             self._host = HostPool(self._pool, num_host_slots)
+            self._state_pool = StatePool(
+                self.geometry, self._settings.max_sequences, self._dtype, self._device
+            )
 
     def prove(self) -> str | None:
         """Makes sure that this machine computes as the settings promise; None, or what is wrong.
@@ -128,19 +144,28 @@ class ModelRunner:
 
         Overwrites the KV pool; call it before the first request.
         """
-        self._run_one_layer(shape_plans(self._limits, self._kv.num_blocks))
+        self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
-        self._run_one_layer(largest_plans(self._limits, self._kv.num_blocks))
+        self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
+        """Computes a step; one token for each chunk with `sampling`, in the plan's order.
+
+        Of several ranks every one computes its part, and the tokens are on the one that samples.
+        """
         with torch.inference_mode():
             for block in begun_blocks(plan, self._limits.block_tokens):
                 self._kv.clear(block)
-        return self._run(plan, self._kv.layers)
+        parts = self._neighbours.split(plan)
+        transfers = self._neighbours.transfers([part.num_tokens for part in parts])
+        tokens = [
+            token for index, part in enumerate(parts) for token in self._run(part, transfers, index)
+        ]
+        transfers.finish()
+        return tokens if len(parts) == 1 else in_plan_order(plan, tokens)
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
@@ -157,7 +182,7 @@ class ModelRunner:
         return self._host.num_slots if self._host else 0
 
     @property
-    def _loaded_model(self) -> Llama:
+    def _loaded_model(self) -> Decoder:
         assert self._model is not None, "allocate_arena comes first"
         return self._model
 
@@ -166,19 +191,35 @@ class ModelRunner:
         assert self._pool is not None, "allocate_kv comes first"
         return self._pool
 
-    def _run_one_layer(self, plans: Iterable[StepPlan]) -> None:
-        # Every layer has the same shapes and frees what it took before the next.
+    @property
+    def _states(self) -> StatePool:
+        assert self._state_pool is not None, "allocate_kv comes first"
+        return self._state_pool
+
+    def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
+        # Layers of one kind have the same shapes, and each frees what it took before the next.
+        layers = self._loaded_model.one_of_each_kind()
         for plan in plans:
-            self._run(plan, self._kv.layers[:1])
+            transfers = self._neighbours.transfers([plan.num_tokens])
+            self._run(plan, transfers, 0, layers)
+            transfers.finish()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, caches: list[LayerCache]) -> list[SampledToken]:
+    def _run(
+        self, plan: StepPlan, transfers: Transfers, index: int, layers: list[int] | None = None
+    ) -> list[SampledToken]:
+        """One micro-batch of a step, the index-th."""
         limits, model = self._limits, self._loaded_model
         batch = build_batch(
-            plan, limits.block_tokens, limits.max_gather_tokens, limits.context_blocks
+            plan,
+            limits.block_tokens,
+            limits.max_gather_tokens,
+            limits.context_blocks,
+            self.geometry.conv_kernel,
         )
-        hidden = model.forward(batch, caches)
-        if not batch.sampled:
+        caches, states = self._kv.layers, self._states.layers
+        hidden = model.forward(batch, caches, states, transfers.receive(index), layers)
+        if transfers.send(index, hidden) or not batch.sampled or not self._neighbours.samples:
             return []
         rows, vocab = len(batch.sampled), self.geometry.vocab
         computed = shaped(self._sampling["computed"], limits.product_rows(rows), vocab)

@@ -59,6 +59,7 @@ class DecodeAttention:
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
         attended: torch.Tensor,  # [tokens, heads * head_dim]
         workspace: Workspace,
+        window: int,
     ) -> None:
         geometry = workspace.geometry
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
@@ -76,25 +77,45 @@ class DecodeAttention:
         self._folded = queries.view(kv_heads * padded, size, head_dim)
         self._scores = shaped(workspace.scores, kv_heads * padded, size, length)
         self._masked = self._scores.view(kv_heads, padded, size, length)
-        self._mask = _length_mask(group.lengths, length, rotated)
+        self._mask = _length_mask(group.lengths, length, window, rotated)
         out = attended[group.start : group.end].view(rows, kv_heads, size, head_dim)
         self._out = out.transpose(0, 1)
 
-    def run(self, cache: LayerCache) -> None:
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
         torch.bmm(self._folded, self._keys, out=self._scores)
         self._masked.add_(self._mask)
-        torch.softmax(self._scores, -1, out=self._scores)
+        if sinks is None:
+            torch.softmax(self._scores, -1, out=self._scores)
+        else:
+            # [kv_heads, 1, size]: the same for all rows.
+            softmax_with_sinks(self._masked, sinks.view(self._masked.shape[0], 1, -1))
         torch.bmm(self._scores, self._values, out=self._folded)
         self._out.copy_(self._queries)
 
 
-def _length_mask(lengths: list[int], padded: int, like: torch.Tensor) -> torch.Tensor:
-    """Zero on each row's context, minus infinity on padding; [rows, 1, padded]."""
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Softmax over the last dimension, in place, of scores and one sink each that gets a share.
+
+    sinks broadcasts to scores without their last dimension. With m the largest score and p its
+    weight in the plain softmax, log(sum(exp(scores))) is m - log(p), so the scores' share of the
+    whole is sigmoid(m - log(p) - sink).
+    """
+    peaks = scores.amax(-1).float()
+    torch.softmax(scores, -1, out=scores)
+    sums = peaks - scores.amax(-1).float().log()
+    scores.mul_((sums - sinks.float()).sigmoid_().to(scores.dtype)[..., None])
+
+
+def _length_mask(lengths: list[int], padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Zero on what each row sees of its context, minus infinity elsewhere; [rows, 1, padded]."""
     columns = torch.arange(padded, device=like.device)
-    outside = columns >= torch.tensor(lengths, device=like.device)[:, None, None]
+    ends = torch.tensor(lengths, device=like.device)[:, None, None]
+    outside = columns >= ends
+    if window:
+        outside |= columns < ends - window
     return like.new_zeros(outside.shape).masked_fill_(outside, -math.inf)
 
 
@@ -107,6 +128,7 @@ class PrefillAttention:
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
         attended: torch.Tensor,  # [tokens, heads * head_dim]
         workspace: Workspace,
+        window: int,
     ) -> None:
         geometry = workspace.geometry
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
@@ -120,14 +142,18 @@ class PrefillAttention:
         out = attended[tile.start : tile.end].view(rows, kv_heads, size, head_dim)
         self._out = out.permute(1, 2, 0, 3)
         self._mask = workspace.mask_view(rows, tile.earlier + rows)
+        self._hidden = _hidden_by_window(rows, tile.earlier, window, rotated.device)
         # Measured on a CPU: the fused kernel wins in float32, two matrix products in bfloat16.
         fused = rotated.device.type != "cpu" or rotated.dtype == torch.float32
-        self._attend = self._fused if fused else self._multiplied
+        self._is_fused = fused and not window
 
-    def run(self, cache: LayerCache) -> None:
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
-        self._attend()
+        if self._is_fused and sinks is None:
+            self._fused()
+        else:
+            self._multiplied(sinks)
 
     def _fused(self) -> None:
         grouped = (-1, self._workspace.geometry.group_size, -1, -1)
@@ -141,7 +167,7 @@ class PrefillAttention:
             )
         )
 
-    def _multiplied(self) -> None:
+    def _multiplied(self, sinks: torch.Tensor | None) -> None:
         geometry, earlier = self._workspace.geometry, self._tile.earlier
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
         rows, padded = self._heads.shape[2], self._tile.padded_rows
@@ -154,6 +180,21 @@ class PrefillAttention:
         by_row = scores.view(kv_heads, size, padded, length)
         by_row[:, :, :rows, earlier:context].add_(self._mask[:, earlier:])
         by_row[..., context:].fill_(-math.inf)
-        torch.softmax(scores, -1, out=scores)
+        if self._hidden is not None:
+            by_row[:, :, :rows, :context].masked_fill_(self._hidden, -math.inf)
+        if sinks is None:
+            torch.softmax(scores, -1, out=scores)
+        else:
+            softmax_with_sinks(by_row, sinks.view(kv_heads, size, 1))
         torch.bmm(scores, self._values, out=folded)
         self._out.copy_(queries[:, :, :rows])
+
+
+def _hidden_by_window(
+    rows: int, earlier: int, window: int, device: torch.device
+) -> torch.Tensor | None:
+    """What has slid out of each row's window, [rows, earlier + rows]; None: nothing has."""
+    if not window or earlier + rows <= window:
+        return None
+    columns = torch.arange(earlier + rows, device=device)
+    return columns <= columns[earlier:, None] - window

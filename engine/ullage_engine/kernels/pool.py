@@ -41,7 +41,8 @@ class KVPool:
         heads, width = 2 * geometry.num_kv_heads, block_tokens * geometry.head_dim
         shape = (geometry.num_attention_layers, heads, num_blocks, width)
         pool = torch.empty(shape, dtype=dtype, device=device).zero_()
-        self.blocks = pool.view(-1, num_blocks, width)  # [layers * 2 * kv_heads, num_blocks, width]
+        # [layers * 2 * kv_heads, num_blocks, width]; a stage of convolutions has no such layer
+        self.blocks = pool.view(shape[0] * heads, num_blocks, width)
         self.layers = [
             _layer_cache(layer, geometry.num_kv_heads, geometry.head_dim) for layer in pool
         ]
@@ -63,6 +64,17 @@ class KVPool:
 def _layer_cache(layer: torch.Tensor, kv_heads: int, head_dim: int) -> LayerCache:
     slots = layer.view(2 * kv_heads, -1, head_dim)
     return LayerCache(layer, slots[:kv_heads], slots[kv_heads:])
+
+
+class StatePool:
+    """Convolution states."""
+
+    def __init__(
+        self, geometry: ModelGeometry, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_slots, max(0, geometry.conv_kernel - 1), geometry.conv_channels)
+        pool = torch.empty((geometry.num_conv_layers, *shape), dtype=dtype, device=device).zero_()
+        self.layers = list(pool)
 
 
 class HostPool:

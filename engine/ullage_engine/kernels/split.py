@@ -97,8 +97,9 @@ class SplitAttention:
         self._heads, self._placed, self._out = heads, placed, out
         self._masked, self._mask = masked, mask
 
-    def run(self, cache: LayerCache) -> None:
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
+        assert sinks is None, "refused at start"
         keys, values = cache.blocks[: self._kv_heads], cache.blocks[self._kv_heads :]
         torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
         for block_ids, scores in zip(self._spans, self.scores, strict=True):
@@ -148,8 +149,10 @@ def split_decodes(
     rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
     attended: torch.Tensor,  # [tokens, heads * head_dim]
     workspace: SplitWorkspace,
+    window: int,
 ) -> SplitAttention:
     """One token each of several sequences."""
+    assert not window, "refused at start"
     geometry = workspace.geometry
     kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
     rows, blocks = group.end - group.start, group.num_blocks
@@ -182,8 +185,10 @@ def split_prefill(
     rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
     attended: torch.Tensor,  # [tokens, heads * head_dim]
     workspace: SplitWorkspace,
+    window: int,
 ) -> SplitAttention:
     """Consecutive tokens of one sequence, after any number of cached ones."""
+    assert not window, "refused at start"
     geometry = workspace.geometry
     kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
     rows, padded = tile.end - tile.start, tile.padded_rows

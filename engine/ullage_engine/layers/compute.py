@@ -21,7 +21,7 @@ from ullage_engine.kernels.split import (
     split_decodes,
     split_prefill,
 )
-from ullage_engine.layers.mlp import gate
+from ullage_engine.layers.matrix import Matrix, PlainMatrix, RowMatrix
 from ullage_engine.memory.arena import StepLimits, mask_width, span_mask_width
 from ullage_engine.memory.rungs import (
     MAX_TILE_ROWS,
@@ -32,44 +32,35 @@ from ullage_engine.memory.rungs import (
 )
 from ullage_engine.models.geometry import ModelGeometry
 
-_SERIAL_ELEMENTS = 32_767
-"""torch computes at most so many elements with one thread (ATen/Parallel.h, GRAIN_SIZE). More are
-shared out in the middle of rows, and the sigmoid of the last elements of a share is computed by
-other instructions than that of the others: it may differ in the last bit."""
-
 
 class Attention(Protocol):
     """Attention of some rows of a step."""
 
-    def run(self, cache: LayerCache) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already.
+
+        sinks [heads]: of each head's softmax, the logit of one more entry with nothing behind it.
+        """
         ...
 
 
 class Compute(Protocol):
-    """What a model's layers are computed with; all of it writes into buffers it is given."""
+    """What a model's layers are computed with."""
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes x @ weight."""
-        ...
-
-    def add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds x @ weight to out."""
-        ...
-
-    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """See `ullage_engine.layers.mlp.gate`."""
+    def matrix(self, rows: torch.Tensor) -> Matrix:
+        """A matrix of the computing type; `rows` is [out, in], as it is stored."""
         ...
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         """Attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
-        attended [tokens, heads * head_dim]."""
+        attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
         ...
 
-    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
-        """Makes sure of what the class promises, with these shapes; what is wrong, else None."""
+    def prove(self, head: Matrix | None) -> str | None:
+        """Makes sure of what the class promises for all matrices made so far; what is wrong, else
+        None. Only rows that are sampled are multiplied by `head`."""
         ...
 
 
@@ -84,23 +75,17 @@ class FastCompute:
         buffers = (arena["queries"], arena["gathered"], arena["scores"])
         self._workspace = Workspace(geometry, limits.block_tokens, *buffers, mask)
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(x, weight, out=out)
-
-    def add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        out.addmm_(x, weight)
-
-    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        gate(gate_up, out)
+    def matrix(self, rows: torch.Tensor) -> Matrix:
+        return PlainMatrix(rows)
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        buffers = (rotated, attended, self._workspace)
-        decodes = [DecodeAttention(group, *buffers) for group in batch.decodes]
-        return [*decodes, *(PrefillAttention(tile, *buffers) for tile in batch.prefills)]
+        parts = (rotated, attended, self._workspace, window)
+        decodes = [DecodeAttention(group, *parts) for group in batch.decodes]
+        return [*decodes, *(PrefillAttention(tile, *parts) for tile in batch.prefills)]
 
-    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
+    def prove(self, head: Matrix | None) -> str | None:
         return None
 
 
@@ -114,7 +99,7 @@ class DeterministicCompute:
         products = RowProducts()
         mask = shaped(arena["mask"], MAX_TILE_ROWS, span_mask_width())
         fill_span_mask(mask)
-        self.multiply, self.add = products.multiply, products.add
+        self._matrices: list[RowMatrix] = []
         self._products, self._limits, self._geometry = products, limits, geometry
         self._workspace = SplitWorkspace(
             geometry=geometry,
@@ -128,27 +113,28 @@ class DeterministicCompute:
             mask=mask,
         )
 
-    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        size = max(1, _SERIAL_ELEMENTS // out.shape[-1])
-        for start in range(0, out.shape[0], size):
-            rows = slice(start, start + size)
-            gate(gate_up[rows], out[rows])
+    def matrix(self, rows: torch.Tensor) -> Matrix:
+        self._matrices.append(RowMatrix(rows, self._products))
+        return self._matrices[-1]
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        buffers = (rotated, attended, self._workspace)
-        decodes = [split_decodes(group, *buffers) for group in batch.decodes]
-        return [*decodes, *(split_prefill(tile, *buffers) for tile in batch.prefills)]
+        parts = (rotated, attended, self._workspace, window)
+        decodes = [split_decodes(group, *parts) for group in batch.decodes]
+        return [*decodes, *(split_prefill(tile, *parts) for tile in batch.prefills)]
 
-    def prove(self, weights: Sequence[torch.Tensor], head: torch.Tensor) -> str | None:
-        limits = self._limits
+    def prove(self, head: Matrix | None) -> str | None:
+        geometry, limits = self._geometry, self._limits
+        if geometry.has_sinks or any(layer.window for layer in geometry.layers):
+            return f"{geometry.architecture} has windows and sinks, which have no such path"
         steps = {limits.product_rows(tokens) for tokens in range(1, limits.max_tokens + 1)}
         samples = {limits.product_rows(rows) for rows in range(1, limits.max_rows + 1)}
-        for weight, sizes in [*((weight, steps) for weight in weights), (head, samples)]:
-            if not self._products.prove(weight, sizes):
+        # Matrices of one shape are multiplied alike, so one of each is enough.
+        for matrix in {each.shape: each for each in self._matrices}.values():
+            if not matrix.prove(samples if matrix is head else steps):
                 return (
-                    f"products of {UNIT_ROWS} rows with {list(weight.shape)} weights give a row "
+                    f"products of {UNIT_ROWS} rows with {list(matrix.shape)} weights give a row "
                     "other bits in another place"
                 )
         for sequences, rows in self._attended_shapes():

@@ -13,3 +13,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     for start in range(0, x.shape[0], ROWS):
         rows = slice(start, start + ROWS)
         out[rows].copy_(F.rms_norm(x[rows], shape, weight, eps))
+
+
+def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Normalises each head of [tokens, heads, head_dim] by itself, in place."""
+    size = max(1, ROWS // heads.shape[1])
+    for start in range(0, heads.shape[0], size):
+        rows = heads[start : start + size]
+        rows.copy_(F.rms_norm(rows, (rows.shape[-1],), weight, eps))

@@ -16,10 +16,9 @@ def fill_tables(geometry: ModelGeometry, cos: torch.Tensor, sin: torch.Tensor) -
         frequencies = frequencies / torch.tensor(geometry.rope_factors)
     angles = torch.outer(torch.arange(cos.shape[0]).float(), frequencies)
     half = geometry.head_dim // 2
-    cos[:, :half] = angles.cos()
-    cos[:, half:] = angles.cos()
-    sin[:, :half] = -angles.sin()
-    sin[:, half:] = angles.sin()
+    cosine, sine = angles.cos() * geometry.rope_scale, angles.sin() * geometry.rope_scale
+    cos[:, :half], cos[:, half:] = cosine, cosine
+    sin[:, :half], sin[:, half:] = -sine, sine
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:

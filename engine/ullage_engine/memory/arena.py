@@ -69,7 +69,7 @@ class ArenaLayout:
 
     @property
     def nbytes(self) -> int:
-        return _aligned(max(buffer.end for buffer in self.buffers))
+        return _aligned(max((buffer.end for buffer in self.buffers), default=0))
 
 
 def context_blocks(blocks: int, block_tokens: int, deterministic: bool) -> int:
@@ -117,7 +117,8 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(geometry, limits))
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
     mlp = {"gate_up": tokens * 2 * geometry.intermediate, "gated": tokens * geometry.intermediate}
-    return ArenaLayout((*base, *attention, *_place(mlp, start, itemsize)))
+    conv = _place(_conv_elements(geometry, limits), start, itemsize)
+    return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize)))
 
 
 def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
@@ -145,6 +146,20 @@ def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str
             geometry.num_heads * tile_scores,
             _decode_heads(geometry, limits) * limits.max_gather_tokens,
         ),
+    }
+
+
+def _conv_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
+    if not geometry.num_conv_layers:
+        return {}
+    tokens, channels = limits.product_rows(limits.max_tokens), geometry.conv_channels
+    state_rows = limits.max_rows * (geometry.conv_kernel - 1)
+    return {
+        "conv_in": tokens * 3 * channels,
+        "conv_mixed": tokens * channels,
+        "conv_source": (tokens + state_rows) * channels,
+        "conv_tapped": tokens * channels,
+        "conv_kept": state_rows * channels,
     }
 
 

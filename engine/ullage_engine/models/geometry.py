@@ -43,6 +43,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """One of `ullage_engine.models.families`."""
     layers: tuple[LayerSpec, ...]
+    first_layer: int = 0
+    """Index in the whole model of the first of `layers`."""
     hidden: int
     num_heads: int
     num_kv_heads: int

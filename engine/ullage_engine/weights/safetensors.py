@@ -1,22 +1,16 @@
 """Reads a directory of config.json and safetensors, as Hugging Face lays it out."""
 
 import json
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.models.geometry import LayerSpec, ModelGeometry
+from ullage_engine.models.config import Json, ModelConfig
+from ullage_engine.models.families import read_model_config
+from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.errors import WeightsError
-
-Json = dict[str, object]
-
-ARCHITECTURES = ("llama",)
-
-FIXED: dict[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What this implementation of the family takes for granted."""
 
 
 class SafetensorsReader:
@@ -73,55 +67,12 @@ def weight_files(folder: Path) -> list[Path]:
 def read_geometry(folder: Path) -> ModelGeometry:
     """Turns config.json (and generation_config.json's end tokens) into a geometry."""
     path = folder / "config.json"
-    config = _Config(path, _read_json(path))
-    _check_supported(config)
-    hidden, heads = config.int("hidden_size"), config.int("num_attention_heads")
-    head_dim = config.int("head_dim", hidden // heads)
-    theta, factors = _rope(config, head_dim)
-    return ModelGeometry(
-        architecture="llama",
-        layers=(LayerSpec(),) * config.int("num_hidden_layers"),
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=config.int("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate=config.int("intermediate_size"),
-        vocab=config.int("vocab_size"),
-        max_position=config.int("max_position_embeddings"),
-        rope_theta=theta,
-        rope_factors=factors,
-        rms_eps=config.float("rms_norm_eps"),
-        tied=bool(config.values.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(folder, config),
-    )
-
-
-class _Config:
-    """A JSON object whose values are checked when they are read."""
-
-    def __init__(self, path: Path, values: Json) -> None:
-        self.path = path
-        self.values = values
-
-    def int(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise WeightsError(f"{self.path}: {key} is {value!r}, not a whole number")
-        return value
-
-    def float(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WeightsError(f"{self.path}: {key} is {value!r}, not a number")
-        return value
-
-    def section(self, key: str) -> "_Config":
-        value = self.values.get(key) or {}
-        if not isinstance(value, dict):
-            raise WeightsError(f"{self.path}: {key} is {value!r}, not an object")
-        return _Config(self.path, value)
+    config = ModelConfig(path, _read_json(path))
+    if config.values.get("quantization_config") is not None:
+        raise WeightsError(
+            f"{path}: quantization_config is not supported; use the unquantised model"
+        )
+    return read_model_config(config, _eos_token_ids(folder, config))
 
 
 def _read_json(path: Path) -> Json:
@@ -136,57 +87,7 @@ def _read_json(path: Path) -> Json:
     return value
 
 
-def _check_supported(config: _Config) -> None:
-    family = config.values.get("model_type")
-    if family not in ARCHITECTURES:
-        raise WeightsError(
-            f"{config.path}: model_type {family!r} is not supported; "
-            f"use a model of {', '.join(ARCHITECTURES)}"
-        )
-    for key, expected in FIXED.items():
-        value = config.values.get(key, expected)
-        if value != expected:
-            raise WeightsError(
-                f"{config.path}: {key} is {value!r}, but only {expected!r} is supported; "
-                "use another model"
-            )
-    if config.values.get("quantization_config") is not None:
-        raise WeightsError(
-            f"{config.path}: quantization_config is not supported; use the unquantised model"
-        )
-
-
-def _rope(config: _Config, head_dim: int) -> tuple[float, list[float] | None]:
-    """Base and divisors of the rotary frequencies, from either spelling of the configuration."""
-    modern = config.section("rope_parameters")
-    scaling = modern if modern.values else config.section("rope_scaling")
-    theta = modern.float("rope_theta", config.float("rope_theta", 10000.0))
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise WeightsError(
-            f"{config.path}: rope type {kind!r} is not supported; use default or llama3"
-        )
-    return theta, _llama3_factors(scaling, theta, head_dim)
-
-
-def _llama3_factors(scaling: _Config, theta: float, head_dim: int) -> list[float]:
-    """Llama 3.1's rescaling: long wavelengths are divided by `factor`, short ones kept, those
-    between blended, as its reference implementation does."""
-    factor = scaling.float("factor")
-    low, high = scaling.float("low_freq_factor"), scaling.float("high_freq_factor")
-    original = scaling.int("original_max_position_embeddings")
-    factors = []
-    for index in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * theta ** (index / head_dim)
-        smooth = (original / wavelength - low) / (high - low)
-        smooth = min(1.0, max(0.0, smooth))
-        factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
-    return factors
-
-
-def _eos_token_ids(folder: Path, config: _Config) -> list[int]:
+def _eos_token_ids(folder: Path, config: ModelConfig) -> list[int]:
     generation = folder / "generation_config.json"
     values = _read_json(generation) if generation.is_file() else {}
     ids = values.get("eos_token_id", config.values.get("eos_token_id"))

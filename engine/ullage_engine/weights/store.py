@@ -209,13 +209,15 @@ def _open_checkpoint(files: ModelFiles) -> CheckpointReader:
 def _write_tensor(
     file: BinaryIO, source: Path, reader: CheckpointReader, plan: TensorPlan, dtype: torch.dtype
 ) -> None:
-    for name, shape in plan.parts:
-        tensor = reader.read(name)
-        if tuple(tensor.shape) != shape:
+    for part in plan.parts:
+        tensor = reader.read(part.source)
+        if tuple(tensor.shape) != part.shape:
             raise WeightsError(
-                f"{source}: tensor {name!r} has shape {list(tensor.shape)}, but the model's "
-                f"configuration needs {list(shape)}; download the model again"
+                f"{source}: tensor {part.source!r} has shape {list(tensor.shape)}, but the model's "
+                f"configuration needs {list(part.shape)}; download the model again"
             )
+        if part.rearrange is not None:
+            tensor = part.rearrange(tensor)
         converted = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
         file.write(converted.numpy().data)
 

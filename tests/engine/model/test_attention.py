@@ -60,8 +60,8 @@ def attend(
     make = DeterministicCompute if limits.deterministic else FastCompute
     batch = build_batch(plan, 16, limits.max_gather_tokens, limits.context_blocks)
     attended = torch.full((rotated.shape[1], 96), math.nan, dtype=rotated.dtype)
-    for attention in make(GEOMETRY, limits, arena).attentions(batch, rotated, attended):
-        attention.run(cache)
+    for attention in make(GEOMETRY, limits, arena).attentions(batch, rotated, attended, 0):
+        attention.run(cache, None)
     return attended
 
 

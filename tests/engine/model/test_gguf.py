@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType as Quantisation
 from gguf.quants import dequantize, quantize
 
 from ullage_engine.weights.errors import WeightsError
-from ullage_engine.weights.gguf import GgufReader, gguf_name
+from ullage_engine.weights.gguf import GgufReader
+from ullage_engine.weights.gguf_names import gguf_name
 from ullage_engine.weights.store import LoadedModel
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB, LAYERS = 4, 2, 64, 256, 512, 96, 2
@@ -71,7 +72,7 @@ def write(
     for name, values in tensors.items():
         kind = Quantisation["F32" if values.ndim == 1 else quantisation]
         raw = encoded(permuted(name, values), kind)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+        writer.add_tensor(gguf_name("llama", name)[0], raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -84,11 +84,11 @@ def test_several_files_with_an_index_are_one_model(save_llama: Save, load: Load)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen3"}, ["model_type", "'qwen3'", "llama"]),
+        ({"model_type": "mixtral"}, ["model_type", "'mixtral'", "llama"]),
         ({"attention_bias": True}, ["attention_bias", "True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ({"hidden_size": "big"}, ["hidden_size", "'big'", "whole number"]),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ["'yarn'", "llama3"]),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ["'dynamic'", "llama3"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"intermediate_size": 81}, ["gate_proj", "[80, 48]", "[81, 48]"]),
         ({"num_hidden_layers": 4}, ["model.layers.3.", "missing"]),

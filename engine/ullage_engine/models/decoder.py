@@ -1,0 +1,171 @@
+"""Every model here: embed; in each layer x += mixer(norm(x)), x += feed_forward(norm(x)); norm;
+project.
+
+What the mixers and feed-forwards are the geometry says (`ullage_engine.models.families`). One rank
+of several computes a run of the layers, or a part of each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.core.batch import StepBatch
+from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.layers.attention import AttentionLayer, AttentionStep, RotaryTables
+from ullage_engine.layers.compute import Compute
+from ullage_engine.layers.conv import ConvLayer, ConvStep
+from ullage_engine.layers.matrix import Matrix
+from ullage_engine.layers.mlp import MlpLayer, MlpStep
+from ullage_engine.layers.norm import rms_norm
+from ullage_engine.layers.step import Step
+from ullage_engine.memory.arena import StepLimits
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Prepared tensors by name, and matrices made of them in whatever format they have."""
+
+    tensors: dict[str, torch.Tensor]
+    matrix: Callable[[str], Matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer; `memory` is the index of its cache, or of its state."""
+
+    mixer_norm: torch.Tensor
+    mixer: AttentionLayer | ConvLayer
+    memory: int
+    mlp_norm: torch.Tensor
+    mlp: MlpLayer
+
+
+class Decoder:
+    """Computes the hidden states and logits of a step in buffers it is given."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        geometry: ModelGeometry,
+        limits: StepLimits,
+        arena: dict[str, torch.Tensor],
+        compute: Compute,
+    ) -> None:
+        self._geometry, self._limits, self._arena = geometry, limits, arena
+        self._compute = compute
+        self._embedding = weights.tensors.get("embedding")
+        self._norm = weights.tensors.get("norm")
+        head = "embedding" if geometry.tied else "head"
+        self._head = weights.matrix(head) if head in weights.tensors else None
+        positions = (limits.max_model_len, geometry.head_dim)
+        tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
+        self._tables = RotaryTables(geometry, *tables)
+        self._layers = list(_layers(weights, geometry))
+
+    def forward(
+        self,
+        batch: StepBatch,
+        caches: Sequence[LayerCache],
+        states: Sequence[torch.Tensor],
+        hidden_in: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of the batch's rows after the last layer, not yet normalised.
+
+        Writes the KV of every token, and every sequence's convolution state. `hidden_in` [tokens,
+        hidden] is what the layers before these made of the tokens; without it they are embedded.
+        `layers`: run only these. The result lives in the arena until the next step.
+        """
+        step = Step(batch, self._geometry, self._limits, self._arena)
+        if hidden_in is None:
+            self._embed(step)
+        else:
+            step.hidden[: step.tokens].copy_(hidden_in)
+        step.hidden[step.tokens :].zero_()
+        run = self._layers if layers is None else [self._layers[index] for index in layers]
+        self._run(run, step, caches, states)
+        return step.hidden[: step.tokens]
+
+    def logits(self, hidden: torch.Tensor, rows: list[int], out: torch.Tensor) -> None:
+        """Writes the logits of some rows of `forward`'s result to out [rows and padding, vocab]."""
+        assert self._head is not None and self._norm is not None, "not the last stage"
+        padded = rows + rows[-1:] * (out.shape[0] - len(rows))
+        chosen = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
+        normed = shaped(self._arena["normed"], *chosen.shape)
+        rms_norm(chosen, self._norm, self._geometry.rms_eps, normed)
+        self._head.multiply(normed, out)
+
+    def one_of_each_kind(self) -> list[int]:
+        """Indices of layers that together do all that the model does."""
+        kinds = {spec: index for index, spec in enumerate(self._geometry.layers)}
+        return sorted(kinds.values())
+
+    def prove(self) -> str | None:
+        """See `Compute.prove`."""
+        return self._compute.prove(self._head)
+
+    def _embed(self, step: Step) -> None:
+        assert self._embedding is not None, "not the first stage"
+        token_ids = step.indices(step.batch.token_ids)
+        torch.index_select(self._embedding, 0, token_ids, out=step.hidden[: step.tokens])
+
+    def _run(
+        self,
+        layers: Sequence[DecoderLayer],
+        step: Step,
+        caches: Sequence[LayerCache],
+        states: Sequence[torch.Tensor],
+    ) -> None:
+        geometry, eps = self._geometry, self._geometry.rms_eps
+        attention = AttentionStep(step, geometry, self._tables, self._compute)
+        conv = ConvStep(step, geometry, step.batch.conv) if step.batch.conv else None
+        mlp = MlpStep(step, geometry, self._limits.deterministic)
+        for layer in layers:
+            rms_norm(step.hidden, layer.mixer_norm, eps, step.normed)
+            if isinstance(layer.mixer, AttentionLayer):
+                layer.mixer.run(step, attention, caches[layer.memory])
+            else:
+                assert conv is not None, "a batch without the convolutions' rows"
+                layer.mixer.run(step, conv, states[layer.memory])
+            rms_norm(step.hidden, layer.mlp_norm, eps, step.normed)
+            layer.mlp.run(step, mlp)
+
+
+def _layers(weights: Weights, geometry: ModelGeometry) -> Iterator[DecoderLayer]:
+    count = {"attention": 0, "conv": 0}
+    for index, spec in enumerate(geometry.layers, geometry.first_layer):
+        prefix = f"layers.{index}."
+        yield DecoderLayer(
+            mixer_norm=weights.tensors[prefix + "mixer_norm"],
+            mixer=_mixer(weights, geometry, spec, prefix),
+            memory=count[spec.mixer],
+            mlp_norm=weights.tensors[prefix + "mlp_norm"],
+            mlp=MlpLayer(weights.matrix(prefix + "gate_up"), weights.matrix(prefix + "down")),
+        )
+        count[spec.mixer] += 1
+
+
+def _mixer(
+    weights: Weights, geometry: ModelGeometry, spec: LayerSpec, prefix: str
+) -> AttentionLayer | ConvLayer:
+    optional = weights.tensors.get
+    if spec.mixer == "conv":
+        return ConvLayer(
+            project=weights.matrix(prefix + "conv_in"),
+            taps=weights.tensors[prefix + "conv"].t().contiguous(),
+            output=weights.matrix(prefix + "conv_out"),
+        )
+    return AttentionLayer(
+        qkv=weights.matrix(prefix + "qkv"),
+        output=weights.matrix(prefix + "output"),
+        window=spec.window,
+        eps=geometry.rms_eps,
+        q_norm=optional(prefix + "q_norm"),
+        k_norm=optional(prefix + "k_norm"),
+        sinks=optional(prefix + "sinks"),
+        qkv_bias=optional(prefix + "qkv_bias"),
+        output_bias=optional(prefix + "output_bias"),
+    )
