@@ -165,7 +165,7 @@ class ModelRunner:
             token for index, part in enumerate(parts) for token in self._run(part, transfers, index)
         ]
         transfers.finish()
-        return tokens if len(parts) == 1 else in_plan_order(plan, tokens)
+        return in_plan_order(plan, tokens) if tokens and len(parts) > 1 else tokens
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
