@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from ullage_engine.config import EngineConfig
+from ullage_engine.core.device import StartError, open_ledger, prepare_device
 from ullage_engine.core.limits import SchedulerLimits
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
-from ullage_engine.cores import usable_cores
-from ullage_engine.memory.ledger import Ledger, mib, wrong_price
+from ullage_engine.kernels.pool import scratch_blocks
+from ullage_engine.memory.ledger import mib, wrong_price
+from ullage_engine.memory.predictor import state_pool_bytes
 from ullage_engine.messages import Loading
 from ullage_engine.models.dtypes import resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
@@ -31,7 +33,6 @@ from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
 from ullage_engine.parallel.slices import Slicer
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel, load_weights
-from ullage_rpc.memory import container_limit, usable_bytes
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -46,10 +47,6 @@ _TRANSFER_TIMEOUT_S = 60.0
 Report = Callable[[Loading], None]
 
 
-class StartError(Exception):
-    """The worker cannot serve with this configuration; one line naming the field."""
-
-
 class RankStartup:
     """One rank from its configuration to a runner; phases in their order, each once.
 
@@ -61,10 +58,10 @@ class RankStartup:
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
-        self.device = _prepare_device(config, rank)
+        self.device = prepare_device(config, rank)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.meter = MemoryMeter(self.device)
-        self.ledger = _open_ledger(config, self.device)
+        self.ledger = open_ledger(config, self.device)
         self._report = report
         self._group: RankGroup | None = None
         self._loaded: LoadedModel | None = None
@@ -88,7 +85,7 @@ class RankStartup:
 
     @property
     def limits(self) -> SchedulerLimits:
-        return _scheduler_limits(self.config, self.max_model_len)
+        return _scheduler_limits(self.config, self.max_model_len, self.geometry.replay_tokens)
 
     @property
     def settings(self) -> RunnerSettings:
@@ -141,9 +138,10 @@ class RankStartup:
         if error is not None:
             raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
         give_back_freed()
+        self._reserve_states()
         self.runner.allocate_kv(1)
         self.runner.warm_up()
-        known = self.ledger.allocated_bytes + self.runner.kv_block_bytes
+        known = self.ledger.allocated_bytes + self._kv_pool_bytes(1)
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
         self.ledger.reserve("staging", _STAGING_BYTES)
         self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
@@ -152,7 +150,7 @@ class RankStartup:
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocates the pool, as large on every rank, and settles the ledger."""
-        size = num_blocks * self.runner.kv_block_bytes
+        size = self._kv_pool_bytes(num_blocks)
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
@@ -208,6 +206,18 @@ class RankStartup:
         self.ledger.allocated("transfers", made.nbytes)
         return made
 
+    def _reserve_states(self) -> None:
+        """Convolution states are allocated with the first KV pool, all that there can be."""
+        geometry, settings = self.runner.geometry, self.settings
+        of_one = geometry.state_bytes(self.dtype.itemsize)
+        if of_one:
+            self.ledger.record("state_pool", state_pool_bytes(of_one, settings.max_sequences))
+
+    def _kv_pool_bytes(self, num_blocks: int) -> int:
+        """A pool of so many blocks, and those beside them that nobody is charged for."""
+        blocks = num_blocks + scratch_blocks(self.runner.geometry)
+        return blocks * self.runner.kv_block_bytes
+
     def _fitting_blocks(self) -> int:
         """Whole KV blocks that fit, at least those of the largest prompt chunk.
 
@@ -216,7 +226,7 @@ class RankStartup:
         settings, memory, ledger = self.settings, self.config.memory, self.ledger
         block = self.runner.kv_block_bytes
         chunk = settings.max_step_tokens - settings.max_sequences
-        least = -(-chunk // settings.block_tokens) * block
+        least = self._kv_pool_bytes(-(-chunk // settings.block_tokens))
         if memory.max_kv < least:
             raise StartError(
                 f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(least)} of KV that one "
@@ -224,7 +234,8 @@ class RankStartup:
             )
         if ledger.available_bytes < least:
             raise ledger.shortage("kv_pool", least)
-        return min(memory.max_kv, ledger.available_bytes) // max(1, block)
+        room = min(memory.max_kv, ledger.available_bytes)
+        return room // max(1, block) - scratch_blocks(self.runner.geometry)
 
     def _reserve_host_kv(self) -> None:
         wanted, block = self.config.memory.host_kv, self.block_bytes
@@ -256,11 +267,15 @@ class RankStartup:
             "weights": self.runner.weights_bytes,
             "step_arena": self.runner.step_arena_bytes,
             "sampler_arena": self.runner.sampler_arena_bytes,
+            "state_pool": self._reserved("state_pool"),
             "kv_pool": kv_pool_bytes,
         }
         error = wrong_price(priced, allocated)
         if error is not None:
             raise StartError(error)
+
+    def _reserved(self, name: str) -> int:
+        return sum(each.reserved_bytes for each in self.ledger.states() if each.name == name)
 
     def _settle(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.
@@ -306,55 +321,6 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
 
 
-def _prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
-    torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
-    device = torch.device("cpu")
-    if has_cuda and config.device != "cpu":
-        device = _cuda_device(config, rank)
-    # Starts the thread pool and the libraries, whose memory is the context.
-    torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
-    return device
-
-
-def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
-    found = torch.cuda.device_count()
-    if config.gpus > found:
-        raise StartError(
-            f"pools.{config.server.pool}.gpus: {config.gpus} are asked for, but torch finds "
-            f"{found}; set {found} or fewer, and parallelism to match"
-        )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
-    """The ledger of this rank's device: a GPU, or its share of the host's memory."""
-    memory = config.memory
-    if device.type == "cpu":
-        total = _cpu_bytes(memory.device_bytes, config.gpus)
-        return Ledger(total, memory.threshold, configurable=True)
-    total = int(torch.cuda.mem_get_info(device)[1])
-    return Ledger(total, memory.threshold, configurable=False)
-
-
-def _cpu_bytes(configured: int | None, num_ranks: int) -> int:
-    """Budget of one worker process: as configured, else its share of all that is to be had."""
-    limit = container_limit()
-    if configured is None:
-        return usable_bytes() // num_ranks
-    if limit is not None and configured * num_ranks > limit:
-        wanted = mib(configured) + (f" for each of {num_ranks} workers" if num_ranks > 1 else "")
-        raise StartError(
-            f"memory.deviceBytes: {wanted} is more than the container's limit of "
-            f"{mib(limit)}; raise the limit or set less"
-        )
-    return configured
-
-
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:
     wanted = config.model.max_model_len
     if wanted is None:
@@ -367,7 +333,9 @@ def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:
     return wanted
 
 
-def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+def _scheduler_limits(
+    config: EngineConfig, max_model_len: int, replay_tokens: int
+) -> SchedulerLimits:
     batching, chunk = config.batching, config.batching.prefill_chunk_tokens
     return SchedulerLimits(
         max_model_len=max_model_len,
@@ -376,6 +344,7 @@ def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimi
         prompt_tokens=min(chunk, max_model_len) if chunk else max_model_len,
         is_chunked=chunk > 0,
         decode_tokens=batching.decode_max_batch_tokens,
+        replay_tokens=replay_tokens,
     )
 
 

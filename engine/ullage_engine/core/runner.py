@@ -12,6 +12,7 @@ from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
 from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_bytes, move
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
+from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import (
     ArenaLayout,
     StepLimits,
@@ -19,6 +20,7 @@ from ullage_engine.memory.arena import (
     sampler_arena,
     step_arena,
 )
+from ullage_engine.memory.predictor import state_slots
 from ullage_engine.models.decoder import Decoder, Weights
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.parallel.microbatch import in_plan_order
@@ -102,6 +104,7 @@ class ModelRunner:
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
             "step_arena": storage_bytes(self._arena.values()),
             "sampler_arena": storage_bytes(self._sampling.values()),
+            "state_pool": storage_bytes(self._states.layers),
             "kv_pool": storage_bytes([self._kv.blocks]),
         }
 
@@ -110,13 +113,20 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            parts = (self.geometry, self._limits, self._arena)
-            make = DeterministicCompute if self._limits.deterministic else FastCompute
-            compute, tensors, near = make(*parts), self._loaded.tensors, self._neighbours
-            weights = Weights(
-                tensors, lambda name: near.matrix(name, compute.matrix(tensors[name]))
-            )
-            self._model = Decoder(weights, *parts, compute)
+            self._model = self._build()
+
+    def _build(self) -> Decoder:
+        deterministic, tensors = self._limits.deterministic, self._loaded.tensors
+        near = self._neighbours
+        parts = (self.geometry, self._limits, self._arena)
+        compute = (DeterministicCompute if deterministic else FastCompute)(*parts)
+        weights = Weights(
+            tensors,
+            matrix=lambda name: near.matrix(name, compute.matrix(tensors[name])),
+            experts=lambda name: expert_matrices(tensors[name], compute.matrix, deterministic),
+            reduce=near.reduce,
+        )
+        return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
@@ -128,7 +138,10 @@ class ModelRunner:
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
-                self.geometry, self._settings.max_sequences, self._dtype, self._device
+                self.geometry,
+                state_slots(self._settings.max_sequences),
+                self._dtype,
+                self._device,
             )
 
     def prove(self) -> str | None:
@@ -215,7 +228,8 @@ class ModelRunner:
             limits.block_tokens,
             limits.max_gather_tokens,
             limits.context_blocks,
-            self.geometry.conv_kernel,
+            conv_kernel=self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
+            scratch_block=self._kv.scratch_block,
         )
         caches, states = self._kv.layers, self._states.layers
         hidden = model.forward(batch, caches, states, transfers.receive(index), layers)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ullage_engine.config import EngineConfig, MemorySection
+from ullage_engine.core.device import StartError
 from ullage_engine.core.engine import Engine, Runner
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.rank_startup import RankStartup, Report, StartError
+from ullage_engine.core.rank_startup import RankStartup, Report
 from ullage_engine.core.scheduler import KvPolicy, Scheduler
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.memory.ledger import Ledger
@@ -20,7 +21,7 @@ from ullage_engine.parallel.errors import RankFailedError
 from ullage_engine.parallel.followers import FollowerCommand, Followers
 from ullage_engine.parallel.layout import RankPlace, device_map
 from ullage_engine.parallel.runner import GroupRunner
-from ullage_engine.parallel.sizes import group_kv_bytes
+from ullage_engine.parallel.sizes import group_kv_bytes, group_state_bytes
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -130,8 +131,9 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]
-    for name in [entry.name for entry in own.states()]:
-        same = [entry for ledger_of in entries for entry in ledger_of if entry.name == name]
+    # A stage may have lines that others lack, such as states.
+    for name in dict.fromkeys(entry.name for each in entries for entry in each):
+        same = [entry for each in entries for entry in each if entry.name == name]
         ledger.reserve(name, sum(entry.reserved_bytes for entry in same))
         ledger.allocated(name, sum(entry.allocated_bytes for entry in same))
     return ledger
@@ -140,10 +142,12 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 def _profile(own: RankStartup, num_blocks: int) -> Profile:
     settings, runner = own.settings, own.runner
     per_token, num_ranks = group_kv_bytes(own.geometry, own.layout, own.dtype.itemsize)
+    state_bytes, state_ranks = group_state_bytes(own.geometry, own.layout, own.dtype.itemsize)
     profile = Profile(
         block_tokens=settings.block_tokens,
         groups=[CacheGroupSpec(bytes_per_token=per_token, num_ranks=num_ranks)],
-        state_bytes_per_sequence=0,
+        state_bytes_per_sequence=state_bytes,
+        state_ranks=state_ranks,
         activation_bytes_per_token=runner.step_arena_bytes // settings.max_step_tokens,
         sampler_bytes_per_sequence=runner.sampler_arena_bytes // settings.max_sequences,
         prefill_chunk_tokens=settings.max_step_tokens - settings.max_sequences,

@@ -21,8 +21,8 @@ import msgspec
 import zmq
 
 from ullage_engine.config import BatchingSection, EngineConfig, read_config
+from ullage_engine.core.device import StartError
 from ullage_engine.core.parent import die_with_parent
-from ullage_engine.core.rank_startup import StartError
 from ullage_engine.core.startup import Started, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes

@@ -1,10 +1,12 @@
 """Layout of the buffers of a step, as arithmetic: the ledger reserves what the runner allocates.
 
-Buffers that never live at the same time share bytes: attention's and the MLP's overlap.
+Buffers that never live at the same time share bytes: attention's, the MLP's and the experts'
+overlap.
 """
 
 from dataclasses import dataclass
 
+from ullage_engine.memory.experts import expert_elements, routing_elements
 from ullage_engine.memory.rungs import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
@@ -118,7 +120,11 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
     mlp = {"gate_up": tokens * 2 * geometry.intermediate, "gated": tokens * geometry.intermediate}
     conv = _place(_conv_elements(geometry, limits), start, itemsize)
-    return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize)))
+    experts = _place(expert_elements(geometry, tokens), start, itemsize)
+    if experts:
+        routing = routing_elements(geometry, tokens)
+        experts += _place(routing, _aligned(experts[-1].end), FLOAT32_BYTES)
+    return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize), *experts))
 
 
 def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:

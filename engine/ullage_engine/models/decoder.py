@@ -12,12 +12,15 @@ import torch
 
 from ullage_engine.core.batch import StepBatch
 from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.experts import clamped_gate
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.layers.attention import AttentionLayer, AttentionStep, RotaryTables
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.conv import ConvLayer, ConvStep
+from ullage_engine.layers.expert_matrices import ExpertMatrices
+from ullage_engine.layers.experts import Experts, ExpertWeights, Reduce
 from ullage_engine.layers.matrix import Matrix
-from ullage_engine.layers.mlp import MlpLayer, MlpStep
+from ullage_engine.layers.mlp import MlpLayer, MlpStep, gate
 from ullage_engine.layers.norm import rms_norm
 from ullage_engine.layers.step import Step
 from ullage_engine.memory.arena import StepLimits
@@ -30,6 +33,10 @@ class Weights:
 
     tensors: dict[str, torch.Tensor]
     matrix: Callable[[str], Matrix]
+    experts: Callable[[str], ExpertMatrices]
+    """The matrix that every expert has of its own."""
+    reduce: Reduce | None = None
+    """Adds up what several ranks computed, each with its part of every expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class DecoderLayer:
     mixer: AttentionLayer | ConvLayer
     memory: int
     mlp_norm: torch.Tensor
-    mlp: MlpLayer
+    mlp: MlpLayer | Experts
 
 
 class Decoder:
@@ -63,7 +70,8 @@ class Decoder:
         positions = (limits.max_model_len, geometry.head_dim)
         tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
         self._tables = RotaryTables(geometry, *tables)
-        self._layers = list(_layers(weights, geometry))
+        build = _Builder(weights, geometry, arena, limits.deterministic)
+        self._layers = list(build.layers())
 
     def forward(
         self,
@@ -122,7 +130,10 @@ class Decoder:
         geometry, eps = self._geometry, self._geometry.rms_eps
         attention = AttentionStep(step, geometry, self._tables, self._compute)
         conv = ConvStep(step, geometry, step.batch.conv) if step.batch.conv else None
-        mlp = MlpStep(step, geometry, self._limits.deterministic)
+        deterministic = self._limits.deterministic
+        mlp = MlpStep(step, geometry, deterministic)
+        # Padding chooses experts, too; only whole units of rows need it.
+        routed = step.rows if deterministic else step.tokens
         for layer in layers:
             rms_norm(step.hidden, layer.mixer_norm, eps, step.normed)
             if isinstance(layer.mixer, AttentionLayer):
@@ -131,41 +142,74 @@ class Decoder:
                 assert conv is not None, "a batch without the convolutions' rows"
                 layer.mixer.run(step, conv, states[layer.memory])
             rms_norm(step.hidden, layer.mlp_norm, eps, step.normed)
-            layer.mlp.run(step, mlp)
+            if isinstance(layer.mlp, MlpLayer):
+                layer.mlp.run(step, mlp)
+            else:
+                layer.mlp.run(step.normed[:routed], step.hidden[:routed])
 
 
-def _layers(weights: Weights, geometry: ModelGeometry) -> Iterator[DecoderLayer]:
-    count = {"attention": 0, "conv": 0}
-    for index, spec in enumerate(geometry.layers, geometry.first_layer):
-        prefix = f"layers.{index}."
-        yield DecoderLayer(
-            mixer_norm=weights.tensors[prefix + "mixer_norm"],
-            mixer=_mixer(weights, geometry, spec, prefix),
-            memory=count[spec.mixer],
-            mlp_norm=weights.tensors[prefix + "mlp_norm"],
-            mlp=MlpLayer(weights.matrix(prefix + "gate_up"), weights.matrix(prefix + "down")),
-        )
-        count[spec.mixer] += 1
+class _Builder:
+    """Makes layers of their prepared tensors."""
 
+    def __init__(
+        self,
+        weights: Weights,
+        geometry: ModelGeometry,
+        arena: dict[str, torch.Tensor],
+        deterministic: bool,
+    ) -> None:
+        self._weights, self._geometry, self._arena = weights, geometry, arena
+        self._deterministic = deterministic
 
-def _mixer(
-    weights: Weights, geometry: ModelGeometry, spec: LayerSpec, prefix: str
-) -> AttentionLayer | ConvLayer:
-    optional = weights.tensors.get
-    if spec.mixer == "conv":
+    def layers(self) -> Iterator[DecoderLayer]:
+        count = {"attention": 0, "conv": 0}
+        for index, spec in enumerate(self._geometry.layers, self._geometry.first_layer):
+            prefix = f"layers.{index}."
+            yield DecoderLayer(
+                mixer_norm=self._weights.tensors[prefix + "mixer_norm"],
+                mixer=self._conv(prefix) if spec.mixer == "conv" else self._attention(spec, prefix),
+                memory=count[spec.mixer],
+                mlp_norm=self._weights.tensors[prefix + "mlp_norm"],
+                mlp=self._mlp(prefix) if spec.feed_forward == "dense" else self._experts(prefix),
+            )
+            count[spec.mixer] += 1
+
+    def _conv(self, prefix: str) -> ConvLayer:
+        weights = self._weights
         return ConvLayer(
             project=weights.matrix(prefix + "conv_in"),
             taps=weights.tensors[prefix + "conv"].t().contiguous(),
             output=weights.matrix(prefix + "conv_out"),
         )
-    return AttentionLayer(
-        qkv=weights.matrix(prefix + "qkv"),
-        output=weights.matrix(prefix + "output"),
-        window=spec.window,
-        eps=geometry.rms_eps,
-        q_norm=optional(prefix + "q_norm"),
-        k_norm=optional(prefix + "k_norm"),
-        sinks=optional(prefix + "sinks"),
-        qkv_bias=optional(prefix + "qkv_bias"),
-        output_bias=optional(prefix + "output_bias"),
-    )
+
+    def _attention(self, spec: LayerSpec, prefix: str) -> AttentionLayer:
+        weights, optional = self._weights, self._weights.tensors.get
+        return AttentionLayer(
+            qkv=weights.matrix(prefix + "qkv"),
+            output=weights.matrix(prefix + "output"),
+            window=spec.window,
+            eps=self._geometry.rms_eps,
+            q_norm=optional(prefix + "q_norm"),
+            k_norm=optional(prefix + "k_norm"),
+            sinks=optional(prefix + "sinks"),
+            qkv_bias=optional(prefix + "qkv_bias"),
+            output_bias=optional(prefix + "output_bias"),
+        )
+
+    def _mlp(self, prefix: str) -> MlpLayer:
+        weights = self._weights
+        return MlpLayer(weights.matrix(prefix + "gate_up"), weights.matrix(prefix + "down"))
+
+    def _experts(self, prefix: str) -> Experts:
+        weights, spec, optional = self._weights, self._geometry.experts, self._weights.tensors.get
+        assert spec is not None, "a layer of experts, and no experts"
+        own = ExpertWeights(
+            router=weights.matrix(prefix + "router"),
+            gate_up=weights.experts(prefix + "experts_gate_up"),
+            down=weights.experts(prefix + "experts_down"),
+            gate=clamped_gate if spec.is_biased else gate,
+            router_bias=optional(prefix + "router_bias"),
+            gate_up_bias=optional(prefix + "experts_gate_up_bias"),
+            down_bias=optional(prefix + "experts_down_bias"),
+        )
+        return Experts(spec, own, self._arena, self._deterministic, weights.reduce)

@@ -18,8 +18,9 @@ import msgspec
 import zmq
 
 from ullage_engine.config import read_config
+from ullage_engine.core.device import StartError
 from ullage_engine.core.parent import die_with_parent
-from ullage_engine.core.rank_startup import RankStartup, StartError
+from ullage_engine.core.rank_startup import RankStartup
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.parallel.commands import (
     Allocate,

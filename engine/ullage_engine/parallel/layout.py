@@ -179,16 +179,13 @@ def rank_geometry(geometry: ModelGeometry, layout: RankLayout, rank: int) -> Mod
     experts = geometry.experts
     if experts is not None:
         experts = msgspec.structs.replace(experts, intermediate=part(experts.intermediate))
-    own_layers = geometry.layers[layers.start : layers.end]
-    has_conv = any(layer.mixer == "conv" for layer in own_layers)
     return msgspec.structs.replace(
         geometry,
-        layers=own_layers,
+        layers=geometry.layers[layers.start : layers.end],
         first_layer=layers.start,
         num_heads=query_heads(geometry, layout, rank).count,
         num_kv_heads=kv_heads(geometry, layout, rank).count,
         intermediate=part(geometry.intermediate),
-        conv_kernel=geometry.conv_kernel * has_conv,
         conv_channels=part(geometry.conv_channels),
         experts=experts,
     )

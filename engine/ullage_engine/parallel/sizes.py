@@ -13,8 +13,17 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(geometry: ModelGeometry, layout: RankLayout, itemsize: int) -> tuple[int, int]:
     """KV bytes of a token on all ranks together, heads that several keep counted each time; and
     among how many ranks they may be taken as divided evenly, so that none has a larger share."""
-    shares = [
-        rank_geometry(geometry, layout, rank).kv_bytes_per_token(itemsize)
-        for rank in range(layout.world)
-    ]
+    parts = [rank_geometry(geometry, layout, rank) for rank in range(layout.world)]
+    return _shared([part.kv_bytes_per_token(itemsize) for part in parts])
+
+
+def group_state_bytes(
+    geometry: ModelGeometry, layout: RankLayout, itemsize: int
+) -> tuple[int, int]:
+    """The same of one sequence's convolution state."""
+    parts = [rank_geometry(geometry, layout, rank) for rank in range(layout.world)]
+    return _shared([part.state_bytes(itemsize) for part in parts])
+
+
+def _shared(shares: list[int]) -> tuple[int, int]:
     return sum(shares), max(1, sum(shares) // max(1, *shares))

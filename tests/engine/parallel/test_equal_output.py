@@ -31,6 +31,18 @@ LFM2_LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention", "conv
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 5, "tie_word_embeddings": False},
     "lfm2": {"model_type": "lfm2", "num_hidden_layers": 6, "layer_types": LFM2_LAYERS},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 5,
+        "layer_types": [*LFM2_LAYERS[:4], "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
     # SmolLM2's heads, which two ranks share unevenly.
     "nine_heads": {
         "model_type": "llama",
@@ -42,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
-CASES.append(("nine_heads", "tp2"))
+CASES += [("lfm2_moe", "tp2"), ("lfm2_moe", "tp2pp2"), ("nine_heads", "tp2")]
 
 
 class Recorded:
@@ -61,6 +73,7 @@ class Recorded:
         self._runner = ModelRunner(loaded, cpu, torch.float32, settings)
         self._runner.allocate_arena()
         self._runner.allocate_kv(64)
+        self._turns = [0] * SEQUENCES
         self.plans: list[StepPlan] = []
         self.tokens: list[list[int]] = []
 
@@ -81,6 +94,7 @@ class Recorded:
 
     def _chunk(self, index: int, text: list[int], start: int, prompt: list[int]) -> Chunk:
         end = min(len(text), start + CHUNK)
+        self._turns[index] += 1
         return Chunk(
             request_id=str(index),
             token_ids=text[start:end],
@@ -89,7 +103,9 @@ class Recorded:
             sampling=GREEDY if end == len(text) else None,
             history=list(text),
             num_prompt_tokens=len(prompt),
-            state_slot=index,
+            # A state is read in one of the sequence's two slots and written to the other.
+            state_slot=2 * index + self._turns[index] % 2 if start else None,
+            next_state_slot=2 * index + (self._turns[index] + 1) % 2,
         )
 
 

@@ -1,0 +1,156 @@
+"""Milliseconds of one layer of experts by each path: `python benchmarks/experts.py`.
+
+Random weights in the shape of LFM2-8B-A1B, or a fraction of it. On a CPU few pairs of token and
+expert are multiplied one by one or sorted by expert; the last line says up to how many the first is
+faster, which is what `FEW_PAIRS` in layers/experts.py should be. A GPU always sorts; there one
+grouped product is compared with a loop over experts that reads their extents back.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ullage_engine.kernels.buffers import allocate
+from ullage_engine.layers.expert_matrices import ExpertMatrices, GroupedExperts, LoopedExperts
+from ullage_engine.layers.experts import Experts, ExpertWeights
+from ullage_engine.layers.matrix import PlainMatrix
+from ullage_engine.layers.mlp import gate
+from ullage_engine.memory.arena import StepLimits, step_arena
+from ullage_engine.models.dtypes import DTYPES
+from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
+
+TOKENS = (1, 2, 3, 4, 6, 8, 16, 64, 256, 1024)
+MOST_PAIRWISE = 64
+"""Pairs beyond which computing each by itself is not measured; it would take minutes."""
+
+SECONDS_EACH = 0.7
+SEED = 14
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=1792, help="of one expert")
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--chosen", type=int, default=4, help="experts of a token")
+    parser.add_argument("--skew", type=float, default=0.5, help="spread of the router's bias")
+    arguments = parser.parse_args()
+    torch.manual_seed(SEED)
+    paths = build_paths(arguments)
+    print(f"{arguments.dtype}, {torch.get_num_threads()} threads, median ms a layer")
+    print(f"{'tokens':>7} {'pairs':>7} " + " ".join(f"{name:>10}" for name in paths))
+    rows = [measure_all(paths, tokens, arguments) for tokens in TOKENS]
+    print(json.dumps({"benchmark": "experts", "few_pairs": crossover(rows), "rows": rows}))
+
+
+def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
+    """The ways to compute one layer, all with the same weights."""
+    spec = ExpertsSpec(
+        num_experts=arguments.experts,
+        experts_per_token=arguments.chosen,
+        intermediate=arguments.width,
+        scoring="sigmoid",
+    )
+    dtype, device = DTYPES[arguments.dtype], torch.device(arguments.device)
+    arena = allocate(step_arena(*arena_of(spec, arguments.hidden, dtype)), dtype, device)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
+
+    router = PlainMatrix(random(arguments.experts, arguments.hidden))
+    bias = torch.randn(arguments.experts, device=device) * arguments.skew
+    gate_up = random(arguments.experts, 2 * arguments.width, arguments.hidden)
+    down = random(arguments.experts, arguments.hidden, arguments.width)
+
+    def layer(kind: type[GroupedExperts] | type[LoopedExperts], few_pairs: int) -> Experts:
+        weights = ExpertWeights(router, store(kind, gate_up), store(kind, down), gate, bias)
+        return Experts(spec, weights, arena, few_pairs=few_pairs)
+
+    pairwise = {"by pair": layer(LoopedExperts, MOST_PAIRWISE)} if device.type == "cpu" else {}
+    return pairwise | {"sorted": layer(LoopedExperts, 0), "grouped": layer(GroupedExperts, 0)}
+
+
+def store(
+    kind: type[GroupedExperts] | type[LoopedExperts], weights: torch.Tensor
+) -> ExpertMatrices:
+    matrices = [PlainMatrix(each) for each in weights]
+    return kind(matrices) if kind is LoopedExperts else GroupedExperts(weights, matrices)
+
+
+def arena_of(
+    spec: ExpertsSpec, hidden: int, dtype: torch.dtype
+) -> tuple[ModelGeometry, StepLimits]:
+    geometry = ModelGeometry(
+        architecture="lfm2_moe",
+        layers=(LayerSpec(feed_forward="experts"),),
+        hidden=hidden,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        intermediate=1,
+        vocab=1,
+        max_position=64,
+        rope_theta=1e6,
+        rms_eps=1e-5,
+        tied=True,
+        eos_token_ids=[],
+        experts=spec,
+    )
+    limits = StepLimits(
+        max_tokens=max(TOKENS),
+        max_rows=1,
+        max_model_len=64,
+        max_gather_tokens=64,
+        block_tokens=16,
+        itemsize=dtype.itemsize,
+    )
+    return geometry, limits
+
+
+def measure_all(
+    paths: dict[str, Experts], tokens: int, arguments: argparse.Namespace
+) -> dict[str, float]:
+    x = torch.randn(
+        tokens, arguments.hidden, dtype=DTYPES[arguments.dtype], device=arguments.device
+    )
+    pairs = tokens * arguments.chosen
+    measured = [name for name in paths if name != "by pair" or pairs <= MOST_PAIRWISE]
+    times = {name: measure(paths[name], x) for name in measured}
+    shown = (f"{times[name]:10.3f}" if name in times else f"{'':10}" for name in paths)
+    print(f"{tokens:7} {pairs:7} " + " ".join(shown), flush=True)
+    return {"tokens": tokens, "pairs": pairs} | times
+
+
+@torch.inference_mode()
+def measure(experts: Experts, x: torch.Tensor) -> float:
+    """Median milliseconds of several runs."""
+    out = torch.zeros_like(x)
+    times: list[float] = []
+    deadline = time.perf_counter() + SECONDS_EACH
+    while time.perf_counter() < deadline or len(times) < 3:
+        started = time.perf_counter()
+        experts.run(x, out)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
+
+
+def crossover(rows: Sequence[dict[str, float]]) -> int:
+    """Most pairs at which, and below which, computing each by itself is not slower than sorting."""
+    most = 0
+    for row in rows:
+        if row.get("by pair", float("inf")) > row["sorted"]:
+            break
+        most = int(row["pairs"])
+    return most
+
+
+if __name__ == "__main__":
+    main()

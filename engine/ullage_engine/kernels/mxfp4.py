@@ -1,0 +1,131 @@
+"""MXFP4, in which gpt-oss stores its experts: 4 bits a number and 8 for the scale of each 32.
+
+A number is 1 sign bit, 2 of exponent and 1 of mantissa; a scale is the power of two 2^(byte - 127),
+and 255 is not a number (OCP Microscaling Formats 1.0). Weights stay packed: a panel of rows at a
+time is decoded into scratch memory and multiplied from there. In float32 and bfloat16 the decoded
+numbers are exact.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ullage_engine.layers.expert_matrices import LoopedExperts, column_panels
+from ullage_engine.memory.experts import mxfp4_panel
+
+GROUP = 32
+"""Numbers that share a scale, along a row."""
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+"""Integers of the size of two numbers."""
+
+
+def gate_first(rows: torch.Tensor) -> torch.Tensor:
+    """[experts, 2 * width, ...], gate and up in turn as gpt-oss stores them, with all rows of the
+    gate before those of up."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
+
+
+class Decoder:
+    """Decodes into memory of its own, the same for every panel; one serves all layers."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """
+        Raises:
+            ValueError: numbers of this type cannot hold every scale.
+        """
+        if dtype not in _WORDS:
+            raise ValueError(
+                f"model.dtype {str(dtype).removeprefix('torch.')} cannot hold the scales of MXFP4 "
+                "weights; use bfloat16 or float32"
+            )
+        self.elements = mxfp4_panel(device.type)
+        magnitudes = torch.tensor(MAGNITUDES, dtype=dtype)
+        numbers = torch.cat([magnitudes, -magnitudes])
+        # Of every byte both numbers, the one in the low bits first.
+        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
+        self._pairs = pairs.view(_WORDS[dtype]).view(-1).to(device)
+        exponents = torch.arange(256, dtype=torch.float64) - 127
+        powers = exponents.exp2()
+        powers[255] = float("nan")
+        self._powers = powers.to(dtype).to(device)
+        self._values = torch.empty(self.elements, dtype=dtype, device=device)
+        self._codes = torch.empty(self.elements // 2, dtype=torch.int32, device=device)
+
+    def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """[..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [..., groups].
+
+        The result lives until the next call.
+        """
+        codes = self._codes[: blocks.numel()]
+        values = self._values[: 2 * blocks.numel()]
+        codes.view(blocks.shape).copy_(blocks)
+        torch.index_select(self._pairs, 0, codes, out=values.view(self._pairs.dtype))
+        powers = self._powers.index_select(0, scales.reshape(-1).int())
+        values.view(-1, GROUP).mul_(powers[:, None])
+        return values.view(*scales.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """One expert's packed matrix; see `ullage_engine.layers.matrix.Matrix`."""
+
+    blocks: torch.Tensor
+    """uint8 [out, groups, 16]: of each row the numbers along `in`."""
+    scales: torch.Tensor
+    """uint8 [out, groups]."""
+    decoder: Decoder
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scales.shape[1] * GROUP, self.scales.shape[0]
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for columns in self._panels():
+            torch.mm(x, self._decode(columns), out=out[:, columns])
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for columns in self._panels():
+            out[:, columns].addmm_(x, self._decode(columns))
+
+    def _panels(self) -> list[slice]:
+        return column_panels(self.shape[1], self.decoder.elements // self.shape[0])
+
+    def _decode(self, columns: slice) -> torch.Tensor:
+        return self.decoder.decode(self.blocks[columns], self.scales[columns]).t()
+
+
+class Mxfp4Experts:
+    """All experts of a layer, packed; see `ullage_engine.layers.expert_matrices.ExpertMatrices`.
+
+    On a device a panel of every expert is decoded and multiplied in one grouped product, so that
+    the extents stay there; on a CPU one expert's is, and experts without rows are not decoded.
+    """
+
+    def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, decoder: Decoder) -> None:
+        """Blocks are uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups]."""
+        self._blocks, self._scales, self._decoder = blocks, scales, decoder
+        self._matrices = [Mxfp4Matrix(*each, decoder) for each in zip(blocks, scales, strict=True)]
+        self._looped = LoopedExperts(self._matrices)
+
+    def one(self, expert: int) -> Mxfp4Matrix:
+        return self._matrices[expert]
+
+    def multiply(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        if x.is_cuda:
+            self.multiply_grouped(x, ends, pairs, out)
+        else:
+            self._looped.multiply(x, ends, pairs, out)
+
+    def multiply_grouped(
+        self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
+    ) -> None:
+        """`multiply` without learning on the host where an expert's rows end."""
+        experts, columns, groups = self._scales.shape
+        for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
+            weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
+            product = F.grouped_mm(x[:pairs], weights.transpose(1, 2), offs=ends)
+            out[:pairs, panel].copy_(product)
