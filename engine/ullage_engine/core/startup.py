@@ -67,10 +67,10 @@ def start(
     try:
         return _start_group(own, followers, group_path)
     except RankFailedError as error:
-        followers.stop()
+        followers.kill()
         raise StartError(str(error)) from error
     except BaseException:
-        followers.stop()
+        followers.kill()
         raise
 
 

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -91,9 +92,16 @@ class Followers:
         """Ends the processes: asked, then made to."""
         self._is_stopping.set()
         self.tell_all(Stop())
+        deadline = time.monotonic() + _STOP_GRACE_S
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_GRACE_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the processes without asking: one that still loads does not listen."""
+        self._is_stopping.set()
+        for process in self._processes.values():
             process.kill()
             process.wait()
         self._context.destroy(linger=0)
