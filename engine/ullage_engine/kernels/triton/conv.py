@@ -65,11 +65,9 @@ def convolve_row(
         summed = tl.zeros([CHANNELS], tl.float32)
         for tap in tl.static_range(TAPS):
             index = tl.load(taps + tap * tokens + row)
-            value = column_at(
-                projected, state, slots, index, channel, tokens, channels, TAPS - 1
-            ).to(tl.float32)
+            column = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
             weight = tl.load(weights + tap * channels + channel, mask=exists, other=0)
-            summed += value * weight.to(tl.float32)
+            summed += column.to(tl.float32) * weight.to(tl.float32)
         at = row.to(tl.int64) * channels
         gate = tl.load(projected + 3 * at + channels + channel, mask=exists, other=0)
         result = summed * gate.to(tl.float32)
@@ -77,10 +75,10 @@ def convolve_row(
     else:
         tail = row - tokens
         index = tl.load(tails + tail)
-        value = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
+        kept = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
         slot = tl.load(next_slots + tail // (TAPS - 1)).to(tl.int64)
         place = (slot * (TAPS - 1) + tail % (TAPS - 1)) * channels + channel
-        tl.store(state + place, value, mask=exists)
+        tl.store(state + place, kept, mask=exists)
 
 
 class ConvIndices:
