@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from ullage_engine.core.batch import ConvPlan
-from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
+from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 MAX_CHANNELS = 1024
 """Of a program."""
@@ -42,7 +42,7 @@ def column_at(
     return tl.where(is_row, product, kept)
 
 
-@jit
+@jit_for_any("tokens")
 def convolve_row(
     projected: tl.tensor,  # [tokens, 3 * channels]
     weights: tl.tensor,  # [TAPS, channels]

@@ -19,12 +19,12 @@ from ullage_engine.kernels.triton.decode import (
     padded_table,
     span_tokens,
 )
-from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
+from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
 from ullage_engine.kernels.triton.paged import add_sink, attend
 from ullage_engine.memory.rungs import MAX_TILE_ROWS
 
 
-@jit
+@jit_for_any("width")
 def attend_tile(
     queries: tl.tensor,  # [heads, tokens, HEAD_DIM], heads `head_stride` apart
     keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
@@ -52,7 +52,8 @@ def attend_tile(
     FP8: tl.constexpr,
 ) -> None:
     """Writes the result of TOKENS tokens of one tile for the heads of one KV head."""
-    tile = tl.program_id(0) // PIECES
+    # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
+    tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
     begun = tl.program_id(0) % PIECES * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + tile)
