@@ -15,11 +15,21 @@ from ullage_engine.core.batch import DecodeGroup
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.triton import PagedWorkspace
-from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
-from ullage_engine.kernels.triton.paged import add_sink, attend, shift_of
+from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
+from ullage_engine.kernels.triton.paged import add_sink, attend_range, shift_of
 from ullage_engine.memory.partials import MAX_SPLITS, num_splits
 
 LOG2_E = math.log2(math.e)
+
+
+@jit
+def own_share(
+    base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
+) -> tl.tensor:
+    """(begin, end) of one split of positions base to length; begin is base and whole spans."""
+    share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
+    begin = base + split * share
+    return begin, tl.minimum(begin + share, length)
 
 
 @jit_for_any("width", "splits")
@@ -36,7 +46,6 @@ def attend_split(
     head_stride: tl.tensor,
     cache_stride: tl.tensor,
     width: tl.tensor,
-    num_heads: tl.tensor,
     splits: tl.tensor,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,11 +65,7 @@ def attend_split(
     seen = 0
     if WINDOW > 0:
         seen = tl.maximum(length - WINDOW, 0)
-    base = seen // SPAN * SPAN
-    share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
-    begin = base + split * share
-    end = tl.minimum(begin + share, length)
-
+    begin, end = own_share(seen // SPAN * SPAN, length, split, splits, SPAN)
     members = tl.arange(0, ROWS)
     heads = kv_head * GROUP + members
     exists = members < GROUP
@@ -70,29 +75,19 @@ def attend_split(
     first = seen + tl.zeros([ROWS], tl.int32)
     last = length - 1 + tl.zeros([ROWS], tl.int32)
     key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
-    table = tables + row * width
-
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     middle = begin
     if WINDOW == 0:
         middle = tl.maximum(begin, end // SPAN * SPAN)
-        peak, total, summed = attend(
-            query, peak, total, summed, key, value, table, first, last, begin, middle, scale,
-            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
-        )  # fmt: skip
-    peak, total, summed = attend(
-        query, peak, total, summed, key, value, table, first, last, middle, end, scale,
-        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    peak, total, summed = attend_range(
+        query, key, value, tables + row * width, first, last, begin, middle, end, scale,
+        BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
     )  # fmt: skip
-
     if WHOLE:
         peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
     # An empty split weighs nothing, log2(0), and its result is zero.
     weight = tl.where(total == 0, 1.0, total)
     result = summed / weight[:, None]
-    place = (row * num_heads + heads) * splits + split
+    place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
     where = out + place[:, None] * HEAD_DIM + dims[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
     if not WHOLE:
@@ -165,7 +160,7 @@ def attend_decodes(
         attend_split, (rows, kv_heads, splits),
         queries, numbers(cache.keys), numbers(cache.values), tables, lengths,
         queries if sinks is None else sinks, pieces, sums, head_dim**-0.5 * LOG2_E,
-        queries.stride(0), cache.keys.stride(0), width, heads, splits,
+        queries.stride(0), cache.keys.stride(0), width, splits,
         GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
         BLOCK_TOKENS=block_tokens, SPAN=span, WHOLE=splits == 1, WINDOW=window, SINKS=has_sinks,
         FP8=is_fp8(cache.keys), num_warps=4, num_stages=3,
