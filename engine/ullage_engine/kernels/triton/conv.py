@@ -29,16 +29,17 @@ def column_at(
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
     """Some channels of one column of B * u."""
-    exists = channel < channels
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
-    b = tl.load(row, mask=exists & is_row, other=0)
-    u = tl.load(row + 2 * channels, mask=exists & is_row, other=0)
+    is_given = channel < tl.where(is_row, channels, 0)
+    b = tl.load(row, mask=is_given, other=0)
+    u = tl.load(row + 2 * channels, mask=is_given, other=0)
     product = (b.to(tl.float32) * u.to(tl.float32)).to(b.dtype)
     earlier = tl.maximum(index - tokens, 0)
-    slot = tl.load(slots + earlier // COLUMNS, mask=index >= tokens, other=-1).to(tl.int64)
+    slot = tl.load(slots + earlier // COLUMNS).to(tl.int64)
     place = (slot * COLUMNS + earlier % COLUMNS) * channels + channel
-    kept = tl.load(state + place, mask=exists & (slot >= 0), other=0)
+    is_kept = channel < tl.where(is_row, 0, tl.where(slot < 0, 0, channels))
+    kept = tl.load(state + place, mask=is_kept, other=0)
     return tl.where(is_row, product, kept)
 
 
