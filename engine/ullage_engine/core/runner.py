@@ -74,7 +74,7 @@ class ModelRunner:
         self._neighbours = neighbours
         limits = step_limits(settings, dtype.itemsize)
         is_paged = can_page(loaded.geometry, settings.block_tokens, device)
-        self._limits = replace(limits, paged=is_paged and not settings.deterministic)
+        self._limits = replace(limits, fused=is_paged and not settings.deterministic)
         self._step_layout = step_arena(loaded.geometry, self._limits)
         sampler = sampler_arena(loaded.geometry, self._limits)
         self._sampler_layout = sampler if neighbours.samples else ArenaLayout(())
@@ -145,7 +145,7 @@ class ModelRunner:
 
     def _compute(self) -> Compute:
         parts = (self.geometry, self._limits, self._arena)
-        if self._limits.paged:
+        if self._limits.fused:
             return PagedCompute(self.geometry, self._arena["partials"])
         return (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
 

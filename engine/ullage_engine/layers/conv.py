@@ -7,37 +7,81 @@ matrix: those the step computes, then each chunk's state (see `ConvPlan`).
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ullage_engine.core.batch import ConvPlan
+from ullage_engine.kernels.triton import fused_convolution
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.layers.step import Step
 from ullage_engine.models.geometry import ModelGeometry
 
 
+class Convolution(Protocol):
+    """Convolves the rows of one step."""
+
+    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
+        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step."""
+        ...
+
+
 class ConvStep:
     """What all convolution layers share in one step."""
 
-    def __init__(self, step: Step, geometry: ModelGeometry, plan: ConvPlan) -> None:
-        tokens, channels = step.tokens, geometry.conv_channels
-        columns = geometry.conv_kernel - 1
-        source_rows = tokens + len(plan.slots) * columns
+    def __init__(self, step: Step, geometry: ModelGeometry, plan: ConvPlan, *, fused: bool) -> None:
+        """`fused`: by one kernel, which needs no buffers of the arena."""
+        channels = geometry.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
-        self.source = step.view("conv_source", source_rows, channels)
-        self.tapped = step.view("conv_tapped", tokens, channels)
-        self.kept = step.view("conv_kept", len(plan.slots) * columns, channels)
-        self.products = self.source[:tokens]
-        self.states = self.source[tokens:].view(-1, columns, channels)
-        self.out = self.mixed[:tokens]
-        self.b, self.c, self.u = self.projected[:tokens].chunk(3, dim=1)
+        rows, out = self.projected[: step.tokens], self.mixed[: step.tokens]
+        self.convolution: Convolution = (
+            fused_convolution(plan, rows, out)
+            if fused
+            else GatheredConvolution(step, geometry, plan, rows, out)
+        )
+
+
+class GatheredConvolution:
+    """Rows are gathered once a tap; for any device."""
+
+    def __init__(
+        self,
+        step: Step,
+        geometry: ModelGeometry,
+        plan: ConvPlan,
+        projected: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """projected [tokens, 3 * channels] into out [tokens, channels]."""
+        tokens, channels = out.shape
+        state_rows = len(plan.slots) * (geometry.conv_kernel - 1)
+        self._b, self._c, self._u = projected.chunk(3, dim=1)
+        self._out = out
+        self._source = step.view("conv_source", tokens + state_rows, channels)
+        self._tapped = step.view("conv_tapped", tokens, channels)
+        self._kept = step.view("conv_kept", state_rows, channels)
+        self._products = self._source[:tokens]
+        self._states = self._source[tokens:].view(len(plan.slots), -1, channels)
         # The last tap is the row itself.
-        self.taps = [step.indices(rows) for rows in plan.taps[:-1]]
-        self.tails = step.indices(plan.tails)
-        self.slots = step.indices(plan.slots)
-        self.next_slots = step.indices(plan.next_slots)
-        self.fresh = step.indices(plan.fresh) if plan.fresh else None
+        self._taps = [step.indices(rows) for rows in plan.taps[:-1]]
+        self._tails = step.indices(plan.tails)
+        self._slots = step.indices(plan.slots)
+        self._next_slots = step.indices(plan.next_slots)
+        self._fresh = step.indices(plan.fresh) if plan.fresh else None
+
+    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
+        torch.mul(self._b, self._u, out=self._products)
+        torch.index_select(state, 0, self._slots, out=self._states)
+        if self._fresh is not None:
+            self._states.index_fill_(0, self._fresh, 0)
+        torch.mul(self._products, taps[-1], out=self._out)
+        for rows, weight in zip(self._taps, taps, strict=False):
+            torch.index_select(self._source, 0, rows, out=self._tapped)
+            self._out.addcmul_(self._tapped, weight)
+        torch.index_select(self._source, 0, self._tails, out=self._kept)
+        state.index_copy_(0, self._next_slots, self._kept.view_as(self._states))
+        self._out.mul_(self._c)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +98,5 @@ class ConvLayer:
         state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
         """
         self.project.multiply(step.normed, shared.projected)
-        torch.mul(shared.b, shared.u, out=shared.products)
-        torch.index_select(state, 0, shared.slots, out=shared.states)
-        if shared.fresh is not None:
-            shared.states.index_fill_(0, shared.fresh, 0)
-        torch.mul(shared.products, self.taps[-1], out=shared.out)
-        for rows, weight in zip(shared.taps, self.taps, strict=False):
-            torch.index_select(shared.source, 0, rows, out=shared.tapped)
-            shared.out.addcmul_(shared.tapped, weight)
-        torch.index_select(shared.source, 0, shared.tails, out=shared.kept)
-        state.index_copy_(0, shared.next_slots, shared.kept.view_as(shared.states))
-        shared.out.mul_(shared.c)
+        shared.convolution.run(self.taps, state)
         self.output.add(shared.mixed, step.hidden)

@@ -41,8 +41,9 @@ class StepLimits:
     """Bytes of an activation."""
     deterministic: bool = False
     """A row's result may not depend on the step that it is part of."""
-    paged: bool = False
-    """Attention reads KV where it lies, so there is no workspace that it is gathered in."""
+    fused: bool = False
+    """GPU kernels read KV and convolution states where they lie, so there is no workspace that
+    these are gathered in."""
 
     def product_rows(self, tokens: int) -> int:
         """Rows of the layers' products for a step of `tokens`, padding included."""
@@ -109,7 +110,7 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     always = {
         "hidden": tokens * geometry.hidden,
         "normed": tokens * geometry.hidden,
-        "mask": 0 if limits.paged else MAX_TILE_ROWS * width,
+        "mask": 0 if limits.fused else MAX_TILE_ROWS * width,
         "cos": limits.max_model_len * geometry.head_dim,
         "sin": limits.max_model_len * geometry.head_dim,
         "step_cos": tokens * geometry.head_dim,
@@ -118,7 +119,7 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     base = _place(always, 0, itemsize)
     start = _aligned(base[-1].end)
     attention = _place(_attention_elements(geometry, limits), start, itemsize)
-    if limits.paged:
+    if limits.fused:
         partials = {"partials": partial_elements(geometry)}
         attention += _place(partials, _aligned(attention[-1].end), FLOAT32_BYTES)
     if limits.deterministic:
@@ -150,7 +151,7 @@ def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str
         "rotated": tokens * rotated_heads * geometry.head_dim,
         "attended": tokens * geometry.query_width,
     }
-    if limits.paged:
+    if limits.fused:
         return rows
     most_blocks = -(-limits.max_model_len // limits.block_tokens)
     longest = limits.context_blocks(most_blocks) * limits.block_tokens
@@ -170,9 +171,10 @@ def _conv_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int
         return {}
     tokens, channels = limits.product_rows(limits.max_tokens), geometry.conv_channels
     state_rows = limits.max_rows * (geometry.conv_kernel - 1)
-    return {
-        "conv_in": tokens * 3 * channels,
-        "conv_mixed": tokens * channels,
+    rows = {"conv_in": tokens * 3 * channels, "conv_mixed": tokens * channels}
+    if limits.fused:
+        return rows
+    return rows | {
         "conv_source": (tokens + state_rows) * channels,
         "conv_tapped": tokens * channels,
         "conv_kept": state_rows * channels,

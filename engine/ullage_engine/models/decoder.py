@@ -129,7 +129,8 @@ class Decoder:
     ) -> None:
         geometry, eps = self._geometry, self._geometry.rms_eps
         attention = AttentionStep(step, geometry, self._tables, self._compute)
-        conv = ConvStep(step, geometry, step.batch.conv) if step.batch.conv else None
+        plan, fused = step.batch.conv, self._limits.fused
+        conv = ConvStep(step, geometry, plan, fused=fused) if plan else None
         deterministic = self._limits.deterministic
         mlp = MlpStep(step, geometry, deterministic)
         # Padding chooses experts, too; only whole units of rows need it.

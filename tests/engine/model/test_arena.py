@@ -61,10 +61,10 @@ def limits(
     length: int = 8192,
     itemsize: int = 2,
     deterministic: bool = False,
-    paged: bool = False,
+    fused: bool = False,
 ) -> StepLimits:
     gathered = gather_tokens(length, 8192, 16, deterministic)
-    return StepLimits(tokens, rows, length, gathered, 16, itemsize, deterministic, paged)
+    return StepLimits(tokens, rows, length, gathered, 16, itemsize, deterministic, fused)
 
 
 @settings(max_examples=50, deadline=None)
@@ -73,13 +73,13 @@ def limits(
     rows=st.integers(1, 256),
     length=st.integers(1, 8192),
     itemsize=st.sampled_from([2, 4]),
-    way=st.sampled_from(["", "deterministic", "paged"]),
+    way=st.sampled_from(["", "deterministic", "fused"]),
     geometry=st.sampled_from([SMOLLM2, LFM2_MOE]),
 )
 def test_buffers_are_aligned_and_only_phases_overlap(
     tokens: int, rows: int, length: int, itemsize: int, way: str, geometry: ModelGeometry
 ) -> None:
-    how = (way == "deterministic", way == "paged")
+    how = (way == "deterministic", way == "fused")
     largest = limits(tokens, rows, length, itemsize, *how)
     for layout in (step_arena(geometry, largest), sampler_arena(geometry, largest)):
         buffers = sorted(layout.buffers, key=lambda buffer: buffer.offset)
@@ -94,8 +94,8 @@ def test_buffers_are_aligned_and_only_phases_overlap(
 def test_the_demo_models_arenas_are_small() -> None:
     assert step_arena(SMOLLM2, limits()).nbytes < 32 << 20
     assert step_arena(SMOLLM2, limits(deterministic=True)).nbytes < 34 << 20
-    # Scores and gathered KV are what attention over pages does without.
-    assert step_arena(SMOLLM2, limits(paged=True)).nbytes < step_arena(SMOLLM2, limits()).nbytes
+    # Scores and gathered KV are what kernels that read pages do without.
+    assert step_arena(SMOLLM2, limits(fused=True)).nbytes < step_arena(SMOLLM2, limits()).nbytes
     assert sampler_arena(SMOLLM2, limits()).nbytes == 64 * 49152 * (2 + 4)
 
 

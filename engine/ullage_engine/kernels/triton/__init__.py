@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from ullage_engine.core.batch import DecodeGroup, PrefillTile
+from ullage_engine.core.batch import ConvPlan, DecodeGroup, PrefillTile
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.models.geometry import ModelGeometry
 
@@ -74,6 +74,21 @@ def paged_attentions(
     if prefills:
         attentions.append(PagedPrefill(prefills, *buffers))
     return attentions
+
+
+class Convolution(Protocol):
+    """The short convolutions of one step's rows."""
+
+    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
+        """See `ullage_engine.kernels.triton.conv.gated_conv`."""
+        ...
+
+
+def fused_convolution(plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> Convolution:
+    """One launch a layer: projected [tokens, 3 * channels] into out [tokens, channels]."""
+    from ullage_engine.kernels.triton.conv import FusedConvolution
+
+    return FusedConvolution(plan, projected, out)
 
 
 def quantized_matmul(

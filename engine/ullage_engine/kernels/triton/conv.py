@@ -95,6 +95,19 @@ class ConvIndices:
         )
 
 
+class FusedConvolution:
+    """All convolution layers of one step."""
+
+    def __init__(self, plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> None:
+        """projected [tokens, 3 * channels] into out [tokens, channels]."""
+        self._projected, self._out = projected, out
+        self._indices = ConvIndices(plan, projected.device)
+
+    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
+        """See `gated_conv`."""
+        gated_conv(self._projected, taps, self._indices, state, self._out)
+
+
 def gated_conv(
     projected: torch.Tensor,
     weights: torch.Tensor,
