@@ -153,6 +153,7 @@ def build_experts(
     deterministic: bool = False,
     reduce: Reduce | None = None,
     few_pairs: int = FEW_PAIRS,
+    dtype: torch.dtype = torch.float32,
 ) -> Experts:
     """Ours, with an arena of its own for steps of up to `tokens`."""
     limits = StepLimits(
@@ -161,18 +162,16 @@ def build_experts(
         max_model_len=64,
         max_gather_tokens=64,
         block_tokens=16,
-        itemsize=4,
+        itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    arena = allocate(
-        step_arena(geometry_of(layer.spec), limits), torch.float32, torch.device("cpu")
-    )
+    arena = allocate(step_arena(geometry_of(layer.spec), limits), dtype, torch.device("cpu"))
     for buffer in arena.values():
         buffer.fill_(float("nan"))  # Nothing may be read that was not written.
     weights = ExpertWeights(
-        router=matrix(layer.router),
-        gate_up=wrap(layer.gate_up),
-        down=wrap(layer.down),
+        router=matrix(layer.router.to(dtype)),
+        gate_up=wrap(layer.gate_up.to(dtype)),
+        down=wrap(layer.down.to(dtype)),
         gate=clamped_gate if layer.spec.is_biased else gate,
         router_bias=layer.router_bias,
         gate_up_bias=layer.gate_up_bias,

@@ -66,6 +66,22 @@ def test_all_paths_are_equal(
     assert relative(run(build(layer, 50, few_pairs=150), x), sorted_pairs) < 1e-5
 
 
+@pytest.mark.parametrize("few_pairs", [0, 600])
+@torch.inference_mode()
+def test_bfloat16_is_as_near_as_its_rounding(
+    new_layer: NewLayer, build: Build, few_pairs: int
+) -> None:
+    layer = new_layer(True)
+    x = torch.randn(200, 64).bfloat16()
+    expected = layer.expected(x.float())
+    out = torch.zeros_like(x)
+    build(layer, 200, few_pairs=few_pairs, dtype=torch.bfloat16).run(x, out)
+    # A few tokens may choose another expert; most are as near as eight bits allow.
+    errors = (out.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.02
+    assert (errors < 0.05).float().mean() > 0.8
+
+
 @torch.inference_mode()
 def test_tokens_beyond_a_slice(new_layer: NewLayer, build: Build) -> None:
     layer = new_layer()
