@@ -20,9 +20,7 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
     It depends on shapes alone, not on lengths, so that a captured graph stays valid.
     """
-    wanted = min(
-        MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS)
-    )
+    wanted = min(MAX_SPLITS, TARGET_PROGRAMS // (rows * num_kv_heads), -(-context // SPLIT_TOKENS))
     return 1 << (max(1, wanted).bit_length() - 1)
 
 
