@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.core.batch import begun_blocks, build_batch
+from ullage_engine.core.matrices import matrix_scratch_bytes, model_weights
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
@@ -19,10 +20,9 @@ from ullage_engine.kernels.pool import (
     scratch_blocks,
 )
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
-from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
 from ullage_engine.memory.predictor import state_pool_bytes, state_slots
-from ullage_engine.models.decoder import Decoder, Weights
+from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
@@ -66,6 +66,7 @@ class ModelRunner:
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
+        self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
@@ -81,8 +82,8 @@ class ModelRunner:
 
     @property
     def step_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for activations and gathers."""
-        return self._step_layout.nbytes
+        """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
+        return self._step_layout.nbytes + matrix_scratch_bytes(self._loaded, self._limits)
 
     @property
     def sampler_arena_bytes(self) -> int:
@@ -105,7 +106,7 @@ class ModelRunner:
         """Bytes that were really allocated, by name of the reservation that they belong to."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
-            "step_arena": storage_bytes(self._arena.values()),
+            "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
             "sampler_arena": storage_bytes(self._sampling.values()),
             "kv_pool": storage_bytes([self._kv.blocks]) - self._scratch_bytes,
             "state_pool": storage_bytes([self._states.states]) + self._scratch_bytes,
@@ -116,17 +117,13 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
+            self._unpacked = self._new_unpacked()
             self._model = self._build()
 
     def _build(self) -> Decoder:
-        deterministic, tensors = self._limits.deterministic, self._loaded.tensors
         parts = (self.geometry, self._limits, self._arena)
-        compute = (DeterministicCompute if deterministic else FastCompute)(*parts)
-        weights = Weights(
-            tensors,
-            matrix=lambda name: compute.matrix(tensors[name]),
-            experts=lambda name: expert_matrices(tensors[name], compute.matrix, deterministic),
-        )
+        compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
+        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
         return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
@@ -182,6 +179,11 @@ class ModelRunner:
     def num_host_slots(self) -> int:
         """Blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
+
+    def _new_unpacked(self) -> torch.Tensor:
+        size = matrix_scratch_bytes(self._loaded, self._limits)
+        # empty and zero_, because zeros would leave the pages unbacked until first use.
+        return torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
 
     @property
     def _loaded_model(self) -> Decoder:
