@@ -1,21 +1,31 @@
 """Milliseconds of one layer of experts by each path: `python benchmarks/experts.py`.
 
-Random weights in the shape of LFM2-8B-A1B, or a fraction of it. On a CPU few pairs of token and
-expert are multiplied one by one or sorted by expert; the last line says up to how many the first is
-faster, which is what `FEW_PAIRS` in layers/experts.py should be. A GPU always sorts; there one
-grouped product is compared with a loop over experts that reads their extents back.
+Random weights in the shape of LFM2-8B-A1B, or a fraction of it. Few pairs of token and expert are
+multiplied one by one or sorted by expert; the last line says up to how many the first is faster,
+which is what `FEW_PAIRS` and, on a GPU, `DEVICE_FEW_PAIRS` in layers/expert_matrices.py should be.
+On a GPU sorted rows are multiplied by one grouped product, by a kernel of our own, and by a loop
+over experts that reads their extents back.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
+from ullage_engine.kernels import triton
 from ullage_engine.kernels.buffers import allocate
-from ullage_engine.layers.expert_matrices import ExpertMatrices, GroupedExperts, LoopedExperts
+from ullage_engine.layers.expert_matrices import (
+    GroupedExperts,
+    LoopedExperts,
+    PickingExperts,
+    SortedExperts,
+    can_group,
+    packed_experts,
+)
 from ullage_engine.layers.experts import Experts, ExpertWeights
 from ullage_engine.layers.matrix import PlainMatrix
 from ullage_engine.layers.mlp import gate
@@ -24,6 +34,9 @@ from ullage_engine.models.dtypes import DTYPES
 from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16, 64, 256, 1024)
+SORTED = ("sorted", "grouped", "triton")
+PAIRWISE = ("by pair", "picked")
+
 MOST_PAIRWISE = 64
 """Pairs beyond which computing each by itself is not measured; it would take minutes."""
 
@@ -68,19 +81,50 @@ def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
     gate_up = random(arguments.experts, 2 * arguments.width, arguments.hidden)
     down = random(arguments.experts, arguments.hidden, arguments.width)
 
-    def layer(kind: type[GroupedExperts] | type[LoopedExperts], few_pairs: int) -> Experts:
-        weights = ExpertWeights(router, store(kind, gate_up), store(kind, down), gate, bias)
-        return Experts(spec, weights, arena, few_pairs=few_pairs)
+    def layer(kind: Kind, few_pairs: int) -> Experts:
+        wide, narrow = (Forced(kind(each), few_pairs) for each in (gate_up, down))
+        return Experts(spec, ExpertWeights(router, wide, narrow, gate, bias), arena)
 
-    pairwise = {"by pair": layer(LoopedExperts, MOST_PAIRWISE)} if device.type == "cpu" else {}
-    return pairwise | {"sorted": layer(LoopedExperts, 0), "grouped": layer(GroupedExperts, 0)}
+    most = max(TOKENS) * arguments.chosen
+    paths = {"sorted": layer(looped, 0)}
+    if device.type == "cpu":
+        return {"by pair": layer(looped, most)} | paths | {"grouped": layer(grouped, 0)}
+    if can_group(gate_up):
+        paths["grouped"] = layer(grouped, 0)
+    if triton.is_available():
+        paths |= {"picked": layer(packed, most), "triton": layer(packed, 0)}
+    return paths
 
 
-def store(
-    kind: type[GroupedExperts] | type[LoopedExperts], weights: torch.Tensor
-) -> ExpertMatrices:
-    matrices = [PlainMatrix(each) for each in weights]
-    return kind(matrices) if kind is LoopedExperts else GroupedExperts(weights, matrices)
+class Both(SortedExperts, PickingExperts, Protocol):
+    """Experts by either path."""
+
+
+Kind = Callable[[torch.Tensor], Both]
+
+
+class Forced:
+    """Experts by the path that is to be measured."""
+
+    def __init__(self, matrices: Both, few_pairs: int) -> None:
+        self.one, self.multiply = matrices.one, matrices.multiply
+        self.multiply_each, self._few_pairs = matrices.multiply_each, few_pairs
+
+    @property
+    def few_pairs(self) -> int:
+        return self._few_pairs
+
+
+def looped(weights: torch.Tensor) -> Both:
+    return LoopedExperts([PlainMatrix(each) for each in weights])
+
+
+def grouped(weights: torch.Tensor) -> Both:
+    return GroupedExperts(weights, [PlainMatrix(each) for each in weights])
+
+
+def packed(weights: torch.Tensor) -> Both:
+    return packed_experts(weights, None, "plain")
 
 
 def arena_of(
@@ -120,7 +164,7 @@ def measure_all(
         tokens, arguments.hidden, dtype=DTYPES[arguments.dtype], device=arguments.device
     )
     pairs = tokens * arguments.chosen
-    measured = [name for name in paths if name != "by pair" or pairs <= MOST_PAIRWISE]
+    measured = [name for name in paths if name not in PAIRWISE or pairs <= MOST_PAIRWISE]
     times = {name: measure(paths[name], x) for name in measured}
     shown = (f"{times[name]:10.3f}" if name in times else f"{'':10}" for name in paths)
     print(f"{tokens:7} {pairs:7} " + " ".join(shown), flush=True)
@@ -146,7 +190,8 @@ def crossover(rows: Sequence[dict[str, float]]) -> int:
     """Most pairs at which, and below which, computing each by itself is not slower than sorting."""
     most = 0
     for row in rows:
-        if row.get("by pair", float("inf")) > row["sorted"]:
+        pairwise = min(row.get(name, float("inf")) for name in PAIRWISE)
+        if pairwise > min(time for name, time in row.items() if name in SORTED):
             break
         most = int(row["pairs"])
     return most

@@ -8,7 +8,9 @@ threads. The logits are compared with those of a plain float32 implementation (l
 
 Samples whose routing rounding could decide are replaced before anything is measured; how many is
 printed. In float32 the exit status is 1 unless every first token agrees and no logit differs by
-1e-5 of the largest.
+1e-5 of the largest. In bfloat16 experts chosen by a hair are often others than in float32, whoever
+computes; there a plain bfloat16 implementation is compared with float32, too, and the exit status
+is 1 if the engine's median error is a quarter larger than its.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,9 @@ SAFE_MARGIN = 4e-6
 all layers moves them by less."""
 
 TOLERANCE = 1e-5
+
+MEDIAN_TOLERANCE = 1.25
+"""Times the error of a plain bfloat16 implementation."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,8 @@ class Chosen:
     logits: torch.Tensor
     load: torch.Tensor
     num_replaced: int
+    plain: torch.Tensor | None
+    """Logits by a plain implementation in the engine's type, where that is not float32."""
 
 
 def choose_samples(
@@ -158,9 +165,7 @@ def choose_samples(
 ) -> Chosen:
     """The first samples of the random prompts whose routing does not hang on rounding."""
     prompts = make_prompts(whole, int(job.samples * (1 + job.spare)), job.tokens)
-    found: Reference = compute_reference(
-        whole, weights, prompts, lambda layer: say(f"reference: layer {layer}", end="\r")
-    )
+    found = run_reference(whole, weights, prompts, torch.float32)
     safe = (found.margins > SAFE_MARGIN).nonzero()[: job.samples, 0]
     if len(safe) < job.samples:
         raise SystemExit(
@@ -169,7 +174,19 @@ def choose_samples(
         )
     replaced = int(safe[-1]) + 1 - job.samples
     say(f"reference: done, {replaced} samples replaced")
-    return Chosen(prompts[safe], found.logits[safe], found.load, replaced)
+    prompts, plain = prompts[safe], None
+    if job.dtype != "float32":
+        plain = run_reference(whole, weights, prompts, DTYPES[job.dtype]).logits
+    return Chosen(prompts, found.logits[safe], found.load, replaced, plain)
+
+
+def run_reference(
+    whole: ModelGeometry, weights: SeededWeights, prompts: torch.Tensor, dtype: torch.dtype
+) -> Reference:
+    name = f"reference in {str(dtype).removeprefix('torch.')}"
+    return compute_reference(
+        whole, weights, prompts, lambda layer: say(f"{name}: layer {layer}", end="\r"), dtype
+    )
 
 
 def share_prompts(job: Job, chosen: Chosen | None, device: torch.device) -> torch.Tensor:
@@ -222,30 +239,58 @@ def wait_for_all(job: Job, device: torch.device) -> None:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How logits compare with the reference's."""
+
+    top1: int
+    """Samples whose first token is the same."""
+    largest: float
+    """The largest difference, as a share of the largest logit."""
+    median: float
+    """Of all samples the median of the difference's length, as a share of the logits'."""
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> Agreement:
+    difference = actual - expected
+    return Agreement(
+        top1=int((actual.argmax(1) == expected.argmax(1)).sum()),
+        largest=float(difference.abs().max() / expected.abs().max()),
+        median=float((difference.norm(dim=1) / expected.norm(dim=1)).median()),
+    )
+
+
+def is_right(own: Agreement, plain: Agreement | None, samples: int) -> bool:
+    if plain is None:
+        return own.top1 == samples and own.largest < TOLERANCE
+    return own.median <= MEDIAN_TOLERANCE * plain.median
+
+
 def report(job: Job, seconds: float, logits: torch.Tensor, chosen: Chosen) -> int:
     """Prints the result; the exit status."""
-    actual, expected = logits.float().cpu(), chosen.logits
-    agreed = int((actual.argmax(1) == expected.argmax(1)).sum())
-    difference = float((actual - expected).abs().max() / expected.abs().max())
+    own = compare(logits.float().cpu(), chosen.logits)
+    plain = compare(chosen.plain, chosen.logits) if chosen.plain is not None else None
     rate = job.samples / seconds
-    is_right = agreed == job.samples and difference < TOLERANCE
     compared = f" ({rate / PUBLISHED:.2f} of {PUBLISHED} on four GPUs)"
     say(f"{rate:.2f} samples/s{compared if job.size == 'full' else ''}")
-    say(f"first tokens: {agreed} of {job.samples}; largest difference {difference:.1e}")
+    say(f"the engine: {own}")
+    if plain is not None:
+        say(f"plain {job.dtype}: {plain}")
+    load = chosen.load / chosen.load.float().mean()
     result = {
         "benchmark": "lfm2_pipeline",
-        **{name: getattr(job, name) for name in job.__dataclass_fields__},
+        **asdict(job),
         "seconds": seconds,
         "samples_per_second": rate,
         "published_samples_per_second": PUBLISHED if job.size == "full" else None,
-        "top1_agreed": agreed,
-        "max_relative_difference": difference,
+        "engine": asdict(own),
+        "plain": asdict(plain) if plain else None,
         "samples_replaced": chosen.num_replaced,
-        "busiest_expert_times_mean": float(chosen.load.max() / chosen.load.float().mean()),
-        "idlest_expert_times_mean": float(chosen.load.min() / chosen.load.float().mean()),
+        "busiest_expert_times_mean": float(load.max()),
+        "idlest_expert_times_mean": float(load.min()),
     }
     say(json.dumps(result))
-    return 0 if is_right or job.dtype != "float32" else 1
+    return 0 if is_right(own, plain, job.samples) else 1
 
 
 def say(text: str, end: str = "\n") -> None:

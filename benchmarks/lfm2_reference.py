@@ -1,4 +1,4 @@
-"""LFM2 in float32 as its formulas read, with none of the engine's layers: what is compared with.
+"""LFM2 as its formulas read, with none of the engine's layers: what is compared with.
 
 All samples pass through one layer before the next layer's weights are made, so that the reference
 needs one layer's memory. It also says how close each sample came to choosing other experts: where
@@ -34,10 +34,11 @@ def compute_reference(
     weights: SeededWeights,
     prompts: torch.Tensor,
     progress: Callable[[int], None],
+    dtype: torch.dtype = torch.float32,
 ) -> Reference:
-    """Runs prompts [samples, tokens]; `progress` is told each layer's index."""
+    """Runs prompts [samples, tokens] in `dtype`; `progress` is told each layer's index."""
     assert geometry.experts is not None
-    ends = _floats(weights.ends())
+    ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
     x = ends["embedding"][prompts.to(device)]
     margins = torch.full((len(prompts),), float("inf"), device=device)
@@ -45,7 +46,8 @@ def compute_reference(
     for index, spec in enumerate(geometry.layers):
         progress(index)
         prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): t for name, t in _floats(weights.layer(index)).items()}
+        layer = _cast(weights.layer(index), dtype)
+        own = {name.removeprefix(prefix): tensor for name, tensor in layer.items()}
         mixer = _conv if spec.mixer == "conv" else _attention
         x = x + mixer(geometry, own, _norm(x, own["mixer_norm"], geometry.rms_eps))
         normed = _norm(x, own["mlp_norm"], geometry.rms_eps)
@@ -57,11 +59,12 @@ def compute_reference(
         margins = torch.minimum(margins, routing.margins.amin(dim=1))
         load += torch.bincount(routing.chosen.flatten(), minlength=len(load))
     last = _norm(x[:, -1], ends["norm"], geometry.rms_eps)
-    return Reference((last @ ends["embedding"].t()).cpu(), margins.cpu(), load.cpu())
+    logits = (last @ ends["embedding"].t()).float()
+    return Reference(logits.cpu(), margins.cpu(), load.cpu())
 
 
-def _floats(tensors: Tensors) -> Tensors:
-    return {name: tensor.float() for name, tensor in tensors.items()}
+def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -99,8 +102,8 @@ def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequencies)
     turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(x.device)
-    turned = torch.complex(x[..., :half], x[..., half:]) * turns
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    turned = torch.complex(x[..., :half].float(), x[..., half:].float()) * turns
+    return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.kernels.buffers import allocate, shaped
 from ullage_engine.kernels.pool import KVPool, StatePool
-from ullage_engine.layers.compute import FastCompute
+from ullage_engine.layers.compute import Compute, FastCompute
 from ullage_engine.layers.expert_matrices import expert_matrices
+from ullage_engine.layers.paged_compute import PagedCompute, can_page
 from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
+from ullage_engine.memory.partials import partial_elements
 from ullage_engine.models.decoder import Decoder, Weights
 from ullage_engine.models.geometry import ModelGeometry
 
@@ -61,13 +63,20 @@ class Stage:
         tensors = weights.ends() if is_last or geometry.first_layer == 0 else {}
         for index in range(geometry.num_layers):
             tensors |= weights.layer(geometry.first_layer + index)
-        compute = FastCompute(geometry, self._limits, arena)
+        compute = self._compute(arena)
         made = Weights(
             tensors,
             matrix=lambda name: compute.matrix(tensors[name]),
             experts=lambda name: expert_matrices(tensors[name], compute.matrix, False),
         )
         return Decoder(made, geometry, self._limits, arena, compute)
+
+    def _compute(self, arena: dict[str, torch.Tensor]) -> Compute:
+        geometry = self._geometry
+        if not can_page(geometry, BLOCK_TOKENS, self._device):
+            return FastCompute(geometry, self._limits, arena)
+        partials = torch.zeros(partial_elements(geometry), device=self._device)
+        return PagedCompute(geometry, partials)
 
     def rows(self, prompts: list[list[int]]) -> int:
         return len(prompts) * self._tokens

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.layers.expert_matrices import LoopedExperts, column_panels
+from ullage_engine.kernels import triton
+from ullage_engine.layers.expert_matrices import (
+    ExpertMatrices,
+    LoopedExperts,
+    PickedExperts,
+    column_panels,
+    packed_experts,
+)
 from ullage_engine.memory.experts import mxfp4_panel
 
 GROUP = 32
@@ -98,7 +105,7 @@ class Mxfp4Matrix:
         return self.decoder.decode(self.blocks[columns], self.scales[columns]).t()
 
 
-class Mxfp4Experts:
+class Mxfp4Experts(LoopedExperts):
     """All experts of a layer, packed; see `ullage_engine.layers.expert_matrices.ExpertMatrices`.
 
     On a device a panel of every expert is decoded and multiplied in one grouped product, so that
@@ -107,18 +114,19 @@ class Mxfp4Experts:
 
     def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, decoder: Decoder) -> None:
         """Blocks are uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups]."""
+        pairs = zip(blocks, scales, strict=True)
+        super().__init__([Mxfp4Matrix(*each, decoder) for each in pairs])
         self._blocks, self._scales, self._decoder = blocks, scales, decoder
-        self._matrices = [Mxfp4Matrix(*each, decoder) for each in zip(blocks, scales, strict=True)]
-        self._looped = LoopedExperts(self._matrices)
 
-    def one(self, expert: int) -> Mxfp4Matrix:
-        return self._matrices[expert]
+    @property
+    def few_pairs(self) -> int:
+        return 0 if self._blocks.is_cuda else super().few_pairs
 
     def multiply(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         if x.is_cuda:
             self.multiply_grouped(x, ends, pairs, out)
         else:
-            self._looped.multiply(x, ends, pairs, out)
+            super().multiply(x, ends, pairs, out)
 
     def multiply_grouped(
         self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
@@ -129,3 +137,11 @@ class Mxfp4Experts:
             weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
             product = F.grouped_mm(x[:pairs], weights.transpose(1, 2), offs=ends)
             out[:pairs, panel].copy_(product)
+
+
+def mxfp4_experts(blocks: torch.Tensor, scales: torch.Tensor, decoder: Decoder) -> ExpertMatrices:
+    """The fastest way: with Triton weights are decoded inside the products."""
+    if blocks.is_cuda and triton.is_available():
+        packed = packed_experts(blocks.flatten(2), scales, "mxfp4")
+        return PickedExperts(packed, packed)
+    return Mxfp4Experts(blocks, scales, decoder)

@@ -13,10 +13,6 @@ from ullage_engine.memory.experts import SLICE_TOKENS, padding_rows
 from ullage_engine.memory.rungs import UNIT_ROWS
 from ullage_engine.models.geometry import ExpertsSpec
 
-FEW_PAIRS = 4
-"""Pairs up to which each is multiplied by itself, unsorted, on a CPU: those of one token, because
-with two tokens an expert that both chose is read twice (benchmarks/experts.py)."""
-
 SERIAL_ELEMENTS = 32_767
 """Most that torch computes with one thread; where more are shared out, the last of a share may
 differ in the last bit (docs/decisions/0007-determinism.md)."""
@@ -61,16 +57,13 @@ class Experts:
         arena: dict[str, torch.Tensor],
         deterministic: bool = False,
         reduce: Reduce | None = None,
-        few_pairs: int = FEW_PAIRS,
     ) -> None:
         """`arena` has the buffers of `ullage_engine.memory.experts`; `reduce` is for ranks that
-        each have a slice of every expert; up to `few_pairs` pairs are multiplied one by one."""
+        each have a slice of every expert."""
         self._spec, self._weights, self._arena, self._reduce = spec, weights, arena, reduce
         self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
         self._deterministic = deterministic
-        # A device is not asked which experts its tokens chose, which pairs by themselves need.
-        is_host = arena["expert_rows"].device.type == "cpu"
-        self._few_pairs = few_pairs if is_host and not deterministic else 0
+        self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].
@@ -112,13 +105,9 @@ class Experts:
         """Rows [pairs, hidden] of the experts' results, and the row of each pair."""
         pairs, weights = chosen.view(-1), self._weights
         gate_up, gated, rows = self._buffers(len(pairs))
-        experts = pairs.tolist()
-        for pair, expert in enumerate(experts):
-            token = pair // chosen.shape[1]
-            weights.gate_up.one(expert).multiply(x[token : token + 1], gate_up[pair : pair + 1])
+        weights.gate_up.multiply_each(x, pairs, gate_up)
         self._gate(gate_up, gated, pairs)
-        for pair, expert in enumerate(experts):
-            weights.down.one(expert).multiply(gated[pair : pair + 1], rows[pair : pair + 1])
+        weights.down.multiply_each(gated, pairs, rows)
         if weights.down_bias is not None:
             add_biases(rows, weights.down_bias, pairs)
         return rows, torch.arange(len(pairs), out=self._indices("expert_places", len(pairs)))

@@ -2,16 +2,17 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.experts import clamped_gate
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts
-from ullage_engine.layers.experts import FEW_PAIRS, Experts, ExpertWeights, Reduce
+from ullage_engine.layers.experts import Experts, ExpertWeights, Reduce
 from ullage_engine.layers.matrix import Matrix, PlainMatrix
 from ullage_engine.layers.mlp import gate
 from ullage_engine.memory.arena import StepLimits, step_arena
@@ -152,7 +153,7 @@ def build_experts(
     matrix: Callable[[torch.Tensor], Matrix] = PlainMatrix,
     deterministic: bool = False,
     reduce: Reduce | None = None,
-    few_pairs: int = FEW_PAIRS,
+    dtype: torch.dtype = torch.float32,
 ) -> Experts:
     """Ours, with an arena of its own for steps of up to `tokens`."""
     limits = StepLimits(
@@ -161,24 +162,22 @@ def build_experts(
         max_model_len=64,
         max_gather_tokens=64,
         block_tokens=16,
-        itemsize=4,
+        itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    arena = allocate(
-        step_arena(geometry_of(layer.spec), limits), torch.float32, torch.device("cpu")
-    )
+    arena = allocate(step_arena(geometry_of(layer.spec), limits), dtype, torch.device("cpu"))
     for buffer in arena.values():
         buffer.fill_(float("nan"))  # Nothing may be read that was not written.
     weights = ExpertWeights(
-        router=matrix(layer.router),
-        gate_up=wrap(layer.gate_up),
-        down=wrap(layer.down),
+        router=matrix(layer.router.to(dtype)),
+        gate_up=wrap(layer.gate_up.to(dtype)),
+        down=wrap(layer.down.to(dtype)),
         gate=clamped_gate if layer.spec.is_biased else gate,
         router_bias=layer.router_bias,
         gate_up_bias=layer.gate_up_bias,
         down_bias=layer.down_bias,
     )
-    return Experts(layer.spec, weights, arena, deterministic, reduce, few_pairs)
+    return Experts(layer.spec, weights, arena, deterministic, reduce)
 
 
 @pytest.fixture
@@ -198,3 +197,30 @@ def new_layer(request: pytest.FixtureRequest, seed: int) -> Callable[[bool], Lay
 @pytest.fixture(scope="session")
 def build() -> Callable[..., Experts]:
     return build_experts
+
+
+@pytest.fixture
+def new_packable_layer(new_layer: Callable[..., Layer]) -> Callable[[], Layer]:
+    """A layer whose experts are 64 wide, two groups of MXFP4; its matrices are to be replaced."""
+
+    def make() -> Layer:
+        layer = new_layer()
+        return replace(
+            layer,
+            spec=structs.replace(layer.spec, intermediate=64),
+            gate_up_bias=None if layer.gate_up_bias is None else torch.randn(EXPERTS, 128),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_packed() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Makes MXFP4 blocks and scales of [..., groups], with numbers about 1."""
+
+    def make(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        return blocks, torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+
+    return make

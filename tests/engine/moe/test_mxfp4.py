@@ -16,6 +16,7 @@ from ullage_engine.layers.matrix import PlainMatrix
 from ullage_engine.memory.experts import mxfp4_scratch_bytes
 
 CPU = torch.device("cpu")
+RandomPacked = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 DECODER = Decoder(torch.float32, CPU)
 
 
@@ -27,13 +28,6 @@ def scalar(code: int, scale: int) -> float:
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa * 0.5) * 2.0 ** (exponent - 1)
     return sign * magnitude * 2.0 ** (scale - 127)
-
-
-def random_packed(*shape: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of [..., groups] with numbers about 1."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-    return blocks, torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
 
 
 @settings(max_examples=50, deadline=None)
@@ -74,7 +68,9 @@ def test_gate_and_up_are_parted() -> None:
 
 
 @pytest.mark.parametrize("out", [5, 96, 9000])
-def test_a_matrix_multiplies_panel_by_panel(seed: int, out: int) -> None:
+def test_a_matrix_multiplies_panel_by_panel(
+    random_packed: RandomPacked, seed: int, out: int
+) -> None:
     blocks, scales = random_packed(out, 4, seed=seed)
     matrix = Mxfp4Matrix(blocks, scales, DECODER)
     assert matrix.shape == (128, out)
@@ -99,13 +95,14 @@ class Grouped(Mxfp4Experts):
 @pytest.mark.parametrize("tokens", [1, 60])
 @torch.inference_mode()
 def test_packed_experts_are_what_decoded_ones_are(
-    new_layer: Callable[..., Any],
+    new_packable_layer: Callable[..., Any],
+    random_packed: RandomPacked,
     build: Callable[..., Experts],
     seed: int,
     kind: type[Mxfp4Experts],
     tokens: int,
 ) -> None:
-    layer = packable(new_layer())
+    layer = new_packable_layer()
     packed = {
         "gate_up": random_packed(8, 128, 2, seed=seed),
         "down": random_packed(8, 64, 2, seed=seed + 1),
@@ -117,15 +114,3 @@ def test_packed_experts_are_what_decoded_ones_are(
     stores = iter([kind(*each, DECODER) for each in packed.values()])
     build(layer, tokens, lambda weights: next(stores), PlainMatrix).run(x, ours)
     assert float((ours - plain).abs().max() / plain.abs().max()) < 1e-5
-
-
-def packable(layer: Any) -> Any:
-    """The layer with experts 64 wide, two groups."""
-    from msgspec import structs
-
-    bias = layer.gate_up_bias
-    return replace(
-        layer,
-        spec=structs.replace(layer.spec, intermediate=64),
-        gate_up_bias=None if bias is None else torch.randn(8, 128),
-    )
