@@ -43,6 +43,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
+    # Sinks, windows, biases on every product.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
     # SmolLM2's heads, which two ranks share unevenly.
     "nine_heads": {
         "model_type": "llama",
@@ -54,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
-CASES += [("lfm2_moe", "tp2"), ("lfm2_moe", "tp2pp2"), ("nine_heads", "tp2")]
+CASES += [("lfm2_moe", "tp2"), ("lfm2_moe", "tp2pp2"), ("gpt_oss", "tp2pp2"), ("nine_heads", "tp2")]
 
 
 class Recorded:
