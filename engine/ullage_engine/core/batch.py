@@ -89,14 +89,13 @@ def build_batch(
     block_tokens: int,
     max_gather_tokens: int,
     rung: Rung = block_rung,
-    *,
     conv_kernel: int = 0,
-    scratch_block: int = 0,
+    scratch_block: int | None = None,
 ) -> StepBatch:
     """Orders the chunks so that every group of decodes is a run of rows.
 
     `conv_kernel`: taps of the model's convolutions, 0 without. `scratch_block`: where the KV of
-    replayed tokens goes; in no sequence's table.
+    replayed tokens goes, in no sequence's table; only models with convolutions need one.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
     prefills = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
@@ -131,8 +130,9 @@ def _is_decode(chunk: Chunk) -> bool:
     return len(chunk.token_ids) == 1 and not chunk.num_replayed
 
 
-def _slots(chunk: Chunk, block_tokens: int, scratch_block: int) -> list[int]:
-    scratch, blocks = scratch_block * block_tokens, chunk.block_ids
+def _slots(chunk: Chunk, block_tokens: int, scratch_block: int | None) -> list[int]:
+    assert scratch_block is not None or not chunk.num_replayed, "no block for replayed tokens"
+    scratch, blocks = (scratch_block or 0) * block_tokens, chunk.block_ids
     replayed = [scratch + number % block_tokens for number in range(chunk.num_replayed)]
     stored = range(chunk.first_stored, chunk.end)
     return replayed + [

@@ -6,6 +6,7 @@ With several ranks all of them do one phase before any does the next (`core.star
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,9 +16,7 @@ from ullage_engine.core.device import StartError, open_ledger, prepare_device
 from ullage_engine.core.limits import SchedulerLimits
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
-from ullage_engine.kernels.pool import scratch_blocks
 from ullage_engine.memory.ledger import mib, wrong_price
-from ullage_engine.memory.predictor import state_pool_bytes
 from ullage_engine.messages import Loading
 from ullage_engine.models.dtypes import resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
@@ -32,7 +31,7 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
 from ullage_engine.parallel.slices import Slicer
-from ullage_engine.weights.store import ALIGNMENT, LoadedModel, load_weights
+from ullage_engine.weights.store import ALIGNMENT, LoadedModel, Tensors, load_weights
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -138,11 +137,13 @@ class RankStartup:
         if error is not None:
             raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
         give_back_freed()
-        self._reserve_states()
         self.runner.allocate_kv(1)
         self.runner.warm_up()
-        known = self.ledger.allocated_bytes + self._kv_pool_bytes(1)
+        runner = self.runner
+        known = self.ledger.allocated_bytes + runner.kv_block_bytes + runner.state_pool_bytes
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
+        if runner.state_pool_bytes:
+            self.ledger.reserve("state_pool", runner.state_pool_bytes)
         self.ledger.reserve("staging", _STAGING_BYTES)
         self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
         self._reserve_host_kv()
@@ -150,7 +151,7 @@ class RankStartup:
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocates the pool, as large on every rank, and settles the ledger."""
-        size = self._kv_pool_bytes(num_blocks)
+        size = num_blocks * self.runner.kv_block_bytes
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
@@ -159,6 +160,8 @@ class RankStartup:
         # or the first requests would.
         self.runner.run_largest()
         self.ledger.allocated("kv_pool", size)
+        if self.runner.state_pool_bytes:
+            self.ledger.allocated("state_pool", self.runner.state_pool_bytes)
         if self.num_host_slots:
             self.ledger.allocated("host_kv", self._host_kv_bytes())
         progress(size, size)
@@ -171,25 +174,34 @@ class RankStartup:
             self._group.close()
 
     def _load(self) -> LoadedModel:
-        config, is_alone = self.config, self.layout.world == 1
-        folder = Path(config.server.weights_dir)
-        # Of several ranks each copies only its part to its device.
-        source = self.device if is_alone else torch.device("cpu")
-        progress = self._progress("weights")
-        loaded = load_weights(config.model, source, self.dtype, folder, progress)
+        config, part = self.config, None if self.layout.world == 1 else self._part
+        folder, progress = Path(config.server.weights_dir), self._progress("weights")
+        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, part)
         self._whole = loaded.geometry
-        return loaded if is_alone else self._take_part(loaded)
+        return loaded if part is None else self._own(loaded)
 
-    def _take_part(self, loaded: LoadedModel) -> LoadedModel:
-        pool, layout = self.config.server.pool, self.layout
+    def _part(self, geometry: ModelGeometry, tensors: Tensors) -> Tensors:
+        """What of the whole model's tensors this rank computes with."""
         try:
-            check_model(pool, loaded.geometry, layout)
+            check_model(self.config.server.pool, geometry, self.layout)
         except LayoutError as error:
             raise StartError(str(error)) from error
-        parts = Slicer(loaded.geometry, layout, self.rank).take(loaded.tensors)
-        tensors = {name: part.to(self.device) for name, part in parts.items()}
-        own = rank_geometry(loaded.geometry, layout, self.rank)
-        return LoadedModel(own, tensors, held_bytes(tensors.values()))
+        return Slicer(geometry, self.layout, self.rank).take(tensors)
+
+    def _own(self, loaded: LoadedModel) -> LoadedModel:
+        """The model as this rank has it."""
+        layout, slicer = self.layout, Slicer(loaded.geometry, self.layout, self.rank)
+        if loaded.encodings and layout.tensor > 1:
+            raise StartError(
+                f"pools.{self.config.server.pool}.parallelism.tensor: {layout.tensor} ranks cannot "
+                "share quantised matrices; set tensor 1 and let pipeline be the number of GPUs"
+            )
+        return replace(
+            loaded,
+            geometry=rank_geometry(loaded.geometry, layout, self.rank),
+            nbytes=held_bytes(loaded.tensors.values()),
+            encodings={name: e for name, e in loaded.encodings.items() if slicer.holds(name)},
+        )
 
     def _meet(self, store: Path | None) -> Neighbours:
         layout = self.layout
@@ -206,18 +218,6 @@ class RankStartup:
         self.ledger.allocated("transfers", made.nbytes)
         return made
 
-    def _reserve_states(self) -> None:
-        """Convolution states are allocated with the first KV pool, all that there can be."""
-        geometry, settings = self.runner.geometry, self.settings
-        of_one = geometry.state_bytes(self.dtype.itemsize)
-        if of_one:
-            self.ledger.record("state_pool", state_pool_bytes(of_one, settings.max_sequences))
-
-    def _kv_pool_bytes(self, num_blocks: int) -> int:
-        """A pool of so many blocks, and those beside them that nobody is charged for."""
-        blocks = num_blocks + scratch_blocks(self.runner.geometry)
-        return blocks * self.runner.kv_block_bytes
-
     def _fitting_blocks(self) -> int:
         """Whole KV blocks that fit, at least those of the largest prompt chunk.
 
@@ -226,7 +226,7 @@ class RankStartup:
         settings, memory, ledger = self.settings, self.config.memory, self.ledger
         block = self.runner.kv_block_bytes
         chunk = settings.max_step_tokens - settings.max_sequences
-        least = self._kv_pool_bytes(-(-chunk // settings.block_tokens))
+        least = -(-chunk // settings.block_tokens) * block
         if memory.max_kv < least:
             raise StartError(
                 f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(least)} of KV that one "
@@ -234,8 +234,7 @@ class RankStartup:
             )
         if ledger.available_bytes < least:
             raise ledger.shortage("kv_pool", least)
-        room = min(memory.max_kv, ledger.available_bytes)
-        return room // max(1, block) - scratch_blocks(self.runner.geometry)
+        return min(memory.max_kv, ledger.available_bytes) // max(1, block)
 
     def _reserve_host_kv(self) -> None:
         wanted, block = self.config.memory.host_kv, self.block_bytes
@@ -267,15 +266,12 @@ class RankStartup:
             "weights": self.runner.weights_bytes,
             "step_arena": self.runner.step_arena_bytes,
             "sampler_arena": self.runner.sampler_arena_bytes,
-            "state_pool": self._reserved("state_pool"),
+            "state_pool": self.runner.state_pool_bytes,
             "kv_pool": kv_pool_bytes,
         }
         error = wrong_price(priced, allocated)
         if error is not None:
             raise StartError(error)
-
-    def _reserved(self, name: str) -> int:
-        return sum(each.reserved_bytes for each in self.ledger.states() if each.name == name)
 
     def _settle(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.

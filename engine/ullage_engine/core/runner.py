@@ -1,18 +1,25 @@
 """Executes step plans on a device."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ullage_engine.core.batch import begun_blocks, build_batch
+from ullage_engine.core.matrices import matrix_scratch_bytes, model_weights
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
-from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_bytes, move
+from ullage_engine.kernels.pool import (
+    HostPool,
+    KVPool,
+    StatePool,
+    kv_block_bytes,
+    move,
+    scratch_blocks,
+)
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
-from ullage_engine.layers.expert_matrices import expert_matrices
 from ullage_engine.memory.arena import (
     ArenaLayout,
     StepLimits,
@@ -20,8 +27,8 @@ from ullage_engine.memory.arena import (
     sampler_arena,
     step_arena,
 )
-from ullage_engine.memory.predictor import state_slots
-from ullage_engine.models.decoder import Decoder, Weights
+from ullage_engine.memory.predictor import state_pool_bytes, state_slots
+from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.parallel.microbatch import in_plan_order
 from ullage_engine.parallel.neighbours import Alone, Neighbours, Transfers
@@ -70,6 +77,7 @@ class ModelRunner:
         self._sampler_layout = sampler if neighbours.samples else ArenaLayout(())
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
+        self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
@@ -85,8 +93,8 @@ class ModelRunner:
 
     @property
     def step_arena_bytes(self) -> int:
-        """Bytes that `allocate_arena` takes for activations and gathers."""
-        return self._step_layout.nbytes
+        """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
+        return self._step_layout.nbytes + matrix_scratch_bytes(self._loaded, self._limits)
 
     @property
     def sampler_arena_bytes(self) -> int:
@@ -98,14 +106,21 @@ class ModelRunner:
         """Bytes of one KV block over all layers."""
         return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
 
+    @property
+    def state_pool_bytes(self) -> int:
+        """Bytes that `allocate_kv` takes beside KV blocks: convolution states, and the block that
+        rebuilding them needs; 0 for models without convolutions."""
+        states = self.geometry.state_bytes(self._dtype.itemsize)
+        return state_pool_bytes(states, self._settings.max_sequences) + self._scratch_bytes
+
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes that were really allocated, by name of the reservation that they belong to."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
-            "step_arena": storage_bytes(self._arena.values()),
+            "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
             "sampler_arena": storage_bytes(self._sampling.values()),
-            "state_pool": storage_bytes(self._states.layers),
-            "kv_pool": storage_bytes([self._kv.blocks]),
+            "kv_pool": storage_bytes([self._kv.blocks]) - self._scratch_bytes,
+            "state_pool": storage_bytes([self._states.states]) + self._scratch_bytes,
         }
 
     def allocate_arena(self) -> None:
@@ -113,35 +128,30 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
+            self._unpacked = self._new_unpacked()
             self._model = self._build()
 
     def _build(self) -> Decoder:
-        deterministic, tensors = self._limits.deterministic, self._loaded.tensors
-        near = self._neighbours
         parts = (self.geometry, self._limits, self._arena)
-        compute = (DeterministicCompute if deterministic else FastCompute)(*parts)
-        weights = Weights(
-            tensors,
-            matrix=lambda name: near.matrix(name, compute.matrix(tensors[name])),
-            experts=lambda name: expert_matrices(tensors[name], compute.matrix, deterministic),
-            reduce=near.reduce,
+        compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
+        own = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
+        near = self._neighbours
+        weights = replace(
+            own, matrix=lambda name: near.matrix(name, own.matrix(name)), reduce=near.reduce
         )
         return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
         # A pool that is replaced goes before its successor comes.
-        self._pool = self._host = None
+        self._pool = self._host = self._state_pool = None
         with torch.inference_mode():
             self._pool = KVPool(
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
-                self.geometry,
-                state_slots(self._settings.max_sequences),
-                self._dtype,
-                self._device,
+                self.geometry, state_slots(self._settings.max_sequences), self._dtype, self._device
             )
 
     def prove(self) -> str | None:
@@ -194,6 +204,11 @@ class ModelRunner:
         """Blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
 
+    def _new_unpacked(self) -> torch.Tensor:
+        size = matrix_scratch_bytes(self._loaded, self._limits)
+        # empty and zero_, because zeros would leave the pages unbacked until first use.
+        return torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
+
     @property
     def _loaded_model(self) -> Decoder:
         assert self._model is not None, "allocate_arena comes first"
@@ -208,6 +223,10 @@ class ModelRunner:
     def _states(self) -> StatePool:
         assert self._state_pool is not None, "allocate_kv comes first"
         return self._state_pool
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return scratch_blocks(self.geometry) * self.kv_block_bytes
 
     def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
         # Layers of one kind have the same shapes, and each frees what it took before the next.
@@ -228,8 +247,8 @@ class ModelRunner:
             limits.block_tokens,
             limits.max_gather_tokens,
             limits.context_blocks,
-            conv_kernel=self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
-            scratch_block=self._kv.scratch_block,
+            self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
+            self._kv.scratch_block,
         )
         caches, states = self._kv.layers, self._states.layers
         hidden = model.forward(batch, caches, states, transfers.receive(index), layers)

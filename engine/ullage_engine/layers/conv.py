@@ -51,8 +51,7 @@ class ConvLayer:
     def run(self, step: Step, shared: ConvStep, state: torch.Tensor) -> None:
         """Adds the layer's result for `step.normed` to `step.hidden`.
 
-        state [slots, kernel - 1, channels]: each chunk's state is read in one slot, and the state
-        after the chunk written to another.
+        state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
         """
         self.project.multiply(step.normed, shared.projected)
         torch.mul(shared.b, shared.u, out=shared.products)

@@ -11,14 +11,17 @@ from gguf.quants import dequantize
 
 from ullage_engine.models.families import read_model_config
 from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.quant.formats import Encoding, Format, Quantized
+from ullage_engine.quant.gguf_blocks import BLOCK, KEPT, read_blocks
 from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.gguf_config import GgufMetadata
 from ullage_engine.weights.gguf_names import gguf_name, is_known
+from ullage_engine.weights.reader import PlainMatrices
 
 QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4")
 
 
-class GgufReader:
+class GgufReader(PlainMatrices):
     """One open GGUF file."""
 
     def __init__(self, path: Path) -> None:
@@ -44,6 +47,25 @@ class GgufReader:
         if name.endswith("conv.conv.weight"):
             return values[:, None]
         return self._unpermute(own, values)
+
+    def encoding(self, name: str, wanted: Format | None) -> Encoding | None:
+        """Blocks of four bits are kept if int4 is wanted."""
+        own, expert = gguf_name(self._metadata.architecture, name)
+        tensor = self._tensors.get(own)
+        if wanted != "int4" or tensor is None or expert is not None:
+            return None
+        if tensor.tensor_type.name not in KEPT:
+            return None
+        columns, rows = (int(size) for size in tensor.shape)
+        return Encoding(format="int4", shape=(rows, columns), group=BLOCK, has_zeros=True)
+
+    def quantized(self, name: str) -> Quantized:
+        own, _ = gguf_name(self._metadata.architecture, name)
+        tensor = self._tensors[own]
+        blocks = read_blocks(tensor.data, tensor.tensor_type.name)
+        assert blocks.zeros is not None, "both kinds have zeros"
+        parts = (blocks.values, blocks.scales, blocks.zeros)
+        return Quantized("int4", *(self._unpermute(own, part) for part in parts))
 
     def _dequantised(self, own: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._tensors.get(own)

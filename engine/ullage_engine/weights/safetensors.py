@@ -11,9 +11,10 @@ from ullage_engine.models.config import Json, ModelConfig
 from ullage_engine.models.families import read_model_config
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.reader import PlainMatrices
 
 
-class SafetensorsReader:
+class SafetensorsReader(PlainMatrices):
     """One open model directory."""
 
     def __init__(self, folder: Path) -> None:
@@ -36,14 +37,28 @@ class SafetensorsReader:
                 ) from error
             self._files |= dict.fromkeys(file.keys(), file)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, without reading it."""
+        return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor as stored."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _file(self, name: str) -> safe_open:
         if name not in self._files:
             raise WeightsError(
                 f"{self._folder}: tensor {name!r} is missing; download the model again"
             )
-        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
+        return self._files[name]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -66,13 +81,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_geometry(folder: Path) -> ModelGeometry:
     """Turns config.json (and generation_config.json's end tokens) into a geometry."""
-    path = folder / "config.json"
-    config = ModelConfig(path, _read_json(path))
-    if config.values.get("quantization_config") is not None:
-        raise WeightsError(
-            f"{path}: quantization_config is not supported; use the unquantised model"
-        )
+    config = read_config(folder)
     return read_model_config(config, _eos_token_ids(folder, config))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    return ModelConfig(path, _read_json(path))
 
 
 def _read_json(path: Path) -> Json:

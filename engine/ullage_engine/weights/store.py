@@ -1,7 +1,7 @@
-"""Prepared weights: one flat file in the computing type, mapped by every worker.
+"""Prepared weights: one flat file in the types they are computed with, mapped by every worker.
 
-Preparing reads the checkpoint once, fuses and converts it; a worker that starts again only maps
-the file. Engines that share the folder prepare once: a file lock elects who does it.
+Preparing reads the checkpoint once, fuses, converts and quantises it; a worker that starts again
+only maps the file. Engines that share the folder prepare once: a file lock elects who does it.
 
 The file: magic, length and SHA-256 of the header, the header (JSON), then tensors at aligned
 offsets, counted from the file's start.
@@ -10,11 +10,11 @@ offsets, counted from the file's start.
 import fcntl
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -22,13 +22,16 @@ import torch
 from ullage_engine.config import ModelSection
 from ullage_engine.models.dtypes import DTYPES, dtype_name
 from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.quant.formats import Encoding
+from ullage_engine.quant.packing import PIECES, Packed
 from ullage_engine.weights.errors import WeightsError
-from ullage_engine.weights.layout import TensorPlan, plan_tensors
+from ullage_engine.weights.layout import plan_tensors
+from ullage_engine.weights.prepared import PreparedForm, PreparedTensor, open_checkpoint
 from ullage_engine.weights.source import ModelFiles, resolve_source
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Raise it when prepared files change in any way."""
 
 ALIGNMENT = 4096
@@ -36,8 +39,15 @@ ALIGNMENT = 4096
 
 LOCK_POLL_S = 0.05
 
+STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
+
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
+
+Tensors = dict[str, torch.Tensor]
+
+Part = Callable[[ModelGeometry, Tensors], Tensors]
+"""Of a whole model's tensors, those that one of several ranks needs, or what it needs of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +56,34 @@ class LoadedModel:
 
     geometry: ModelGeometry
     tensors: dict[str, torch.Tensor]
+    """By name; the pieces of a quantised matrix by its name, a dot and theirs."""
     nbytes: int
     """Bytes of the prepared file, which is what mapping or copying it takes."""
+    encodings: dict[str, Encoding] = field(default_factory=dict)
+    """Of matrices that are quantised."""
 
-
-class CheckpointReader(Protocol):
-    """An open checkpoint of either format."""
-
-    @property
-    def geometry(self) -> ModelGeometry: ...
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor by its Hugging Face name."""
+    def packed(self, name: str) -> Packed:
+        """A quantised matrix."""
+        encoding, tensors = self.encodings[name], self.tensors
+        names = [each for each in PIECES if f"{name}.{each}" in tensors]
+        return Packed(encoding, {each: tensors[f"{name}.{each}"] for each in names})
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
     name: str
     offset: int
     shape: tuple[int, ...]
+    dtype: str
 
 
 class Header(msgspec.Struct, frozen=True):
     """What a prepared file says of itself."""
 
     geometry: ModelGeometry
-    dtype: str
     nbytes: int
     """Of the whole file."""
     tensors: list[StoredTensor]
+    encodings: dict[str, Encoding]
 
 
 def load_weights(
@@ -82,24 +92,27 @@ def load_weights(
     dtype: torch.dtype,
     weights_dir: Path,
     progress: Progress,
+    part: Part | None = None,
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
-    On a CPU the tensors are the file's pages; elsewhere they are copied to the device.
+    On a CPU the tensors are the file's pages; elsewhere they are copied to the device. With `part`
+    only its result is; everything else said of the model is said of the whole.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
     """
     files = resolve_source(model.source)
-    path = weights_dir / f"{content_key(files, dtype)}.weights"
-    header = _attach(files, path, dtype, progress)
+    form = PreparedForm(dtype, model.quantization, device)
+    path = weights_dir / f"{content_key(files, form)}.weights"
+    header = _attach(files, path, form, progress)
     progress(header.nbytes, header.nbytes)
-    return _map(path, header, device)
+    return _map(path, header, device, part)
 
 
-def content_key(files: ModelFiles, dtype: torch.dtype) -> str:
+def content_key(files: ModelFiles, form: PreparedForm) -> str:
     """Names the prepared form of exactly these source files."""
-    digest = hashlib.sha256(f"{LAYOUT_VERSION} {dtype_name(dtype)}\n".encode())
+    digest = hashlib.sha256(f"{LAYOUT_VERSION} {form.name}\n".encode())
     for path in _source_files(files):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -133,7 +146,7 @@ def _parse_header(file: BinaryIO, size: int) -> Header | None:
     return header if header.nbytes == size else None
 
 
-def _attach(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
+def _attach(files: ModelFiles, path: Path, form: PreparedForm, progress: Progress) -> Header:
     """The header of the prepared file, which is made if need be."""
     try:
         header = read_header(path)
@@ -141,7 +154,7 @@ def _attach(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progres
             return header
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, progress):
-            return read_header(path) or _prepare(files, path, dtype, progress)
+            return read_header(path) or _prepare(files, path, form, progress)
     except OSError as error:
         raise WeightsError(
             f"server.weights_dir {path.parent}: {error.strerror or error}; "
@@ -175,19 +188,23 @@ def _others_progress(path: Path) -> tuple[int, int]:
     return min(status.st_blocks * 512, status.st_size), status.st_size
 
 
-def _prepare(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progress) -> Header:
-    reader = _open_checkpoint(files)
+def _prepare(files: ModelFiles, path: Path, form: PreparedForm, progress: Progress) -> Header:
+    reader = open_checkpoint(files)
     plans = plan_tensors(reader.geometry)
-    header, encoded = _lay_out(reader.geometry, plans, dtype)
+    prepared = [form.prepare(files.path, reader, plan) for plan in plans]
+    header, encoded = _lay_out(reader.geometry, prepared)
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
             file.truncate(header.nbytes)
             file.write(encoded)
-            for plan, stored in zip(plans, header.tensors, strict=True):
-                progress(stored.offset, header.nbytes)
-                file.seek(stored.offset)
-                _write_tensor(file, files.path, reader, plan, dtype)
+            stored = iter(header.tensors)
+            for each in prepared:
+                for piece in each.chunks():
+                    offset = next(stored).offset
+                    progress(offset, header.nbytes)
+                    file.seek(offset)
+                    _write(file, piece)
             file.flush()
         partial.replace(path)
     finally:
@@ -195,54 +212,29 @@ def _prepare(files: ModelFiles, path: Path, dtype: torch.dtype, progress: Progre
     return header
 
 
-def _open_checkpoint(files: ModelFiles) -> CheckpointReader:
-    # Imported when needed: a worker that starts again maps the prepared file and reads neither.
-    if files.format == "gguf":
-        from ullage_engine.weights.gguf import GgufReader
-
-        return GgufReader(files.path)
-    from ullage_engine.weights.safetensors import SafetensorsReader
-
-    return SafetensorsReader(files.path)
+def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _write_tensor(
-    file: BinaryIO, source: Path, reader: CheckpointReader, plan: TensorPlan, dtype: torch.dtype
-) -> None:
-    for part in plan.parts:
-        tensor = reader.read(part.source)
-        if tuple(tensor.shape) != part.shape:
-            raise WeightsError(
-                f"{source}: tensor {part.source!r} has shape {list(tensor.shape)}, but the model's "
-                f"configuration needs {list(part.shape)}; download the model again"
-            )
-        if part.rearrange is not None:
-            tensor = part.rearrange(tensor)
-        converted = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        file.write(converted.numpy().data)
-
-
-def _lay_out(
-    geometry: ModelGeometry, plans: list[TensorPlan], dtype: torch.dtype
-) -> tuple[Header, bytes]:
+def _lay_out(geometry: ModelGeometry, prepared: list[PreparedTensor]) -> tuple[Header, bytes]:
     """The header and its encoded form, which takes a whole number of pages."""
     room = ALIGNMENT
     while True:
-        header = _header(geometry, plans, dtype, room)
+        header = _header(geometry, prepared, room)
         encoded = _encode(header)
         if len(encoded) <= room:
             return header, encoded
         room = _aligned(len(encoded))
 
 
-def _header(
-    geometry: ModelGeometry, plans: list[TensorPlan], dtype: torch.dtype, offset: int
-) -> Header:
+def _header(geometry: ModelGeometry, prepared: list[PreparedTensor], offset: int) -> Header:
     tensors = []
-    for plan in plans:
-        tensors.append(StoredTensor(plan.name, offset, plan.shape))
-        offset = _aligned(offset + torch.Size(plan.shape).numel() * dtype.itemsize)
-    return Header(geometry, dtype_name(dtype), offset, tensors)
+    for piece in (piece for each in prepared for piece in each.pieces):
+        tensors.append(StoredTensor(piece.name, offset, piece.shape, dtype_name(piece.dtype)))
+        offset = _aligned(offset + torch.Size(piece.shape).numel() * piece.dtype.itemsize)
+    encodings = {each.name: each.encoding for each in prepared if each.encoding is not None}
+    return Header(geometry, offset, tensors, encodings)
 
 
 def _encode(header: Header) -> bytes:
@@ -255,14 +247,15 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _map(path: Path, header: Header, device: torch.device) -> LoadedModel:
-    dtype = DTYPES[header.dtype]
+def _map(path: Path, header: Header, device: torch.device, part: Part | None) -> LoadedModel:
     # Private and never written: pages stay shared with every other process that maps the file.
     storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
     tensors = {}
     for stored in header.tensors:
+        dtype = STORED_DTYPES[stored.dtype]
         end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
-        tensors[stored.name] = (
-            storage[stored.offset : end].view(dtype).view(stored.shape).to(device)
-        )
-    return LoadedModel(header.geometry, tensors, header.nbytes)
+        tensors[stored.name] = storage[stored.offset : end].view(dtype).view(stored.shape)
+    if part is not None:
+        tensors = part(header.geometry, tensors)
+    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return LoadedModel(header.geometry, placed, header.nbytes, header.encodings)

@@ -4,7 +4,6 @@ Weights and tokens differ from run to run; a failure prints their seed.
 """
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,38 +27,6 @@ from ullage_engine.weights.store import LoadedModel
 Load = Callable[..., LoadedModel]
 
 VOCAB = 199
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
-CONV_FIRST = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 3},
-    "qwen3": {"num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": True},
-    "lfm2": {"num_hidden_layers": 6, "layer_types": CONV_FIRST, "block_multiple_of": 16},
-}
-FAMILIES |= {
-    "lfm2_moe": {
-        "num_hidden_layers": 6,
-        "layer_types": CONV_FIRST,
-        "num_dense_layers": 1,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-    },
-    "gpt_oss": {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "sliding_window": 20,
-    },
-}
 LIMITS = StepLimits(
     max_tokens=320,
     max_rows=16,
@@ -110,7 +77,6 @@ def chunk(tokens: list[int], start: int, end: int, slot: int = 0, replayed: int 
     Its states alternate between two slots, which is by the number of tokens here.
     """
     first = start - replayed
-    is_fresh = start == 0 or replayed > 0
     return Chunk(
         request_id=str(slot),
         token_ids=tokens[first:end],
@@ -119,9 +85,9 @@ def chunk(tokens: list[int], start: int, end: int, slot: int = 0, replayed: int 
         sampling=ANY,
         history=tokens,
         num_prompt_tokens=len(tokens),
-        state_slot=None if is_fresh else slot,
-        next_state_slot=slot,
         num_replayed=replayed,
+        state_slot=slot if first and not replayed else None,
+        next_state_slot=slot,
     )
 
 
@@ -134,9 +100,11 @@ LENGTHS = [300, 2, 3, 17, 40, 150, 220]
 """Of the sequences of a seed."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "qwen3", "lfm2", "lfm2_moe", "gpt_oss"])
 def saved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    random_model: Callable[[str, int], Any],
 ) -> tuple[Any, Path, int]:
     """transformers' model, the folder it was saved to, and the seed of both it and its tokens."""
     while True:
@@ -148,26 +116,6 @@ def saved(
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return model, folder, seed
-
-
-def random_model(family: str, seed: int) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-        config = CONFIG_MAPPING[family](**(COMMON | FAMILIES[family]))
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval().float()
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" in name:
-                value.uniform_(0.5, 1.5)
-            elif "sinks" in name or "bias" in name or "router" in name or ".gate." in name:
-                value.normal_()
-        for name, value in model.named_buffers():
-            if "expert_bias" in name:  # what LFM2 chooses experts by
-                value.normal_(std=0.1)
-    return model
 
 
 def routing_margin(model: Any, seed: int) -> float:
@@ -250,7 +198,7 @@ def test_decodes_and_prompts_of_any_length_together(model: Model, seed: int) -> 
     ]
     for each, tokens in zip(chunks, sequences, strict=True):
         if each.start:
-            model.logits(chunk(tokens, 0, each.start, each.state_slot))
+            model.logits(chunk(tokens, 0, each.start, each.next_state_slot))
     together = model.logits(*chunks)
     for logits, tokens in zip(together, sequences, strict=True):
         assert_close(logits, model.expected(tokens))

@@ -1,0 +1,68 @@
+"""Which matrices a loaded model is multiplied by."""
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+
+from ullage_engine.kernels.quantized import quantized_matrix, row_matrix, scratch_bytes
+from ullage_engine.layers.compute import Compute
+from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, expert_matrices
+from ullage_engine.layers.matrix import Matrix
+from ullage_engine.memory.arena import StepLimits
+from ullage_engine.memory.rungs import token_rung, unit_rows
+from ullage_engine.models.decoder import Weights
+from ullage_engine.quant.formats import Encoding
+from ullage_engine.quant.packing import Packed
+from ullage_engine.weights.store import LoadedModel
+
+
+def matrix_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
+    """Memory that products with quantised matrices are computed in."""
+    encodings = _encodings_of_products(loaded)
+    return scratch_bytes(encodings, limits.itemsize, deterministic=limits.deterministic)
+
+
+def model_weights(
+    loaded: LoadedModel,
+    limits: StepLimits,
+    compute: Compute,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
+) -> Weights:
+    """The tensors of a model and its matrices, plain or quantised; `scratch` is uint8 of
+    `matrix_scratch_bytes`."""
+    tensors, deterministic = loaded.tensors, limits.deterministic
+
+    def quantized(packed: Packed) -> Matrix:
+        if deterministic:
+            return row_matrix(packed, dtype, scratch, compute.matrix)
+        return quantized_matrix(packed, dtype, scratch)
+
+    def matrix(name: str) -> Matrix:
+        if name in loaded.encodings:
+            return quantized(loaded.packed(name))
+        return compute.matrix(tensors[name])
+
+    def experts(name: str) -> ExpertMatrices:
+        if name not in loaded.encodings:
+            return expert_matrices(tensors[name], compute.matrix, deterministic)
+        parts = loaded.packed(name).split(_num_experts(loaded))
+        matrices = [quantized(part) for part in parts]
+        return LoopedExperts(matrices, unit_rows if deterministic else token_rung)
+
+    return Weights(tensors, matrix=matrix, experts=experts)
+
+
+def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
+    """Experts are multiplied one at a time."""
+    for name, encoding in loaded.encodings.items():
+        rows, columns = encoding.shape
+        if ".experts_" in name:
+            rows //= _num_experts(loaded)
+        yield msgspec.structs.replace(encoding, shape=(rows, columns))
+
+
+def _num_experts(loaded: LoadedModel) -> int:
+    assert loaded.geometry.experts is not None, "weights of experts, and no experts"
+    return loaded.geometry.experts.num_experts

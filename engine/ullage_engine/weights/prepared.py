@@ -1,0 +1,157 @@
+"""From checkpoint tensors to those of a prepared file, one at a time."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ullage_engine.models.dtypes import dtype_name
+from ullage_engine.quant.formats import Encoding, Quantized, chosen_encoding, stacked
+from ullage_engine.quant.packing import Piece, laid_out_for, pack, pieces_of
+from ullage_engine.quant.rounding import quantise
+from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.layout import Part, TensorPlan
+from ullage_engine.weights.reader import CheckpointReader
+from ullage_engine.weights.source import ModelFiles
+
+MATRICES = frozenset(
+    {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
+)
+"""Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
+computing type."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTensor:
+    """One tensor of the plan in the form in which it is stored."""
+
+    source: Path
+    reader: CheckpointReader
+    plan: TensorPlan
+    dtype: torch.dtype
+    encoding: Encoding | None
+    """None: in the computing type."""
+    is_kept: bool
+    """The checkpoint's own numbers are stored."""
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What it takes in the file, in order, by full names."""
+        if self.encoding is None:
+            return [Piece(self.name, self.plan.shape, self.dtype)]
+        named = pieces_of(self.encoding, self.dtype)
+        return [each._replace(name=f"{self.name}.{each.name}") for each in named]
+
+    def chunks(self) -> Iterator[Iterable[torch.Tensor]]:
+        """The contents of each piece, in parts that follow one another."""
+        if self.encoding is None:
+            yield (self._read(part).to(self.dtype) for part in self.plan.parts)
+            return
+        parts = [self._quantized(part, self.encoding) for part in self.plan.parts]
+        pieces = pack(stacked(parts), self.encoding, self.dtype)
+        for piece in pieces_of(self.encoding, self.dtype):
+            yield [pieces[piece.name]]
+
+    def _quantized(self, part: Part, encoding: Encoding) -> Quantized:
+        if self.is_kept:
+            return self.reader.quantized(part.source)
+        return quantise(self._read(part).flatten(0, -2), encoding, self.dtype)
+
+    def _read(self, part: Part) -> torch.Tensor:
+        tensor = self.reader.read(part.source)
+        if tuple(tensor.shape) != part.shape:
+            raise WeightsError(
+                f"{self.source}: tensor {part.source!r} has shape {list(tensor.shape)}, but the "
+                f"model's configuration needs {list(part.shape)}; download the model again"
+            )
+        return tensor if part.rearrange is None else part.rearrange(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedForm:
+    """What weights are brought to."""
+
+    dtype: torch.dtype
+    quantization: Literal["none", "int8", "int4", "fp8", "w8a8"]
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """Differs for forms that differ."""
+        sample = Encoding(format="int4", shape=(64, 128), group=128, has_zeros=True)
+        layout = "tiles" if laid_out_for(sample, self.device, self.dtype).is_tiled else "rows"
+        return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
+
+    def prepare(self, source: Path, reader: CheckpointReader, plan: TensorPlan) -> PreparedTensor:
+        """How one tensor is stored.
+
+        Raises:
+            WeightsError: the checkpoint is of another format than is asked for.
+        """
+        self._check(source, reader)
+        encoding, is_kept = self._encoding(reader, plan) if is_matrix(plan) else (None, False)
+        if encoding is not None:
+            count = plan.shape[0] if len(plan.shape) == 3 else 1
+            encoding = laid_out_for(encoding, self.device, self.dtype, count)
+        return PreparedTensor(source, reader, plan, self.dtype, encoding, is_kept)
+
+    def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
+        """That of a matrix, and whether it is the checkpoint's own."""
+        wanted = None if self.quantization == "none" else self.quantization
+        *rows, columns = plan.shape
+        shape = (math.prod(rows), columns)
+        kept = _common([reader.encoding(part.source, wanted) for part in plan.parts], shape)
+        if kept is not None:
+            return kept, True
+        return (chosen_encoding(wanted, shape) if wanted else None), False
+
+    def _check(self, source: Path, reader: CheckpointReader) -> None:
+        formats = reader.formats
+        if self.quantization == "w8a8" and "w8a8" not in formats:
+            raise WeightsError(
+                f"model.quantization w8a8: {source} is not calibrated; make a model that is with "
+                "ullage quantize --format w8a8 --calibrate FILE and name it in model.source"
+            )
+        if self.quantization != "none" and formats and self.quantization not in formats:
+            raise WeightsError(
+                f"model.quantization {self.quantization}: {source} is quantised as "
+                f"{', '.join(sorted(formats))} already; set none, or use the unquantised model"
+            )
+
+
+def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
+    """The encoding of parts that differ in nothing but their rows."""
+    whole = {
+        Encoding(format=each.format, shape=shape, group=each.group, has_zeros=each.has_zeros)
+        for each in parts
+        if each is not None
+    }
+    return whole.pop() if len(whole) == 1 and None not in parts else None
+
+
+def is_matrix(plan: TensorPlan) -> bool:
+    """Whether this is a weight matrix that formats apply to, or one of each expert."""
+    return plan.name.rpartition(".")[2] in MATRICES
+
+
+def open_checkpoint(files: ModelFiles) -> CheckpointReader:
+    """The reader of these files.
+
+    Raises:
+        WeightsError: a file is missing, broken, or of a kind that is not supported.
+    """
+    # Imported when needed: a worker that starts again maps the prepared file and reads neither.
+    if files.format == "gguf":
+        from ullage_engine.weights.gguf import GgufReader
+
+        return GgufReader(files.path)
+    from ullage_engine.quant.checkpoints import open_directory
+
+    return open_directory(files.path)

@@ -1,0 +1,78 @@
+"""Stored matrices come back as they were, in both layouts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ullage_engine.quant.formats import Encoding, Format, chosen_encoding
+from ullage_engine.quant.packing import (
+    Packed,
+    cpu_reads_tiles,
+    laid_out_for,
+    pack,
+    pack_nibbles,
+    pack_tiles,
+    pieces_of,
+    unpack,
+    unpack_nibbles,
+    unpack_tiles,
+)
+from ullage_engine.quant.rounding import quantise
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "w8a8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_as_planned_and_give_the_matrix_back(
+    format: Format, dtype: torch.dtype, tiled: bool, new_weights: Callable[..., torch.Tensor]
+) -> None:
+    if tiled and format != "int4":
+        pytest.skip("only int4 is tiled")
+    plain = chosen_encoding(format, (128, 192))
+    encoding = Encoding(
+        format=format,
+        shape=plain.shape,
+        group=plain.group,
+        has_zeros=plain.has_zeros,
+        is_tiled=tiled,
+    )
+    rounded = quantise(new_weights(128, 192), plain, dtype)
+    pieces = pack(rounded, encoding, dtype)
+    planned = pieces_of(encoding, dtype)
+    assert {piece.name: (piece.shape, piece.dtype) for piece in planned} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pieces.items()
+    }
+    back = unpack(Packed(encoding, pieces))
+    assert torch.equal(back.dequantise(), rounded.dequantise())
+    assert back.encoding == plain
+
+
+def test_codes_survive_packing(seed: int) -> None:
+    codes = torch.randint(
+        0, 16, (192, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
+    assert torch.equal(unpack_tiles(pack_tiles(codes)), codes)
+    assert pack_nibbles(codes)[0, 0] == codes[0, 0] | codes[0, 1] << 4
+    assert pack_tiles(codes)[2, 5, 7] == codes[128 + 7, 5] | codes[128 + 32 + 7, 5] << 4
+
+
+def test_tiles_are_those_of_torchs_kernel() -> None:
+    if not cpu_reads_tiles():
+        pytest.skip("this processor's int4 kernel reads other tiles; rows are used")
+    codes = torch.randint(0, 16, (128, 96), dtype=torch.uint8)
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    assert torch.equal(theirs.view(-1), pack_tiles(codes).view(-1))
+
+
+def test_tiles_are_used_only_where_they_are_read() -> None:
+    int4 = chosen_encoding("int4", (128, 192))
+    assert laid_out_for(int4, CPU, torch.bfloat16).is_tiled == cpu_reads_tiles()
+    assert not laid_out_for(int4, CPU, torch.float32).is_tiled
+    assert not laid_out_for(int4, torch.device("cuda"), torch.bfloat16).is_tiled
+    assert not laid_out_for(chosen_encoding("int4", (96, 192)), CPU, torch.bfloat16).is_tiled
+    int8 = chosen_encoding("int8", (128, 192))
+    assert laid_out_for(int8, CPU, torch.bfloat16) == int8
