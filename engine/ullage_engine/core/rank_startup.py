@@ -137,13 +137,11 @@ class RankStartup:
         if error is not None:
             raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
         give_back_freed()
+        self._reserve_states()
         self.runner.allocate_kv(1)
         self.runner.warm_up()
-        runner = self.runner
-        known = self.ledger.allocated_bytes + runner.kv_block_bytes + runner.state_pool_bytes
+        known = self.ledger.allocated_bytes + self.runner.kv_block_bytes
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
-        if runner.state_pool_bytes:
-            self.ledger.reserve("state_pool", runner.state_pool_bytes)
         self.ledger.reserve("staging", _STAGING_BYTES)
         self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
         self._reserve_host_kv()
@@ -160,8 +158,6 @@ class RankStartup:
         # or the first requests would.
         self.runner.run_largest()
         self.ledger.allocated("kv_pool", size)
-        if self.runner.state_pool_bytes:
-            self.ledger.allocated("state_pool", self.runner.state_pool_bytes)
         if self.num_host_slots:
             self.ledger.allocated("host_kv", self._host_kv_bytes())
         progress(size, size)
@@ -217,6 +213,11 @@ class RankStartup:
         made = Connected(self._group, rows, hidden, self.dtype, most)
         self.ledger.allocated("transfers", made.nbytes)
         return made
+
+    def _reserve_states(self) -> None:
+        """Convolution states are allocated with the first KV pool, all that there can be."""
+        if self.runner.state_pool_bytes:
+            self.ledger.record("state_pool", self.runner.state_pool_bytes)
 
     def _fitting_blocks(self) -> int:
         """Whole KV blocks that fit, at least those of the largest prompt chunk.

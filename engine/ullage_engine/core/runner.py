@@ -132,12 +132,11 @@ class ModelRunner:
             self._model = self._build()
 
     def _build(self) -> Decoder:
-        parts = (self.geometry, self._limits, self._arena)
+        parts, near = (self.geometry, self._limits, self._arena), self._neighbours
         compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
-        own = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
-        near = self._neighbours
+        plain = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
         weights = replace(
-            own, matrix=lambda name: near.matrix(name, own.matrix(name)), reduce=near.reduce
+            plain, matrix=lambda name: near.matrix(name, plain.matrix(name)), reduce=near.reduce
         )
         return Decoder(weights, *parts, compute)
 
@@ -247,8 +246,8 @@ class ModelRunner:
             limits.block_tokens,
             limits.max_gather_tokens,
             limits.context_blocks,
-            self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
-            self._kv.scratch_block,
+            conv_kernel=self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
+            scratch_block=self._kv.scratch_block,
         )
         caches, states = self._kv.layers, self._states.layers
         hidden = model.forward(batch, caches, states, transfers.receive(index), layers)
