@@ -6,6 +6,7 @@ With several ranks all of them do one phase before any does the next (`core.star
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
 from ullage_engine.parallel.slices import Slicer
-from ullage_engine.weights.store import ALIGNMENT, LoadedModel, load_weights
+from ullage_engine.weights.store import ALIGNMENT, LoadedModel, Tensors, load_weights
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -169,30 +170,34 @@ class RankStartup:
             self._group.close()
 
     def _load(self) -> LoadedModel:
-        config, is_alone = self.config, self.layout.world == 1
-        folder = Path(config.server.weights_dir)
-        # Of several ranks each copies only its part to its device.
-        source = self.device if is_alone else torch.device("cpu")
-        progress = self._progress("weights")
-        loaded = load_weights(config.model, source, self.dtype, folder, progress)
+        config, part = self.config, None if self.layout.world == 1 else self._part
+        folder, progress = Path(config.server.weights_dir), self._progress("weights")
+        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, part)
         self._whole = loaded.geometry
-        return loaded if is_alone else self._take_part(loaded)
+        return loaded if part is None else self._own(loaded)
 
-    def _take_part(self, loaded: LoadedModel) -> LoadedModel:
-        pool, layout = self.config.server.pool, self.layout
-        if loaded.encodings:
-            raise StartError(
-                f"pools.{pool}.gpus: {layout.world} ranks cannot share quantised weights in this "
-                "version; set 1, or spec.model.quantization none with an unquantised model"
-            )
+    def _part(self, geometry: ModelGeometry, tensors: Tensors) -> Tensors:
+        """What of the whole model's tensors this rank computes with."""
         try:
-            check_model(pool, loaded.geometry, layout)
+            check_model(self.config.server.pool, geometry, self.layout)
         except LayoutError as error:
             raise StartError(str(error)) from error
-        parts = Slicer(loaded.geometry, layout, self.rank).take(loaded.tensors)
-        tensors = {name: part.to(self.device) for name, part in parts.items()}
-        own = rank_geometry(loaded.geometry, layout, self.rank)
-        return LoadedModel(own, tensors, held_bytes(tensors.values()))
+        return Slicer(geometry, self.layout, self.rank).take(tensors)
+
+    def _own(self, loaded: LoadedModel) -> LoadedModel:
+        """The model as this rank has it."""
+        layout, slicer = self.layout, Slicer(loaded.geometry, self.layout, self.rank)
+        if loaded.encodings and layout.tensor > 1:
+            raise StartError(
+                f"pools.{self.config.server.pool}.parallelism.tensor: {layout.tensor} ranks cannot "
+                "share quantised matrices; set tensor 1 and let pipeline be the number of GPUs"
+            )
+        return replace(
+            loaded,
+            geometry=rank_geometry(loaded.geometry, layout, self.rank),
+            nbytes=held_bytes(loaded.tensors.values()),
+            encodings={name: e for name, e in loaded.encodings.items() if slicer.holds(name)},
+        )
 
     def _meet(self, store: Path | None) -> Neighbours:
         layout = self.layout

@@ -44,6 +44,11 @@ STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
 
+Tensors = dict[str, torch.Tensor]
+
+Part = Callable[[ModelGeometry, Tensors], Tensors]
+"""Of a whole model's tensors, those that one of several ranks needs, or what it needs of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -87,10 +92,12 @@ def load_weights(
     dtype: torch.dtype,
     weights_dir: Path,
     progress: Progress,
+    part: Part | None = None,
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
-    On a CPU the tensors are the file's pages; elsewhere they are copied to the device.
+    On a CPU the tensors are the file's pages; elsewhere they are copied to the device. With `part`
+    only its result is; everything else said of the model is said of the whole.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -100,7 +107,7 @@ def load_weights(
     path = weights_dir / f"{content_key(files, form)}.weights"
     header = _attach(files, path, form, progress)
     progress(header.nbytes, header.nbytes)
-    return _map(path, header, device)
+    return _map(path, header, device, part)
 
 
 def content_key(files: ModelFiles, form: PreparedForm) -> str:
@@ -240,14 +247,15 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _map(path: Path, header: Header, device: torch.device) -> LoadedModel:
+def _map(path: Path, header: Header, device: torch.device, part: Part | None) -> LoadedModel:
     # Private and never written: pages stay shared with every other process that maps the file.
     storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
     tensors = {}
     for stored in header.tensors:
         dtype = STORED_DTYPES[stored.dtype]
         end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
-        tensors[stored.name] = (
-            storage[stored.offset : end].view(dtype).view(stored.shape).to(device)
-        )
-    return LoadedModel(header.geometry, tensors, header.nbytes, header.encodings)
+        tensors[stored.name] = storage[stored.offset : end].view(dtype).view(stored.shape)
+    if part is not None:
+        tensors = part(header.geometry, tensors)
+    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return LoadedModel(header.geometry, placed, header.nbytes, header.encodings)

@@ -43,6 +43,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
+    # Sinks, windows, biases on every product.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
     # SmolLM2's heads, which two ranks share unevenly.
     "nine_heads": {
         "model_type": "llama",
@@ -52,16 +64,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
+MODELS["llama_int8"] = MODELS["llama"]
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
-CASES += [("lfm2_moe", "tp2"), ("lfm2_moe", "tp2pp2"), ("nine_heads", "tp2")]
+CASES += [
+    ("lfm2_moe", "tp2"),
+    ("lfm2_moe", "tp2pp2"),
+    ("gpt_oss", "tp2pp2"),
+    ("nine_heads", "tp2"),
+    ("llama_int8", "pp2"),
+]
+
+
+def quantization(model: str) -> str:
+    return "int8" if model.endswith("int8") else "none"
 
 
 class Recorded:
     """What one process computed: plans, and the tokens of each."""
 
-    def __init__(self, folder: Path, weights: Path) -> None:
-        section = ModelSection(source=f"file://{folder}", name="tiny")
+    def __init__(self, folder: Path, weights: Path, quantization: Any) -> None:
+        section = ModelSection(source=f"file://{folder}", name="tiny", quantization=quantization)
         cpu = torch.device("cpu")
         loaded = load_weights(section, cpu, torch.float32, weights, lambda done, total: None)
         settings = RunnerSettings(
@@ -120,7 +143,7 @@ def recorded(
     models = {}
     for name, values in MODELS.items():
         folder = make_checkpoint(seed, **values)
-        models[name] = folder, Recorded(folder, weights)
+        models[name] = folder, Recorded(folder, weights, quantization(name))
         prompts = [
             torch.randint(1, 211, (size,)).tolist() for size in (3, 40, 17, 70, 1, 33, 9, 20)
         ]
@@ -166,7 +189,7 @@ def write_case(
         "batching": {"max_sequences": SEQUENCES, "prefill_chunk_tokens": CHUNK},
         "server": {"weights_dir": str(folder), "threads": 1},
     }
-    config["model"]["dtype"] = "float32"
+    config["model"] |= {"dtype": "float32", "quantization": quantization(model)}
     config["batching"]["decode_max_batch_tokens"] = 1024
     files = {kind: str(folder / f"{model}-{layout}.{kind}") for kind in ("config", "plans", "out")}
     Path(files["config"]).write_text(yaml.safe_dump(config))

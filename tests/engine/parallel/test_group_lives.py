@@ -22,7 +22,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_engine.config import read_config
 from ullage_engine.core.worker_env import worker_env
-from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
+from ullage_engine.server.app import EngineApp, WorkerLaunch
 from ullage_engine.server.policy import RestartPolicy
 from ullage_rpc.channels import open_channel
 
@@ -157,7 +157,7 @@ def test_a_dead_rank_and_a_stopped_one_cost_a_pause_and_the_map_stays(
 
     async def scenario() -> None:
         async with serving(path) as group:
-            whole, _ = await group.generate(40)
+            whole, _ = await group.generate(30)
             # "The capital of France is Paris."
             assert whole[:7] == [504, 3575, 282, 4649, 314, 7042, 30]
             before = await group.map()
@@ -166,10 +166,10 @@ def test_a_dead_rank_and_a_stopped_one_cost_a_pause_and_the_map_stays(
                 (pid,) = ranks()
 
                 def end_it(count: int, number: int = number, pid: int = pid) -> None:
-                    if count == 10:
+                    if count == 8:
                         os.kill(pid, number)
 
-                tokens, finished = await group.generate(40, end_it)
+                tokens, finished = await group.generate(30, end_it)
                 assert tokens == whole
                 assert finished.resumes == 1
                 assert ranks() != [pid] and not psutil.pid_exists(pid)
@@ -194,16 +194,5 @@ def test_two_tensor_ranks_share_nine_heads_and_one_ledger(folder: Path, weights_
             held = {line.name: line.reserved_bytes for line in state.ledger}
             assert sum(held.values()) <= state.total_bytes and held["transfers"] > 0
             assert held["kv_pool"] == state.kv_pool_bytes
-
-    run(scenario)
-
-
-def test_a_wrong_world_size_is_refused_at_start(folder: Path, weights_dir: Path) -> None:
-    path = write_config(folder, weights_dir, gpus=3, tensor=2, pipeline=1)
-
-    async def scenario() -> None:
-        with pytest.raises(AppError, match=r"pools.single.gpus: 3 is not parallelism.tensor 2"):
-            async with serving(path):
-                pass
 
     run(scenario)

@@ -1,0 +1,69 @@
+"""Rank 0's side of its group, with ranks that only speak."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ullage_engine.parallel.commands import Join, WarmUp
+from ullage_engine.parallel.errors import GroupLostError, RankFailedError
+from ullage_engine.parallel.followers import Followers
+
+SCRIPT = """
+import sys, msgspec, zmq
+from ullage_engine.parallel.commands import Done, Failed, Stop, ToFollower
+link = zmq.Context().socket(zmq.PAIR)
+link.connect(sys.argv[2])
+rank, encode = int(sys.argv[1]), msgspec.msgpack.encode
+while True:
+    command = msgspec.msgpack.decode(link.recv(), type=ToFollower)
+    if isinstance(command, Stop):
+        sys.exit(0)
+    if type(command).__name__ == "WarmUp" and rank == 2:
+        link.send(encode(Failed("memory.deviceBytes: too little")))
+        sys.exit(2)
+    link.send(encode(Done(num_blocks=10 * rank)))
+"""
+
+
+def command(rank: int, endpoint: str) -> Sequence[str]:
+    return [sys.executable, "-c", SCRIPT, str(rank), endpoint]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int], Followers]]:
+    with ExitStack() as stack:
+
+        def start_group(world: int) -> Followers:
+            followers = Followers(world, tmp_path / "g", command)
+            stack.callback(followers.kill)
+            return followers
+
+        yield start_group
+
+
+def test_answers_come_in_the_order_of_ranks_and_failures_name_theirs(
+    start: Callable[[int], Followers],
+) -> None:
+    followers = start(4)
+    followers.tell_all(Join("store"))
+    assert [answer.num_blocks for answer in followers.done()] == [10, 20, 30]
+    assert followers.resident_bytes() > 3 << 20
+    followers.tell_all(WarmUp())
+    with pytest.raises(RankFailedError, match=r"^rank 2: memory\.deviceBytes: too little$"):
+        followers.done()
+    # It has said why it ended, so this process has not ended with it.
+
+
+def test_a_rank_that_stops_when_asked_has_nothing_more_to_say(
+    start: Callable[[int], Followers],
+) -> None:
+    followers = start(2)
+    followers.tell_all(Join("store"))
+    followers.done()
+    followers.tell_all(Join("store"))
+    with pytest.raises(GroupLostError, match="rank 1 answered Done, not tokens"):
+        followers.sampled(1)
+    followers.stop()
