@@ -59,6 +59,7 @@ def start(config: EngineConfig, report: Report) -> Started:
         StartError, LedgerError, WeightsError: one line saying what to change.
     """
     _check_parallelism(config)
+    _check_kv_dtype(config)
     device = _prepare_device(config)
     return _Startup(config, device, report).run()
 
@@ -256,6 +257,14 @@ def _check_parallelism(config: EngineConfig) -> None:
         raise StartError(
             f"pools.{pool}.parallelism: tensor {ranks.tensor} and pipeline {ranks.pipeline} are "
             "not supported by this version's engine; set both to 1"
+        )
+
+
+def _check_kv_dtype(config: EngineConfig) -> None:
+    if config.model.kv_dtype != "auto":
+        raise StartError(
+            f"spec.model.kvDtype: {config.model.kv_dtype} is not supported by this version's "
+            "attention; set auto"
         )
 
 
