@@ -71,6 +71,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     groups: list[CacheGroupSpec]
     state_bytes_per_sequence: int
+    """Convolution state over all layers and ranks."""
+    state_ranks: int = 1
+    """Ranks among which it is divided evenly, by layers and by channels."""
     activation_bytes_per_token: int
     sampler_bytes_per_sequence: int
     prefill_chunk_tokens: int

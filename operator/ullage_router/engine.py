@@ -206,4 +206,4 @@ class Engine:
 def to_profile(wire: inference_pb2.MemoryProfile) -> Profile:
     """The profile as the predictor takes it."""
     per_token = sum(group.bytes_per_token for group in wire.groups)
-    return Profile(max(1, wire.block_tokens), per_token, wire.state_bytes_per_sequence)
+    return Profile(max(1, wire.block_tokens), per_token)

@@ -5,12 +5,13 @@ admission charges and what the allocator hands out. For s samples of p prompt an
 
     shared = floor((p - 1) / block)
     blocks = shared + s * (ceil((p + o) / block) - shared) + (1 if s > 1 and p > 1)
-    bytes = blocks * block * sum of bytes per token over cache groups + s * state
+    bytes = blocks * block * sum of bytes per token over cache groups
 
 because samples share the whole blocks of their prompt before its last token, and write to copies of
 the block with it, whose original is there until all have copied it. A sliding window is priced as
-if it grew, because all groups share one block table. What an engine finds in its prefix cache is
-not known here, so nothing is subtracted.
+if it grew, because all groups share one block table. The fixed state of a sequence is not priced:
+engines reserve it for all that may run. What an engine finds in its prefix cache is not known here,
+so nothing is subtracted.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,6 @@ class Profile:
     block_tokens: int
     bytes_per_token: int
     """Summed over the cache groups, all layers and ranks."""
-    state_bytes: int = 0
-    """Fixed state of one sequence."""
 
     @property
     def block_bytes(self) -> int:
@@ -39,11 +38,11 @@ class Demand:
     """Tokens charged for one sample: the prompt and the expected output."""
     kv_bytes: int
     """In whole blocks."""
-    state_bytes: int
 
     @property
     def total(self) -> int:
-        return self.kv_bytes + self.state_bytes
+        """What the engine's admission charges."""
+        return self.kv_bytes
 
 
 def predict(
@@ -59,7 +58,7 @@ def predict(
     shared = _shared_blocks(profile, prompt_tokens)
     own = -(-tokens // profile.block_tokens) - shared
     blocks = shared + samples * own + _originals(prompt_tokens, samples)
-    return Demand(tokens, blocks * profile.block_bytes, samples * profile.state_bytes)
+    return Demand(tokens, blocks * profile.block_bytes)
 
 
 def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, samples: int = 1) -> int:
@@ -69,8 +68,7 @@ def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, sample
     """
     if not profile.block_bytes:
         return 0
-    blocks = max(0, available - samples * profile.state_bytes) // profile.block_bytes
-    blocks = max(0, blocks - _originals(prompt_tokens, samples))
+    blocks = max(0, available // profile.block_bytes - _originals(prompt_tokens, samples))
     shared = _shared_blocks(profile, prompt_tokens)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from ullage_engine.memory.predictor import (
     group_blocks,
     num_blocks,
     sequence_bytes,
+    state_pool_bytes,
 )
 from ullage_engine.messages import CacheGroupSpec, Profile
 
@@ -125,8 +127,15 @@ shapes = st.builds(
 
 
 def figures(price: Demand) -> tuple[int, ...]:
-    kv = (price.num_blocks, price.kv_bytes, price.rank_kv_bytes, price.state_bytes)
-    return (*kv, price.activation_bytes, price.sampler_bytes, price.total)
+    kv = (price.num_blocks, price.kv_bytes, price.rank_kv_bytes)
+    return (
+        *kv,
+        price.state_bytes,
+        price.rank_state_bytes,
+        price.activation_bytes,
+        price.sampler_bytes,
+        price.total,
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -181,12 +190,39 @@ def test_ranks_divide_a_group(num_ranks: int, share: float) -> None:
     assert price.rank_kv_bytes == share * price.kv_bytes == share * 128 * 12_288
 
 
-def test_arenas_are_priced_but_not_charged() -> None:
+@pytest.mark.parametrize(("state_ranks", "share"), [(1, 3000), (2, 1500), (3, 1002)])
+def test_ranks_divide_a_state(state_ranks: int, share: int) -> None:
+    profile = make_profile([CacheGroupSpec(bytes_per_token=10)], state=1000)
+    profile = msgspec.structs.replace(profile, state_ranks=state_ranks)
+    price = demand(profile, RequestShape(100, 28, samples=3))
+    assert (price.state_bytes, price.rank_state_bytes) == (3000, share)
+
+
+def test_a_pool_of_states_holds_what_a_step_reads_and_writes() -> None:
+    assert state_pool_bytes(147_456, 64) == 2 * 64 * 147_456
+
+
+def test_what_is_reserved_beside_the_kv_is_priced_but_not_charged() -> None:
     profile = make_profile([CacheGroupSpec(bytes_per_token=10)], state=1000, chunk=64)
     long = demand(profile, RequestShape(prompt_tokens=200, output_tokens=8, samples=3))
     assert (long.activation_bytes, long.sampler_bytes) == (64 * 7, 3 * 11)
     assert demand(profile, RequestShape(200, prefix_tokens=160)).activation_bytes == 40 * 7
-    assert long.total == long.kv_bytes + 3000
+    assert long.state_bytes == 3000
+    assert long.total == long.kv_bytes
+
+
+def test_a_state_larger_than_the_free_kv_keeps_nobody_out() -> None:
+    profile = make_profile([CacheGroupSpec(bytes_per_token=10)], state=1 << 40)
+    limits = SchedulerLimits(LONGEST, 8, 96, True, 8192)
+    scheduler = Scheduler(profile, limits, Pace(), ExpectedOutput(LONGEST, start=LONGEST))
+    request = EngineRequest(
+        request_id="a",
+        token_ids=[1] * 500,
+        num_prompt_tokens=500,
+        max_tokens=400,
+        sampling=SamplingParams(),
+    )
+    assert scheduler.submit(request) is None
 
 
 @settings(max_examples=60, deadline=None)

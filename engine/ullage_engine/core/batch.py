@@ -44,12 +44,23 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class ConvPlan:
-    """Rows that the taps of short convolutions read."""
+    """What each row's convolution reads, as indices into `source`.
+
+    `source` is the T rows of a layer's input columns, then for each of the C chunks, in the order
+    of their rows, its state: the kernel - 1 columns before its first row, oldest first.
+    """
 
     taps: list[list[int]]
+    """`kernel` lists of T indices: taps[j][i] is the column at the position of row i less
+    kernel - 1 - j, of the same sequence."""
     tails: list[int]
+    """C * (kernel - 1) indices: the state after each chunk."""
     slots: list[int]
+    """Where the state before each chunk lies; any slot for those in `fresh`."""
+    next_slots: list[int]
+    """Where the state after each chunk goes; no slot that the step reads."""
     fresh: list[int]
+    """Chunks, by index, that begin from zero state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,7 @@ class StepBatch:
     sampled_rows: list[int]
     """Row of the last token of each of them."""
     conv: ConvPlan | None = None
+    """For models with convolutions."""
 
 
 Rung = Callable[[int], int]
@@ -78,10 +90,15 @@ def build_batch(
     max_gather_tokens: int,
     rung: Rung = block_rung,
     conv_kernel: int = 0,
+    scratch_block: int | None = None,
 ) -> StepBatch:
-    """Orders the chunks so that every group of decodes is a run of rows."""
-    decodes = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
-    prefills = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
+    """Orders the chunks so that every group of decodes is a run of rows.
+
+    `conv_kernel`: taps of the model's convolutions, 0 without. `scratch_block`: where the KV of
+    replayed tokens goes, in no sequence's table; only models with convolutions need one.
+    """
+    decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
+    prefills = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
     decodes.sort(key=lambda chunk: chunk.start, reverse=True)
     ordered = decodes + prefills
     last_rows, row = {}, 0
@@ -91,8 +108,8 @@ def build_batch(
     sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
     return StepBatch(
         token_ids=[token for chunk in ordered for token in chunk.token_ids],
-        positions=[position for chunk in ordered for position in _positions(chunk)],
-        slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens)],
+        positions=[at for chunk in ordered for at in range(chunk.start, chunk.end)],
+        slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens, scratch_block)],
         decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens, rung),
         prefills=_prefill_tiles(prefills, len(decodes), block_tokens, rung),
         sampled=sampled,
@@ -101,45 +118,52 @@ def build_batch(
     )
 
 
-def _conv_plan(chunks: Sequence[Chunk], kernel: int) -> ConvPlan:
-    columns, total = kernel - 1, sum(len(chunk.token_ids) for chunk in chunks)
-    taps: list[list[int]] = [[] for _ in range(kernel)]
-    tails: list[int] = []
-    row = 0
-    for index, chunk in enumerate(chunks):
-        state, count = total + index * columns, len(chunk.token_ids)
-        rows = [*range(state, state + columns), *range(row, row + count)]
-        for tap, indices in enumerate(taps):
-            indices += rows[tap : tap + count]
-        tails += rows[-columns:]
-        row += count
-    fresh = [i for i, each in enumerate(chunks) if each.start == 0 or each.num_replayed]
-    return ConvPlan(taps, tails, [chunk.state_slot for chunk in chunks], fresh)
-
-
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
     """Blocks that the step begins to fill and leaves with room behind their last token."""
     for chunk in plan.chunks:
-        end = chunk.start + len(chunk.token_ids)
-        last = (end - 1) // block_tokens
-        if end % block_tokens and last * block_tokens >= chunk.start:
+        last = (chunk.end - 1) // block_tokens
+        if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:
             yield chunk.block_ids[last]
 
 
-def _positions(chunk: Chunk) -> range:
-    return range(chunk.start, chunk.start + len(chunk.token_ids))
+def _is_decode(chunk: Chunk) -> bool:
+    return len(chunk.token_ids) == 1 and not chunk.num_replayed
 
 
-def _slots(chunk: Chunk, block_tokens: int) -> list[int]:
-    blocks = chunk.block_ids
-    return [
-        blocks[position // block_tokens] * block_tokens + position % block_tokens
-        for position in _positions(chunk)
+def _slots(chunk: Chunk, block_tokens: int, scratch_block: int | None) -> list[int]:
+    assert scratch_block is not None or not chunk.num_replayed, "no block for replayed tokens"
+    scratch, blocks = (scratch_block or 0) * block_tokens, chunk.block_ids
+    replayed = [scratch + number % block_tokens for number in range(chunk.num_replayed)]
+    stored = range(chunk.first_stored, chunk.end)
+    return replayed + [
+        blocks[at // block_tokens] * block_tokens + at % block_tokens for at in stored
     ]
 
 
+def _conv_plan(chunks: Sequence[Chunk], kernel: int) -> ConvPlan:
+    columns = kernel - 1
+    taps: list[list[int]] = [[] for _ in range(kernel)]
+    tails: list[int] = []
+    row, state = 0, sum(len(chunk.token_ids) for chunk in chunks)
+    for chunk in chunks:
+        end = row + len(chunk.token_ids)
+        # The columns that the chunk and its state are together, from the oldest on.
+        column = [*range(state, state + columns), *range(row, end)]
+        for tap, rows in enumerate(taps):
+            rows += column[tap : tap + end - row]
+        tails += column[len(column) - columns :]
+        row, state = end, state + columns
+    return ConvPlan(
+        taps=taps,
+        tails=tails,
+        slots=[chunk.state_slot or 0 for chunk in chunks],
+        next_slots=[chunk.next_state_slot for chunk in chunks],
+        fresh=[index for index, chunk in enumerate(chunks) if chunk.state_slot is None],
+    )
+
+
 def _num_blocks(chunk: Chunk, block_tokens: int) -> int:
-    return -(-(chunk.start + len(chunk.token_ids)) // block_tokens)
+    return -(-chunk.end // block_tokens)
 
 
 def _prefill_tiles(

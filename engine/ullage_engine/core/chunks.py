@@ -29,9 +29,14 @@ def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
     return remaining if remaining <= budget else 0
 
 
-def make_chunk(sequence: Sequence, count: int, block_tokens: int) -> Chunk:
-    """The next `count` tokens of a sequence that has the blocks for them."""
-    start, end = sequence.num_computed, sequence.num_computed + count
+def make_chunk(
+    sequence: Sequence, start: int, count: int, block_tokens: int, slots: tuple[int | None, int]
+) -> Chunk:
+    """`count` tokens of a sequence that has the blocks for them.
+
+    Those before `num_computed` are replayed. `slots`: of the convolution states before and after.
+    """
+    end = start + count
     return Chunk(
         request_id=sequence.request_id,
         token_ids=sequence.token_ids[start:end],
@@ -40,6 +45,9 @@ def make_chunk(sequence: Sequence, count: int, block_tokens: int) -> Chunk:
         sampling=sequence.request.sampling if end == len(sequence.token_ids) else None,
         history=sequence.token_ids,
         num_prompt_tokens=sequence.request.num_prompt_tokens,
+        num_replayed=min(count, sequence.num_computed - start),
+        state_slot=slots[0],
+        next_state_slot=slots[1],
     )
 
 

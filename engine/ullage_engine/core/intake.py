@@ -94,14 +94,15 @@ class Intake:
                 yield after, round(blocks * block_bytes(self._profile))
 
     def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
-        least = self._bytes(sum(map(self._least_blocks, group)), len(group))
+        size = block_bytes(self._profile)
+        least = sum(map(self._least_blocks, group)) * size
         forever = refuse_forever(requests, self._profile, self._limits.max_model_len, least)
         if forever:
             return forever
         # What does not fit together takes turns: an empty pool admits whatever it can hold.
         blocks = sum(self._promises.price(each).total for each in group)
-        needed = self._bytes(min(blocks, self._store.num_blocks), len(group))
-        available = self._promises.num_available * block_bytes(self._profile)
+        needed = min(blocks, self._store.num_blocks) * size
+        available = self._promises.num_available * size
         room = Room(available, self._places(len(group)), self.releases())
         return refuse_now(requests, needed, room)
 
@@ -110,10 +111,6 @@ class Intake:
         num_waiting = self._roster.num_waiting
         left = self._limits.max_sequences * _WAITING_PER_RUNNING - num_waiting
         return left if num_waiting else max(left, wanted)
-
-    def _bytes(self, blocks: int, num_sequences: int) -> int:
-        states = num_sequences * self._profile.state_bytes_per_sequence
-        return blocks * block_bytes(self._profile) + states
 
     def _least_blocks(self, sequence: Sequence) -> int:
         """What a sequence of a group needs to produce its first token."""

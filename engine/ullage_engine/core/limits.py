@@ -16,6 +16,9 @@ class SchedulerLimits:
     """Prompts may be split over steps; otherwise `prompt_tokens` must hold a whole one."""
     decode_tokens: int
     """Tokens of context that the decodes of one step read together."""
+    replay_tokens: int = 0
+    """Tokens that rebuild a convolution state from zero, over all layers of the whole model whoever
+    computes them; 0: the model has no convolutions."""
 
 
 @dataclass(slots=True)

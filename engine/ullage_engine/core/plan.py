@@ -15,18 +15,31 @@ class Chunk:
     start: int
     """Position of the first of them."""
     block_ids: list[int]
-    """Block table covering positions 0 to start + len(token_ids) - 1, in order."""
+    """Block table covering positions 0 to end - 1, in order."""
     sampling: SamplingParams | None
     """How to choose the next token after the last of `token_ids`; None: a prompt chunk with more
     prompt to come, nothing is sampled."""
     history: list[int]
     """Prompt and output so far including `token_ids` (penalties need it); never changed."""
     num_prompt_tokens: int
-    state_slot: int = 0
-    """Where the sequence's convolution state lies; only models with such layers read it."""
     num_replayed: int = 0
-    """The first so many of `token_ids` have their KV already: they are computed again from zero
-    state to rebuild the convolution state, and what they would store is thrown away."""
+    """The first so many of `token_ids` have their KV already: they are computed again to rebuild
+    the convolution state, and the KV they would store is thrown away."""
+    state_slot: int | None = None
+    """Where the convolution state before `start` lies; None: the chunk begins from zero state."""
+    next_state_slot: int = 0
+    """Where the state after the last token goes: never a slot that a chunk of the same step reads,
+    so that computing a plan again gives the same. Models without convolutions have no slots."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def first_stored(self) -> int:
+        """Position of the first token whose KV is stored."""
+        return self.start + self.num_replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +57,9 @@ class Moves:
     """(host slot, block)"""
     copy: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block)"""
-    copy_state: list[tuple[int, int]] = field(default_factory=list)
-    """(source slot, destination slot) of convolution states, in order"""
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.copy or self.copy_state)
+        return bool(self.swap_out or self.swap_in or self.copy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.preemption import Mover
 from ullage_engine.core.roster import Roster
 from ullage_engine.core.sequence import Sequence
+from ullage_engine.core.states import States
 from ullage_engine.kv.store import KvStore
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.memory.promises import Promises
@@ -24,10 +25,11 @@ class Planner:
         mover: Mover,
         roster: Roster,
         groups: Groups,
+        states: States,
         counters: Counters,
     ) -> None:
-        self.planned: list[tuple[Sequence, int]] = []
-        """Sequences of the last plan and how many tokens of each it computes."""
+        self.planned: list[tuple[Sequence, Chunk]] = []
+        """Sequences of the last plan and what of each it computes."""
         self.max_running = limits.max_sequences
         self._limits = limits
         self._expected = expected
@@ -36,6 +38,7 @@ class Planner:
         self._mover = mover
         self._roster = roster
         self._groups = groups
+        self._states = states
         self._counters = counters
 
     def plan(self, prompt_tokens: int, is_chunked: bool) -> StepPlan:
@@ -56,6 +59,7 @@ class Planner:
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory; it waits until it can have all it needs at once."""
         self._mover.swap_out(sequence)
+        self._states.stop(sequence)
         sequence.is_running = False
         sequence.num_preemptions += 1
         self._counters.num_preemptions += 1
@@ -79,24 +83,38 @@ class Planner:
 
     def _chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
         running = self._roster.running
-        ready = [each for each in running if each.is_decoding]
+        ready = [each for each in running if self._can_decode(each)]
         decoding = pick_decodes(ready, self._limits.decode_tokens)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         self.planned = []
         # Oldest first: whoever is preempted for another's block is newer, so not yet planned.
         for sequence in running:
-            if sequence.is_decoding:
+            start, is_decode = self._states.start(sequence), self._can_decode(sequence)
+            if is_decode:
                 count = 1 if sequence.request_id in decoding else 0
             else:
-                count = prompt_share(sequence.num_remaining, prompt_tokens, is_chunked)
-            if not sequence.is_running or count == 0 or not self._make_room(sequence, count):
+                count = prompt_share(self._end(sequence) - start, prompt_tokens, is_chunked)
+            if not sequence.is_running or not count or not self._make_room(sequence, start + count):
                 continue
-            self.planned.append((sequence, count))
-            chunk = make_chunk(sequence, count, self._store.block_tokens)
-            (decodes if sequence.is_decoding else prompts).append(chunk)
-            prompt_tokens -= 0 if sequence.is_decoding else count
+            slots = self._states.assign(sequence)
+            chunk = make_chunk(sequence, start, count, self._store.block_tokens, slots)
+            self.planned.append((sequence, chunk))
+            (decodes if is_decode else prompts).append(chunk)
+            prompt_tokens -= 0 if is_decode else count
         return decodes + prompts
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        """One token gives the next; what has to be replayed before counts as prompt tokens."""
+        return sequence.is_decoding and self._states.start(sequence) == sequence.num_computed
+
+    def _end(self, sequence: Sequence) -> int:
+        """How far the sequence is computed now. A leader with a state stops where its followers
+        begin, which is the only place where they can go on from it."""
+        followers = self._groups.followers(sequence) if self._states.replay_tokens else []
+        if followers and sequence.num_computed < followers[0].num_shared:
+            return followers[0].num_shared
+        return len(sequence.token_ids)
 
     def _can_start(self, sequence: Sequence) -> bool:
         if sequence.leader or not self._promises.is_kept(sequence):
@@ -123,10 +141,10 @@ class Planner:
         self._mover.swap_in(sequence, self._promises)
         sequence.is_running = True
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Blocks that the next `count` tokens may be written to; False: the sequence had to go."""
+    def _make_room(self, sequence: Sequence, end: int) -> bool:
+        """Blocks that the tokens up to `end` may be written to; False: the sequence had to go."""
         size = self._store.block_tokens
-        first, end = sequence.num_computed // size, sequence.num_computed + count
+        first = sequence.num_computed // size
         while True:
             table = sequence.block_ids
             missing = max(0, -(-end // size) - len(table))

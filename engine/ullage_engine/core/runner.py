@@ -11,9 +11,17 @@ from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
-from ullage_engine.kernels.pool import HostPool, KVPool, StatePool, kv_block_bytes, move
+from ullage_engine.kernels.pool import (
+    HostPool,
+    KVPool,
+    StatePool,
+    kv_block_bytes,
+    move,
+    scratch_blocks,
+)
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
 from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.memory.predictor import state_pool_bytes, state_slots
 from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
@@ -58,7 +66,7 @@ class ModelRunner:
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._dequantised = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
@@ -87,13 +95,21 @@ class ModelRunner:
         """Bytes of one KV block over all layers."""
         return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
 
+    @property
+    def state_pool_bytes(self) -> int:
+        """Bytes that `allocate_kv` takes beside KV blocks: convolution states, and the block that
+        rebuilding them needs; 0 for models without convolutions."""
+        states = self.geometry.state_bytes(self._dtype.itemsize)
+        return state_pool_bytes(states, self._settings.max_sequences) + self._scratch_bytes
+
     def allocated_bytes(self) -> dict[str, int]:
         """Bytes that were really allocated, by name of the reservation that they belong to."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
-            "step_arena": storage_bytes([*self._arena.values(), self._scratch]),
+            "step_arena": storage_bytes([*self._arena.values(), self._dequantised]),
             "sampler_arena": storage_bytes(self._sampling.values()),
-            "kv_pool": storage_bytes([self._kv.blocks]),
+            "kv_pool": storage_bytes([self._kv.blocks]) - self._scratch_bytes,
+            "state_pool": storage_bytes([self._states.states]) + self._scratch_bytes,
         }
 
     def allocate_arena(self) -> None:
@@ -101,26 +117,26 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            self._scratch = self._new_scratch()
+            self._dequantised = self._allocate_dequantised()
             self._model = self._build()
 
     def _build(self) -> Decoder:
         parts = (self.geometry, self._limits, self._arena)
         compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
-        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._scratch)
+        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._dequantised)
         return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
         # A pool that is replaced goes before its successor comes.
-        self._pool = self._host = None
+        self._pool = self._host = self._state_pool = None
         with torch.inference_mode():
             self._pool = KVPool(
                 self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
-                self.geometry, self._settings.max_sequences, self._dtype, self._device
+                self.geometry, state_slots(self._settings.max_sequences), self._dtype, self._device
             )
 
     def prove(self) -> str | None:
@@ -164,7 +180,7 @@ class ModelRunner:
         """Blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
 
-    def _new_scratch(self) -> torch.Tensor:
+    def _allocate_dequantised(self) -> torch.Tensor:
         size = matrix_scratch_bytes(self._loaded, self._limits)
         # empty and zero_, because zeros would leave the pages unbacked until first use.
         return torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
@@ -184,6 +200,10 @@ class ModelRunner:
         assert self._state_pool is not None, "allocate_kv comes first"
         return self._state_pool
 
+    @property
+    def _scratch_bytes(self) -> int:
+        return scratch_blocks(self.geometry) * self.kv_block_bytes
+
     def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
         # Layers of one kind have the same shapes, and each frees what it took before the next.
         layers = self._loaded_model.one_of_each_kind()
@@ -199,6 +219,7 @@ class ModelRunner:
             limits.max_gather_tokens,
             limits.context_blocks,
             self.geometry.conv_kernel,
+            self._kv.scratch_block,
         )
         hidden = model.forward(batch, self._kv.layers, self._states.layers, layers=layers)
         if not batch.sampled:

@@ -21,6 +21,7 @@ from ullage_engine.core.preemption import Mover
 from ullage_engine.core.request import EngineRequest
 from ullage_engine.core.roster import Roster
 from ullage_engine.core.sequence import Sequence
+from ullage_engine.core.states import States
 from ullage_engine.kv.blocks import PoolUsage
 from ullage_engine.kv.store import KvPolicy, KvStore
 from ullage_engine.memory.expected import ExpectedOutput
@@ -60,9 +61,17 @@ class Scheduler:
         self._promises = Promises(self._store)
         self._mover = Mover(self._store, self._block_bytes, policy.host_slots, pace)
         parts = self._store, self._promises
+        self._states = States(limits.replay_tokens, limits.max_sequences, self._roster)
         self._intake = Intake(profile, limits, pace, expected, *parts, self._roster, self._groups)
         self._planner = Planner(
-            limits, expected, *parts, self._mover, self._roster, self._groups, self.counters
+            limits,
+            expected,
+            *parts,
+            self._mover,
+            self._roster,
+            self._groups,
+            self._states,
+            self.counters,
         )
 
     # what it holds -------------------------------------------------------------------------------
@@ -140,6 +149,7 @@ class Scheduler:
         self._promises.check_integrity(self._roster)
         self._mover.check_integrity(list(self._roster))
         self._roster.check_integrity()
+        self._states.check_integrity()
         assert self.num_running <= self._limits.max_sequences, "batch too large"
         for each in self._roster:
             held = len(each.block_ids) * self._store.block_tokens
@@ -202,7 +212,7 @@ class Scheduler:
         computed = parent.token_ids[: parent.num_computed]
         shared = common_prefix(child_request.token_ids[:-1], computed)
         if shared:
-            self._promises.fork(parent, child, shared, self._roster)
+            self._fork(parent, child, shared)
         else:
             self._promises.owe(child)
 
@@ -265,8 +275,9 @@ class Scheduler:
 
         A token that ends its sequence is part of the output, stop tokens included.
         """
-        for sequence, count in self._planner.planned:
-            sequence.num_computed += count
+        for sequence, chunk in self._planner.planned:
+            sequence.num_computed = max(sequence.num_computed, chunk.end)
+            self._states.commit(sequence, chunk)
             sequence.last_step = self.counters.num_steps
             self._remember(sequence)
         for sequence, _ in self._planner.planned:
@@ -290,7 +301,11 @@ class Scheduler:
 
     def _fork_follower(self, leader: Sequence, follower: Sequence) -> None:
         follower.cached_prompt_tokens = leader.cached_prompt_tokens
-        self._promises.fork(leader, follower, follower.num_shared, self._roster)
+        self._fork(leader, follower, follower.num_shared)
+
+    def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        if self._promises.fork(parent, child, num_tokens, self._roster):
+            self._states.share(parent, child)
 
     def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
         """Nothing is left to produce of a request that was admitted before."""
@@ -327,6 +342,7 @@ class Scheduler:
         left = self._groups.remove(sequence)
         self._mover.forget(sequence)
         self._promises.release(sequence)
+        self._states.release(sequence)
         sequence.is_running = False
         self._roster.remove(sequence)
         self._planner.planned = [

@@ -17,6 +17,17 @@ class Swapped:
     """Tokens whose KV was stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConvState:
+    """A sequence's convolution state; a function of its tokens from `since` to `num_tokens`."""
+
+    slot: int
+    num_tokens: int
+    """Tokens behind it: the position it is for."""
+    since: int
+    """Where it began from zero state."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, blocks and promise of one request; only the scheduler changes it.
@@ -51,6 +62,10 @@ class Sequence:
     awaits: "tuple[Sequence, int] | None" = None
     """A running sequence that computes the same prefix, and the prefix' length."""
     swapped: Swapped | None = None
+    state: ConvState | None = None
+    """Convolution state; one that waits keeps it until its slot is needed."""
+    next_slot: int | None = None
+    """Where the planned step writes the next one."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before it first starts."""
     num_preemptions: int = 0

@@ -79,7 +79,7 @@ class _Startup:
         self._ledger.record("context", self._meter.used_bytes())
         loaded = self._load()
         max_model_len = _max_model_len(self._config, loaded.geometry)
-        limits = _scheduler_limits(self._config, max_model_len)
+        limits = _scheduler_limits(self._config, max_model_len, loaded.geometry.replay_tokens)
         settings = _runner_settings(limits, self._config.model.deterministic)
         runner = ModelRunner(loaded, self._device, self._dtype, settings)
         self._allocate_arenas(runner)
@@ -133,7 +133,7 @@ class _Startup:
         give_back_freed()
         runner.allocate_kv(1)
         runner.warm_up()
-        known = self._ledger.allocated_bytes + runner.kv_block_bytes
+        known = self._ledger.allocated_bytes + runner.kv_block_bytes + runner.state_pool_bytes
         self._ledger.record("workspace", max(0, self._meter.used_bytes() - known))
 
     def _allocate_kv(self, runner: ModelRunner, profile: Profile) -> None:
@@ -146,6 +146,8 @@ class _Startup:
         # or the first requests would.
         runner.run_largest()
         self._ledger.allocated("kv_pool", size)
+        if runner.state_pool_bytes:
+            self._ledger.allocated("state_pool", runner.state_pool_bytes)
         if runner.num_host_slots:
             self._ledger.allocated("host_kv", self._host_kv_bytes(profile))
         progress(size, size)
@@ -179,6 +181,7 @@ class _Startup:
             "weights": runner.weights_bytes,
             "step_arena": runner.step_arena_bytes,
             "sampler_arena": runner.sampler_arena_bytes,
+            "state_pool": runner.state_pool_bytes,
             "kv_pool": sequence_bytes(profile, blocks * profile.block_tokens),
         }
         error = wrong_price(priced, runner.allocated_bytes())
@@ -207,13 +210,15 @@ class _Startup:
             groups=[
                 CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(self._dtype.itemsize))
             ],
-            state_bytes_per_sequence=0,
+            state_bytes_per_sequence=geometry.state_bytes(self._dtype.itemsize),
             activation_bytes_per_token=runner.step_arena_bytes // settings.max_step_tokens,
             sampler_bytes_per_sequence=runner.sampler_arena_bytes // settings.max_sequences,
             prefill_chunk_tokens=chunk,
             kv_pool_bytes=0,
         )
         assert block_bytes(profile) == runner.kv_block_bytes, "priced and allocated blocks differ"
+        if runner.state_pool_bytes:
+            self._ledger.reserve("state_pool", runner.state_pool_bytes)
         self._reserve_beside_kv(profile)
         size = self._reserve_kv(block_bytes(profile), num_blocks(profile, chunk))
         return msgspec.structs.replace(profile, kv_pool_bytes=size)
@@ -318,7 +323,9 @@ def _prompt_tokens(config: EngineConfig, max_model_len: int) -> int:
     return min(chunk, max_model_len) if chunk else max_model_len
 
 
-def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+def _scheduler_limits(
+    config: EngineConfig, max_model_len: int, replay_tokens: int
+) -> SchedulerLimits:
     batching = config.batching
     return SchedulerLimits(
         max_model_len=max_model_len,
@@ -326,6 +333,7 @@ def _scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimi
         prompt_tokens=_prompt_tokens(config, max_model_len),
         is_chunked=batching.prefill_chunk_tokens > 0,
         decode_tokens=batching.decode_max_batch_tokens,
+        replay_tokens=replay_tokens,
     )
 
 

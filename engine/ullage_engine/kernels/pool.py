@@ -1,4 +1,4 @@
-"""The paged KV pool, and the host memory that its blocks are swapped to."""
+"""The paged KV pool, the host memory that its blocks are swapped to, and convolution states."""
 
 from typing import NamedTuple
 
@@ -19,6 +19,11 @@ class LayerCache(NamedTuple):
     values: torch.Tensor  # [kv_heads, num_slots, head_dim]
 
 
+def scratch_blocks(geometry: ModelGeometry) -> int:
+    """Blocks beside those of sequences, for the KV of tokens that are computed a second time."""
+    return 1 if geometry.conv_kernel else 0
+
+
 def kv_block_bytes(geometry: ModelGeometry, block_tokens: int, itemsize: int) -> int:
     """Bytes of one block over all layers."""
     return block_tokens * geometry.kv_bytes_per_token(itemsize)
@@ -27,7 +32,8 @@ def kv_block_bytes(geometry: ModelGeometry, block_tokens: int, itemsize: int) ->
 class KVPool:
     """The KV of all sequences on the device, in one allocation, every page touched.
 
-    Heads come first so that the blocks of one head gather into a matrix.
+    Heads come first so that the blocks of one head gather into a matrix. Where a model has
+    convolutions there is one block more than `num_blocks`, which is written and never read.
     """
 
     def __init__(
@@ -39,16 +45,19 @@ class KVPool:
         device: torch.device,
     ) -> None:
         heads, width = 2 * geometry.num_kv_heads, block_tokens * geometry.head_dim
-        shape = (geometry.num_attention_layers, heads, num_blocks, width)
+        total = num_blocks + scratch_blocks(geometry)
+        shape = (geometry.num_attention_layers, heads, total, width)
         pool = torch.empty(shape, dtype=dtype, device=device).zero_()
-        self.blocks = pool.view(-1, num_blocks, width)  # [layers * 2 * kv_heads, num_blocks, width]
+        self.num_blocks = num_blocks
+        self.blocks = pool.view(shape[0] * heads, total, width)  # keys and values of all layers
         self.layers = [
             _layer_cache(layer, geometry.num_kv_heads, geometry.head_dim) for layer in pool
         ]
 
     @property
-    def num_blocks(self) -> int:
-        return self.blocks.shape[1]
+    def scratch_block(self) -> int:
+        """Takes the KV of replayed tokens; there is one only if the model has convolutions."""
+        return self.num_blocks
 
     def clear(self, block: int) -> None:
         """Zeros one block over all layers: attention multiplies what lies behind its last token by
@@ -66,14 +75,23 @@ def _layer_cache(layer: torch.Tensor, kv_heads: int, head_dim: int) -> LayerCach
 
 
 class StatePool:
-    """Convolution states."""
+    """Convolution states of all sequences, in one allocation, every page touched.
+
+    A state is the last kernel - 1 columns of each convolution's input, oldest first.
+    """
 
     def __init__(
         self, geometry: ModelGeometry, num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_slots, max(0, geometry.conv_kernel - 1), geometry.conv_channels)
-        pool = torch.empty((geometry.num_conv_layers, *shape), dtype=dtype, device=device).zero_()
-        self.layers = list(pool)
+        columns = max(0, geometry.conv_kernel - 1)
+        shape = (geometry.num_conv_layers, num_slots, columns, geometry.conv_channels)
+        self.states = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.layers = list(self.states)
+        """One for each convolution layer, [num_slots, kernel - 1, channels]."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.states.shape[1]
 
 
 class HostPool:

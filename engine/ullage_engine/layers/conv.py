@@ -36,6 +36,7 @@ class ConvStep:
         self.taps = [step.indices(rows) for rows in plan.taps[:-1]]
         self.tails = step.indices(plan.tails)
         self.slots = step.indices(plan.slots)
+        self.next_slots = step.indices(plan.next_slots)
         self.fresh = step.indices(plan.fresh) if plan.fresh else None
 
 
@@ -50,7 +51,7 @@ class ConvLayer:
     def run(self, step: Step, shared: ConvStep, state: torch.Tensor) -> None:
         """Adds the layer's result for `step.normed` to `step.hidden`.
 
-        state [slots, kernel - 1, channels]: the chunks' slots are read, then overwritten.
+        state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
         """
         self.project.multiply(step.normed, shared.projected)
         torch.mul(shared.b, shared.u, out=shared.products)
@@ -62,6 +63,6 @@ class ConvLayer:
             torch.index_select(shared.source, 0, rows, out=shared.tapped)
             shared.out.addcmul_(shared.tapped, weight)
         torch.index_select(shared.source, 0, shared.tails, out=shared.kept)
-        state.index_copy_(0, shared.slots, shared.kept.view_as(shared.states))
+        state.index_copy_(0, shared.next_slots, shared.kept.view_as(shared.states))
         shared.out.mul_(shared.c)
         self.output.add(shared.mixed, step.hidden)

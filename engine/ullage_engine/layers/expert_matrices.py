@@ -45,9 +45,11 @@ class LoopedExperts:
     the next expert's rows is wrong, and overwritten by it.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], deterministic: bool = False) -> None:
-        self._matrices = matrices
-        self._padded: Callable[[int], int] = unit_rows if deterministic else token_rung
+    def __init__(
+        self, matrices: Sequence[Matrix], padded: Callable[[int], int] = token_rung
+    ) -> None:
+        """`padded` rounds rows up, as `token_rung`, `unit_rows` or not at all."""
+        self._matrices, self._padded = matrices, padded
 
     def one(self, expert: int) -> Matrix:
         return self._matrices[expert]
@@ -65,8 +67,7 @@ class LoopedExperts:
 class GroupedExperts:
     """Plain numbers, all experts in one product whose extents stay on the device.
 
-    CUDA computes bfloat16 so from compute capability 9.0 on; before, and in float32, the library
-    reads the extents back and loops.
+    On CUDA before compute capability 9.0 the library itself reads the extents back and loops.
     """
 
     def __init__(self, weights: torch.Tensor, matrices: Sequence[Matrix]) -> None:
@@ -87,18 +88,26 @@ def expert_matrices(
 ) -> ExpertMatrices:
     """The fastest way for plain weights [experts, out, in]; `matrix` makes a Matrix of one."""
     matrices = [matrix(each) for each in weights]
-    if weights.is_cuda and not deterministic and can_group(weights):
+    if deterministic:
+        return LoopedExperts(matrices, unit_rows)
+    if not weights.is_cuda:
+        return LoopedExperts(matrices)
+    if can_group(weights):
         return GroupedExperts(weights, matrices)
-    return LoopedExperts(matrices, deterministic)
+    return LoopedExperts(matrices, _exact_rows)
 
 
 def can_group(weights: torch.Tensor) -> bool:
-    """Whether `grouped_mm` exists and takes these weights [experts, out, in]."""
+    """Whether CUDA multiplies these weights [experts, out, in] in one grouped product."""
     return (
         hasattr(F, "grouped_mm")
-        and weights.dtype in (torch.bfloat16, torch.float32)
+        and weights.dtype == torch.bfloat16
         and all(size * weights.itemsize % GROUPED_ALIGNMENT == 0 for size in weights.shape[1:])
     )
+
+
+def _exact_rows(rows: int) -> int:
+    return rows
 
 
 def column_panels(columns: int, most: int) -> list[slice]:

@@ -9,6 +9,9 @@ group and is held until the sequence ends: each group is priced as growing, wind
 that is what is allocated. `group_blocks` is what a group needs with a table of its own, and
 `Demand.unread_bytes` the difference. For gpt-oss-20b (half of its 48 KiB a token in layers with a
 window of 128) a sequence of 8,192 tokens in chunks of 512 is priced 384 MiB and needs 207 MiB.
+
+Convolution states are of a fixed size and there are never more than `state_slots` of them, so the
+ledger reserves them all before serving starts. A request is told their bytes and not charged them.
 """
 
 from dataclasses import dataclass
@@ -41,7 +44,9 @@ class Demand:
     rank_kv_bytes: int
     """The same on the rank that holds most."""
     state_bytes: int
-    """Fixed state of its samples."""
+    """Of its samples' convolution states, in the state pool."""
+    rank_state_bytes: int
+    """The same on the rank that holds most."""
     activation_bytes: int
     """Of its largest chunk, in the step arena."""
     sampler_bytes: int
@@ -51,9 +56,10 @@ class Demand:
 
     @property
     def total(self) -> int:
-        """What admission charges. The arenas are reserved for the largest step before serving
-        starts, so activations and sampler rows cost a request nothing more."""
-        return self.kv_bytes + self.state_bytes
+        """What admission charges: blocks. The arenas are reserved for the largest step and the
+        state pool for the fullest batch before serving starts, so activations, sampler rows and
+        states cost a request nothing more."""
+        return self.kv_bytes
 
 
 def demand(profile: Profile, shape: RequestShape) -> Demand:
@@ -76,6 +82,7 @@ def demand(profile: Profile, shape: RequestShape) -> Demand:
         kv_bytes=blocks * block_bytes(profile),
         rank_kv_bytes=blocks * rank_block_bytes(profile),
         state_bytes=shape.samples * profile.state_bytes_per_sequence,
+        rank_state_bytes=shape.samples * rank_state_bytes(profile),
         activation_bytes=max(chunk, shape.samples) * profile.activation_bytes_per_token,
         sampler_bytes=shape.samples * profile.sampler_bytes_per_sequence,
         unread_bytes=sum(
@@ -119,6 +126,11 @@ def rank_block_bytes(profile: Profile) -> int:
     return profile.block_tokens * sum(shares)
 
 
+def rank_state_bytes(profile: Profile) -> int:
+    """Bytes of one sequence's state on the rank that holds most of it."""
+    return -(-profile.state_bytes_per_sequence // profile.state_ranks)
+
+
 def group_blocks(
     profile: Profile, group: CacheGroupSpec, num_tokens: int, chunk_tokens: int
 ) -> int:
@@ -138,6 +150,16 @@ def group_blocks(
 def sequence_bytes(profile: Profile, num_tokens: int) -> int:
     """Bytes of a sequence of `num_tokens` tokens that shares nothing."""
     return demand(profile, RequestShape(num_tokens)).total
+
+
+def state_slots(max_sequences: int) -> int:
+    """Slots of convolution states: the one that a sequence's step reads and the one it writes."""
+    return 2 * max_sequences
+
+
+def state_pool_bytes(state_bytes: int, max_sequences: int) -> int:
+    """What a device reserves for states; `state_bytes`: of one sequence on that device."""
+    return state_slots(max_sequences) * state_bytes
 
 
 def expected_length(request: EngineRequest, expected_output: int, limit: int) -> int:

@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
+from ullage_engine.core.batch import ConvPlan, StepBatch, begun_blocks, build_batch
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.core.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.memory.expected import ExpectedOutput
+from ullage_engine.memory.predictor import state_slots
 from ullage_engine.messages import CacheGroupSpec, Profile, Rejected, TokenOutput
 
 BLOCK_TOKENS = 16
@@ -61,9 +63,11 @@ class Device:
         """No chunk writes into a block that another chunk reads or writes."""
         users = Counter(block for chunk in plan.chunks for block in chunk.block_ids)
         for chunk in plan.chunks:
-            end = chunk.start + len(chunk.token_ids)
-            assert len(chunk.block_ids) == -(-end // BLOCK_TOKENS), "table of the wrong length"
-            for block in chunk.block_ids[chunk.start // BLOCK_TOKENS :]:
+            assert len(chunk.block_ids) == -(-chunk.end // BLOCK_TOKENS), (
+                "table of the wrong length"
+            )
+            written = {at // BLOCK_TOKENS for at in range(chunk.first_stored, chunk.end)}
+            for block in [chunk.block_ids[index] for index in written]:
                 assert users[block] == 1, f"{chunk.request_id} writes into a shared block"
 
     def _at(self, chunk: Chunk, position: int) -> tuple[list[int], int]:
@@ -98,10 +102,148 @@ def undisturbed(token_ids: list[int], seed: int, count: int) -> list[int]:
     return chosen
 
 
-class Rig:
-    """Scheduler and device together; the clock is a number."""
+KERNEL = 3
+Columns = tuple[int, ...]
+"""The last KERNEL - 1 columns of one convolution."""
 
-    undisturbed = staticmethod(undisturbed)
+
+def embed(token: int, position: int) -> int:
+    return hash((token, position))
+
+
+def column(layer: int, hidden: int) -> int:
+    return hash((1, layer, hidden))
+
+
+def convolve(hidden: int, window: list[int]) -> int:
+    return hash((2, hidden, *window))
+
+
+def key_value(layer: int, hidden: int) -> int:
+    return hash((3, layer, hidden))
+
+
+def attend(hidden: int, context: list[int]) -> int:
+    return hash((4, hidden, *context))
+
+
+class Alone:
+    """A model of convolutions, each with attention behind it, one token after the other."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.columns: list[Columns] = [(0,) * (KERNEL - 1)] * num_layers
+        self.contexts: list[list[int]] = [[] for _ in range(num_layers)]
+        self.hidden = 0
+        self.num_tokens = 0
+
+    def feed(self, token: int) -> None:
+        hidden = embed(token, self.num_tokens)
+        for layer, context in enumerate(self.contexts):
+            window = [*self.columns[layer], column(layer, hidden)]
+            self.columns[layer] = tuple(window[1:])
+            hidden = convolve(hidden, window)
+            context.append(key_value(layer, hidden))
+            hidden = attend(hidden, context)
+        self.hidden, self.num_tokens = hidden, self.num_tokens + 1
+
+
+def told(chunk: Chunk, hidden: int) -> SampledToken:
+    """The next token and, as a search wants them, others from the likeliest on."""
+    assert chunk.sampling is not None
+    token, count = choose([hidden], chunk.sampling.seed), chunk.sampling.top_logprobs or 0
+    likeliest = [VOCAB[(token + number) % len(VOCAB)] for number in range(count)]
+    step = (1 + hidden % 5) / 5
+    logprobs = [-step * (number + 1) for number in range(count)]
+    return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
+
+
+class ConvDevice(Device):
+    """Computes that model from the index arrays that a real one computes from."""
+
+    def __init__(self, num_blocks: int, num_slots: int, num_layers: int, state_slots: int) -> None:
+        super().__init__(num_blocks + 1, num_slots)
+        self.states = [[(7,) * (KERNEL - 1)] * state_slots for _ in range(num_layers)]
+        self._scratch = num_blocks
+        self._known: dict[tuple[int, ...], Alone] = {}
+        self._num_layers = num_layers
+        self._nothing = (0,) * num_layers
+        for block in (*self.blocks, *self.slots):
+            block[:] = [self._nothing] * BLOCK_TOKENS
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        self._check_writes(plan)
+        for block in begun_blocks(plan, BLOCK_TOKENS):
+            self.blocks[block] = [self._nothing] * BLOCK_TOKENS
+        batch = build_batch(
+            plan, BLOCK_TOKENS, 4096, conv_kernel=KERNEL, scratch_block=self._scratch
+        )
+        hidden = [embed(*row) for row in zip(batch.token_ids, batch.positions, strict=True)]
+        for layer in range(self._num_layers):
+            assert batch.conv is not None
+            hidden = self._convolve(layer, hidden, batch.conv)
+            hidden = self._attend(layer, hidden, batch)
+        rows = zip(batch.sampled, batch.sampled_rows, strict=True)
+        return [told(chunk, hidden[row]) for chunk, row in rows]
+
+    def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
+        """The next tokens of a context that nobody disturbs."""
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(choose([self._after(tuple(known)).hidden], seed))
+        return known[len(token_ids) :]
+
+    def _after(self, tokens: tuple[int, ...]) -> Alone:
+        model = self._known.pop(tokens, None) or self._known.pop(tokens[:-1], None)
+        model = model or Alone(self._num_layers)
+        for token in tokens[model.num_tokens :]:
+            model.feed(token)
+        self._known[tokens] = model
+        return model
+
+    def _convolve(self, layer: int, hidden: list[int], plan: ConvPlan) -> list[int]:
+        states = self.states[layer]
+        read = {slot for at, slot in enumerate(plan.slots) if at not in plan.fresh}
+        assert not read & set(plan.next_slots), "a state that is read is overwritten"
+        assert len(set(plan.next_slots)) == len(plan.next_slots), "two states in one slot"
+        source = [column(layer, each) for each in hidden]
+        for chunk, slot in enumerate(plan.slots):
+            source += [0] * (KERNEL - 1) if chunk in plan.fresh else states[slot]
+        for chunk, slot in enumerate(plan.next_slots):
+            tail = plan.tails[chunk * (KERNEL - 1) : (chunk + 1) * (KERNEL - 1)]
+            states[slot] = tuple(source[row] for row in tail)
+        windows = zip(*plan.taps, strict=True)
+        return [
+            convolve(each, [source[row] for row in window])
+            for each, window in zip(hidden, windows, strict=True)
+        ]
+
+    def _attend(self, layer: int, hidden: list[int], batch: StepBatch) -> list[int]:
+        for each, slot in zip(hidden, batch.slots, strict=True):
+            block, offset = self.blocks[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
+            stored = block[offset]
+            block[offset] = (*stored[:layer], key_value(layer, each), *stored[layer + 1 :])
+        out = [0] * len(hidden)
+        for group in batch.decodes:
+            for number, row in enumerate(range(group.start, group.end)):
+                first = number * group.num_blocks
+                context = self._gather(layer, group.block_ids[first : first + group.num_blocks])
+                out[row] = attend(hidden[row], context[: group.lengths[number]])
+        for tile in batch.prefills:
+            context = self._gather(layer, tile.block_ids)
+            for number, row in enumerate(range(tile.start, tile.end)):
+                out[row] = attend(hidden[row], context[: tile.earlier + number + 1])
+        return out
+
+    def _gather(self, layer: int, table: list[int]) -> list[int]:
+        return [stored[layer] for block in table for stored in self.blocks[block]]
+
+
+class Rig:
+    """Scheduler and device together; the clock is a number.
+
+    `conv_layers`: the model has so many convolutions, each with attention behind it.
+    """
+
     block_bytes = BLOCK_BYTES
     invented = 5
     """The token of steps that are not computed."""
@@ -117,23 +259,34 @@ class Rig:
         decode_tokens: int = 100_000,
         expected: int = 32,
         prefill_rate: float = 0.0,
+        conv_layers: int = 0,
+        replay_tokens: int | None = None,
     ) -> None:
         profile = Profile(
             block_tokens=BLOCK_TOKENS,
             groups=[CacheGroupSpec(bytes_per_token=BLOCK_BYTES // BLOCK_TOKENS)],
-            state_bytes_per_sequence=0,
+            state_bytes_per_sequence=100 * conv_layers,
             activation_bytes_per_token=1,
             sampler_bytes_per_sequence=1,
             prefill_chunk_tokens=prompt_tokens,
             kv_pool_bytes=blocks * BLOCK_BYTES,
         )
-        limits = SchedulerLimits(max_model_len, max_sequences, prompt_tokens, True, decode_tokens)
+        replay = conv_layers * (KERNEL - 1) if replay_tokens is None else replay_tokens
+        limits = SchedulerLimits(
+            max_model_len, max_sequences, prompt_tokens, True, decode_tokens, replay
+        )
+        self.max_step_tokens = prompt_tokens + max_sequences
         pace = Pace()
         pace.prefill_tokens_per_second = prefill_rate
         self.estimate = ExpectedOutput(max_model_len, start=expected)
         self.now = 0.0
         self.num_blocks = blocks
+        self.undisturbed: Callable[[list[int], int, int], list[int]] = undisturbed
         self.device = Device(blocks, policy.host_slots)
+        if conv_layers:
+            slots = state_slots(max_sequences)
+            self.device = device = ConvDevice(blocks, policy.host_slots, conv_layers, slots)
+            self.undisturbed = device.undisturbed
         self.scheduler = Scheduler(profile, limits, pace, self.estimate, policy, lambda: self.now)
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.heard: list[TokenOutput] = []
@@ -175,6 +328,7 @@ class Rig:
 
     def finish(self, plan: StepPlan) -> list[TokenOutput]:
         """Computes a plan and commits it."""
+        assert plan.num_tokens <= self.max_step_tokens, "more rows than the arena has"
         self.device.move(plan.moves)
         outputs = self.scheduler.commit(self.device.execute(plan))
         self.scheduler.check_integrity()
@@ -209,6 +363,6 @@ class Rig:
             self.outputs.setdefault(output.request_id, []).append(output)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_rig() -> Callable[..., Rig]:
     return Rig

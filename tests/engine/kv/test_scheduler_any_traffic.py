@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -39,25 +40,31 @@ POLICIES = st.builds(
 )
 
 
-def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("conv_layers", "examples"), [(0, 100), (4, 60)])
+def test_nothing_leaks_all_ends_and_no_token_is_wrong(
+    make_rig: Callable[..., Any], conv_layers: int, examples: int
+) -> None:
     num_operations = 0
 
     class AnyTraffic(RuleBasedStateMachine):
-        @initialize(policy=POLICIES, rate=st.sampled_from([1.0, 1e9]))
-        def begin(self, policy: KvPolicy, rate: float) -> None:
+        @initialize(
+            policy=POLICIES, rate=st.sampled_from([1.0, 1e9]), budget=st.sampled_from([48, 48, 5])
+        )
+        def begin(self, policy: KvPolicy, rate: float, budget: int) -> None:
             self.rig = make_rig(
                 blocks=BLOCKS,
                 policy=policy,
                 max_model_len=MAX_MODEL_LEN,
                 max_sequences=5,
-                prompt_tokens=48,
+                prompt_tokens=budget,
                 decode_tokens=400,
                 expected=8,
                 prefill_rate=rate,
+                conv_layers=conv_layers,
             )
             self.left: dict[str, list[int]] = {}
             self.seeds: dict[str, int] = {}
-            self.num_requests = 0
+            self.num_requests, self.budget = 0, budget
 
         @rule(
             prompt=PROMPTS,
@@ -114,12 +121,12 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
         @precondition(lambda self: self.left)
         @rule(prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2))
         def step_out_of_memory(self, prompt_tokens: int, preempts: int) -> None:
-            self.rig.device.move(self.rig.scheduler.schedule().moves)
+            self.compute_in_vain(self.rig.scheduler.schedule())
             for _ in range(preempts):
                 if self.rig.scheduler.num_running > 1:
                     self.rig.scheduler.preempt_newest()
-                self.rig.device.move(self.rig.scheduler.replan(2 * prompt_tokens).moves)
-            self.step(self.rig.scheduler.replan(prompt_tokens))
+                self.compute_in_vain(self.replan(2 * prompt_tokens))
+            self.step(self.replan(prompt_tokens))
 
         @precondition(lambda self: self.left)
         @rule()
@@ -134,8 +141,10 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
             del self.left[name]
 
         @precondition(lambda self: self.left)
-        @rule(number=st.integers(0, 100), token=st.integers(302, 303))
-        def fork(self, number: int, token: int) -> None:
+        @rule(
+            number=st.integers(0, 100), token=st.integers(302, 303), back=st.sampled_from([1, 1, 4])
+        )
+        def fork(self, number: int, token: int, back: int) -> None:
             parent = self.pick(number)
             tokens, start = self.left[parent], len(self.rig.tokens(parent))
             if not start or len(tokens) >= MAX_MODEL_LEN - 1:
@@ -143,7 +152,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
             child = self.new_name()
             request = self.rig.request(
                 child,
-                [*tokens[:-1], token],
+                [*tokens[:-back], token],
                 40 + len(tokens),
                 num_prompt_tokens=1,
                 seed=number,
@@ -160,6 +169,14 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
         @rule()
         def evict(self) -> None:
             self.rig.scheduler.evict_all()
+
+        def replan(self, prompt_tokens: int) -> StepPlan:
+            return self.rig.scheduler.replan(min(prompt_tokens, self.budget))
+
+        def compute_in_vain(self, plan: StepPlan) -> None:
+            """A step whose result is lost, but not what it wrote."""
+            self.rig.device.move(plan.moves)
+            self.rig.device.execute(plan)
 
         def new_name(self) -> str:
             self.num_requests += 1
@@ -218,6 +235,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(make_rig: Callable[..., An
     phases = (Phase.explicit, Phase.reuse, Phase.generate)
     run_state_machine_as_test(
         AnyTraffic,
-        settings=settings(max_examples=100, stateful_step_count=60, deadline=None, phases=phases),
+        settings=settings(
+            max_examples=examples, stateful_step_count=60, deadline=None, phases=phases
+        ),
     )
-    assert num_operations >= 10_000
+    assert num_operations >= 100 * examples

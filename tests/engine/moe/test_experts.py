@@ -14,12 +14,14 @@ from ullage_engine.layers.expert_matrices import (
     PANEL_COLUMNS,
     GroupedExperts,
     LoopedExperts,
+    can_group,
     column_panels,
     expert_matrices,
 )
 from ullage_engine.layers.experts import Experts
 from ullage_engine.layers.matrix import PlainMatrix
 from ullage_engine.memory.experts import SLICE_TOKENS
+from ullage_engine.memory.rungs import unit_rows
 
 Build = Callable[..., Experts]
 NewLayer = Callable[..., Any]
@@ -120,7 +122,7 @@ def test_a_row_does_not_depend_on_the_others(new_layer: NewLayer, build: Build) 
     layer = new_layer()
 
     def wrap(weights: torch.Tensor) -> LoopedExperts:
-        return LoopedExperts([RowMatrix(each) for each in weights], deterministic=True)
+        return LoopedExperts([RowMatrix(each) for each in weights], unit_rows)
 
     experts = build(layer, 1200, wrap, matrix=RowMatrix, deterministic=True)
     x = torch.randn(1200, 64)
@@ -136,6 +138,14 @@ def test_plain_weights_of_a_cpu_are_looped_over() -> None:
     made = expert_matrices(torch.randn(4, 6, 5), PlainMatrix, deterministic=False)
     assert isinstance(made, LoopedExperts)
     assert made.one(2).shape == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "expected"),
+    [(torch.bfloat16, 64, True), (torch.bfloat16, 60, False), (torch.float32, 64, False)],
+)
+def test_what_a_gpu_groups(dtype: torch.dtype, width: int, expected: bool) -> None:
+    assert can_group(torch.empty(2, 16, width, dtype=dtype)) is expected
 
 
 @pytest.mark.parametrize(("columns", "most"), [(64, 1), (100, 64), (3584, 500), (10, 1000)])

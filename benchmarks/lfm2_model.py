@@ -1,0 +1,149 @@
+"""LFM2-8B-A1B with seeded random weights, made layer by layer and alike in every process.
+
+The prompts are random, too. The router's bias prefers some experts, so that their load is uneven.
+"""
+
+from pathlib import Path
+
+import torch
+from msgspec import structs
+
+from ullage_engine.models.config import ModelConfig
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
+from ullage_engine.models.lfm2 import lfm2_moe
+
+SEED = 20251021
+
+ROUTER_BIAS = 0.3
+"""The most and the least wanted expert are so far from the others, in units of the sigmoids."""
+
+_FULL: dict[str, object] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_dense_layers": 2,
+    "vocab_size": 65536,
+    "max_position_embeddings": 128_000,
+    "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+    "rope_theta": 1e6,
+    "norm_eps": 1e-5,
+}
+
+SIZES: dict[str, dict[str, object]] = {
+    "full": _FULL,
+    "small": _FULL
+    | {
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 448,
+        "moe_intermediate_size": 112,
+        "vocab_size": 4096,
+    },
+}
+
+
+def make_geometry(size: str) -> ModelGeometry:
+    """The whole model; `size` is a key of SIZES."""
+    return lfm2_moe(ModelConfig(Path(f"{size}/config.json"), SIZES[size]), [])
+
+
+def stage_geometry(whole: ModelGeometry, stage: int, stages: int) -> ModelGeometry:
+    """What one of several stages computes: as many layers as any other, within one."""
+    first, end = (round(whole.num_layers * each / stages) for each in (stage, stage + 1))
+    return structs.replace(whole, layers=whole.layers[first:end], first_layer=first)
+
+
+def make_prompts(geometry: ModelGeometry, count: int, tokens: int) -> torch.Tensor:
+    """Random token ids [count, tokens]."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(0, geometry.vocab, (count, tokens), generator=generator)
+
+
+class SeededWeights:
+    """Prepared tensors as `ullage_engine.weights.layout` names them."""
+
+    def __init__(self, whole: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        self._geometry, self._dtype, self._device = whole, dtype, device
+
+    def ends(self) -> dict[str, torch.Tensor]:
+        """What is before the first layer and after the last."""
+        geometry, random = self._geometry, self._source(0)
+        return {
+            "embedding": random(geometry.vocab, geometry.hidden),
+            "norm": 1 + random(geometry.hidden),
+        }
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        geometry, random = self._geometry, self._source(index + 1)
+        spec = geometry.layers[index]
+        # As in GPT-2, so that the residual stream does not grow with the layers.
+        down_scale = (2 * geometry.num_layers) ** -0.5
+        hidden = geometry.hidden
+        tensors = {
+            "mixer_norm": 1 + random(hidden),
+            "mlp_norm": 1 + random(hidden),
+            **self._mixer(spec, random, down_scale),
+            **self._mlp(spec, random, down_scale),
+        }
+        return {f"layers.{index}.{name}": tensor for name, tensor in tensors.items()}
+
+    def _mixer(
+        self, spec: LayerSpec, random: "_Source", down_scale: float
+    ) -> dict[str, torch.Tensor]:
+        geometry, hidden = self._geometry, self._geometry.hidden
+        if spec.mixer == "conv":
+            return {
+                "conv_in": random(3 * hidden, hidden),
+                "conv": random(hidden, geometry.conv_kernel),
+                "conv_out": random(hidden, hidden).mul_(down_scale),
+            }
+        return {
+            "qkv": random(geometry.qkv_width, hidden),
+            "output": random(hidden, geometry.query_width).mul_(down_scale),
+            "q_norm": 1 + random(geometry.head_dim),
+            "k_norm": 1 + random(geometry.head_dim),
+        }
+
+    def _mlp(
+        self, spec: LayerSpec, random: "_Source", down_scale: float
+    ) -> dict[str, torch.Tensor]:
+        hidden, experts = self._geometry.hidden, self._geometry.experts
+        if spec.feed_forward == "dense" or experts is None:
+            width = self._geometry.intermediate
+            return {
+                "gate_up": random(2 * width, hidden),
+                "down": random(hidden, width).mul_(down_scale),
+            }
+        count, width = experts.num_experts, experts.intermediate
+        return {
+            "router": random(count, hidden),
+            "router_bias": random.shuffled(torch.linspace(-ROUTER_BIAS, ROUTER_BIAS, count)),
+            "experts_gate_up": random(count, 2 * width, hidden),
+            "experts_down": random(count, hidden, width).mul_(down_scale),
+        }
+
+    def _source(self, seed: int) -> "_Source":
+        return _Source(SEED + seed, self._dtype, self._device)
+
+
+class _Source:
+    """Random numbers, the same for a seed on one kind of device."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._dtype, self._device = dtype, device
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        """Normal numbers; rows of length about 1, so that products keep their scale."""
+        numbers = torch.randn(shape, generator=self._generator, device=self._device)
+        return numbers.mul_(shape[-1] ** -0.5).to(self._dtype)
+
+    def shuffled(self, values: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(len(values), generator=self._generator, device=self._device)
+        return values.to(self._device)[order].to(self._dtype)

@@ -1,0 +1,132 @@
+"""LFM2 in float32 as its formulas read, with none of the engine's layers: what is compared with.
+
+All samples pass through one layer before the next layer's weights are made, so that the reference
+needs one layer's memory. It also says how close each sample came to choosing other experts: where
+the last expert chosen and the first not chosen differ by no more than rounding, two right
+implementations may choose differently, and their logits then differ by far more than rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from lfm2_model import SeededWeights
+
+from ullage_engine.models.geometry import ExpertsSpec, ModelGeometry
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    logits: torch.Tensor
+    """[samples, vocab], after each sample's last token, on the host."""
+    margins: torch.Tensor
+    """[samples]: the least difference between an expert chosen and one not chosen."""
+    load: torch.Tensor
+    """[experts]: tokens that chose each expert, over all layers."""
+
+
+@torch.inference_mode()
+def compute_reference(
+    geometry: ModelGeometry,
+    weights: SeededWeights,
+    prompts: torch.Tensor,
+    progress: Callable[[int], None],
+) -> Reference:
+    """Runs prompts [samples, tokens]; `progress` is told each layer's index."""
+    assert geometry.experts is not None
+    ends = _floats(weights.ends())
+    device = ends["norm"].device
+    x = ends["embedding"][prompts.to(device)]
+    margins = torch.full((len(prompts),), float("inf"), device=device)
+    load = torch.zeros(geometry.experts.num_experts, dtype=torch.int64, device=device)
+    for index, spec in enumerate(geometry.layers):
+        progress(index)
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): t for name, t in _floats(weights.layer(index)).items()}
+        mixer = _conv if spec.mixer == "conv" else _attention
+        x = x + mixer(geometry, own, _norm(x, own["mixer_norm"], geometry.rms_eps))
+        normed = _norm(x, own["mlp_norm"], geometry.rms_eps)
+        if spec.feed_forward == "dense":
+            x = x + _mlp(normed, own["gate_up"], own["down"])
+            continue
+        routing = _route(geometry.experts, own, normed)
+        x = x + _experts(own, normed, routing)
+        margins = torch.minimum(margins, routing.margins.amin(dim=1))
+        load += torch.bincount(routing.chosen.flatten(), minlength=len(load))
+    last = _norm(x[:, -1], ends["norm"], geometry.rms_eps)
+    return Reference((last @ ends["embedding"].t()).cpu(), margins.cpu(), load.cpu())
+
+
+def _floats(tensors: Tensors) -> Tensors:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def _conv(geometry: ModelGeometry, own: Tensors, x: torch.Tensor) -> torch.Tensor:
+    b, c, u = F.linear(x, own["conv_in"]).chunk(3, dim=-1)
+    padded = F.pad((b * u).transpose(1, 2), (geometry.conv_kernel - 1, 0))
+    mixed = F.conv1d(padded, own["conv"][:, None], groups=geometry.hidden)
+    return F.linear(c * mixed.transpose(1, 2), own["conv_out"])
+
+
+def _attention(geometry: ModelGeometry, own: Tensors, x: torch.Tensor) -> torch.Tensor:
+    heads, kv_heads, size = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    qkv = F.linear(x, own["qkv"]).unflatten(-1, (-1, size)).transpose(1, 2)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    q = _rotate(_norm(q, own["q_norm"], geometry.rms_eps), geometry.rope_theta)
+    k = _rotate(_norm(k, own["k_norm"], geometry.rms_eps), geometry.rope_theta)
+    k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
+    scores = q @ k.transpose(2, 3) * size**-0.5
+    future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    return F.linear(attended.transpose(1, 2).flatten(2), own["output"])
+
+
+def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Each pair (i, i + size / 2) as a complex number times e^(i position theta^(-2 i / size))."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequencies)
+    turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(x.device)
+    turned = torch.complex(x[..., :half], x[..., half:]) * turns
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    chosen: torch.Tensor  # [samples, tokens, experts_per_token]
+    weights: torch.Tensor  # [samples, tokens, experts_per_token]
+    margins: torch.Tensor  # [samples, tokens]
+
+
+def _route(spec: ExpertsSpec, own: Tensors, x: torch.Tensor) -> _Routing:
+    sigmoids = F.linear(x, own["router"]).sigmoid()
+    ranked, order = (sigmoids + own["router_bias"]).sort(dim=-1, descending=True)
+    count = spec.experts_per_token
+    chosen = order[..., :count]
+    weights = sigmoids.gather(-1, chosen)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-6) * spec.scale
+    return _Routing(chosen, weights, ranked[..., count - 1] - ranked[..., count])
+
+
+def _experts(own: Tensors, x: torch.Tensor, routing: _Routing) -> torch.Tensor:
+    rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+    chosen, weights = routing.chosen.flatten(0, 1), routing.weights.flatten(0, 1)
+    for expert, (gate_up, down) in enumerate(
+        zip(own["experts_gate_up"], own["experts_down"], strict=True)
+    ):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        result = _mlp(rows[tokens], gate_up, down) * weights[tokens, places, None]
+        out.index_add_(0, tokens, result)
+    return out.view_as(x)

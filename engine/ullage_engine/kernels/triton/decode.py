@@ -1,0 +1,240 @@
+"""Decode attention over paged KV: one token each of many sequences, whatever their lengths.
+
+A program attends the query heads of one KV head to one split of one sequence's context; splits are
+merged by the logarithms of their sums. The grid depends on shapes alone: lengths and block tables
+are read on the device, so a captured graph serves every length that its tables have room for.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+
+from ullage_engine.core.batch import DecodeGroup
+from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.triton import PagedWorkspace
+from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
+from ullage_engine.kernels.triton.paged import add_sink, attend, shift_of
+from ullage_engine.memory.partials import num_splits
+
+LOG2_E = math.log2(math.e)
+
+
+@jit
+def attend_split(
+    queries: tl.tensor,  # [heads, rows, HEAD_DIM], heads `head_stride` apart
+    keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
+    values: tl.tensor,
+    tables: tl.tensor,  # [rows, width] block ids
+    lengths: tl.tensor,  # [rows] context, the token itself included; 0 for a row of padding
+    sinks: tl.tensor,  # [heads]
+    out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, SPLITS, HEAD_DIM] of float32
+    sums: tl.tensor,  # [rows, heads, SPLITS] log2 of the sum of the weights
+    scale: tl.tensor,
+    head_stride: tl.tensor,
+    cache_stride: tl.tensor,
+    width: tl.tensor,
+    num_heads: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+) -> None:
+    """Writes the result of one split; with one split, the result."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    seen = 0
+    if WINDOW > 0:
+        seen = tl.maximum(length - WINDOW, 0)
+    base = seen // SPAN * SPAN
+    share = tl.cdiv(tl.cdiv(length - base, SPAN), SPLITS) * SPAN
+    begin = base + split * share
+    end = tl.minimum(begin + share, length)
+
+    members = tl.arange(0, ROWS)
+    heads = kv_head * GROUP + members
+    exists = members < GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    places = heads[:, None] * head_stride + row * HEAD_DIM + dims[None, :]
+    query = tl.load(queries + places, mask=exists[:, None], other=0)
+    first = seen + tl.zeros([ROWS], tl.int32)
+    last = length - 1 + tl.zeros([ROWS], tl.int32)
+    key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    table = tables + row * width
+
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    middle = begin
+    if WINDOW == 0:
+        middle = tl.maximum(begin, end // SPAN * SPAN)
+        peak, total, summed = attend(
+            query, peak, total, summed, key, value, table, first, last, begin, middle, scale,
+            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
+        )  # fmt: skip
+    peak, total, summed = attend(
+        query, peak, total, summed, key, value, table, first, last, middle, end, scale,
+        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    )  # fmt: skip
+
+    if SPLITS == 1:
+        peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
+    # An empty split weighs nothing, log2(0), and its result is zero.
+    weight = tl.where(total == 0, 1.0, total)
+    result = summed / weight[:, None]
+    place = (row * num_heads + heads) * SPLITS + split
+    where = out + place[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
+    if SPLITS > 1:
+        level = tl.where(total == 0, float("-inf"), peak + tl.log2(weight))
+        tl.store(sums + place, level, mask=exists)
+
+
+@jit
+def merge_splits(
+    partials: tl.tensor,  # [rows, heads, SPLITS, HEAD_DIM]
+    sums: tl.tensor,  # [rows, heads, SPLITS]
+    sinks: tl.tensor,  # [heads]
+    out: tl.tensor,  # [rows, heads * HEAD_DIM]
+    num_heads: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+) -> None:
+    """Merges one head of one row."""
+    head = tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64) * num_heads + head
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
+    levels = tl.load(sums + place * SPLITS + splits)
+    peak = tl.max(levels, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shift = shift_of(peak)
+    weights = tl.exp2(levels - shift)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
+    pieces = (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    summed = tl.sum(weights[:, None] * tl.load(partials + pieces), 0)
+    result = summed / tl.where(total == 0, 1.0, total)
+    tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty))
+
+
+def attend_decodes(
+    queries: torch.Tensor,
+    cache: LayerCache,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attends one token of each row to its sequence's pages.
+
+    queries [heads, rows, head_dim], each head contiguous; tables [rows, width] and lengths [rows]
+    int32; out [rows, heads * head_dim]; partials flat float32 (`memory.partials`). The last
+    `window` tokens are seen, 0 for all. Neither reads anything on the host nor allocates.
+    """
+    heads, rows, head_dim = queries.shape
+    kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
+    block_tokens, width = cache.keys.shape[1] // num_blocks, tables.shape[1]
+    span = span_tokens(head_dim, queries.element_size())
+    room = width * block_tokens
+    splits = num_splits(rows, kv_heads, min(window + span, room) if window else room)
+    pieces, sums = out, out
+    if splits > 1:
+        pieces = shaped(partials, rows, heads, splits, head_dim)
+        sums = shaped(partials[pieces.numel() :], rows, heads, splits)
+    group, has_sinks = heads // kv_heads, sinks is not None
+    launch(
+        attend_split, (rows, kv_heads, splits),
+        queries, numbers(cache.keys), numbers(cache.values), tables, lengths,
+        queries if sinks is None else sinks, pieces, sums, head_dim**-0.5 * LOG2_E,
+        queries.stride(0), cache.keys.stride(0), width, heads,
+        GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens, SPAN=span, SPLITS=splits, WINDOW=window, SINKS=has_sinks,
+        FP8=is_fp8(cache.keys), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            merge_splits, (rows, heads),
+            pieces, sums, queries if sinks is None else sinks, out, heads,
+            HEAD_DIM=head_dim, SPLITS=splits, SINKS=has_sinks, num_warps=4,
+        )  # fmt: skip
+
+
+class PagedDecode:
+    """All decodes of a step, in one launch and one to merge them."""
+
+    def __init__(
+        self,
+        groups: Sequence[DecodeGroup],
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+        attended: torch.Tensor,  # [tokens, heads * head_dim]
+        workspace: PagedWorkspace,
+        window: int = 0,
+    ) -> None:
+        rows = groups[-1].end
+        self._queries = rotated[: workspace.geometry.num_heads, :rows]
+        self._out, self._window = attended[:rows], window
+        self._partials = workspace.partials
+        tables, lengths = _tables(groups)
+        self._tables = torch.tensor(tables, dtype=torch.int32, device=rotated.device)
+        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=rotated.device)
+
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        attend_decodes(
+            self._queries,
+            cache,
+            self._tables,
+            self._lengths,
+            self._out,
+            self._partials,
+            self._window,
+            sinks,
+        )
+
+
+def _tables(groups: Sequence[DecodeGroup]) -> tuple[list[list[int]], list[int]]:
+    """Block tables of all rows, as wide as the widest, and their lengths; groups' padding left."""
+    width = max(group.num_blocks for group in groups)
+    tables, lengths = [], []
+    for group in groups:
+        for row in range(group.end - group.start):
+            start = row * group.num_blocks
+            table = group.block_ids[start : start + group.num_blocks]
+            tables.append(padded_table(table, width))
+            lengths.append(group.lengths[row])
+    return tables, lengths
+
+
+def padded_table(block_ids: list[int], width: int) -> list[int]:
+    """Repeats a sequence's last block; what lies there is never read."""
+    return block_ids + block_ids[-1:] * (width - len(block_ids))
+
+
+def is_fp8(cache: torch.Tensor) -> bool:
+    """Whether KV is stored as float8 E4M3."""
+    return cache.dtype == torch.float8_e4m3fn
+
+
+def numbers(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as kernels read it: float8 as bytes."""
+    return cache.view(torch.uint8) if is_fp8(cache) else cache
+
+
+def span_tokens(head_dim: int, itemsize: int) -> int:
+    """Tokens of KV a program has at once: with three stages at most 96 KiB of shared memory."""
+    return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16

@@ -1,0 +1,102 @@
+"""Compiles every kernel for the GPU architectures given (80, 90, ...), without a GPU.
+
+Prints a line of JSON for each: name, arch, bytes of shared memory, and whether tensor cores are
+used. A process of its own, because the tests' Triton interprets.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.triton.decode import attend_decodes
+from ullage_engine.kernels.triton.experts import grouped_matmul, picked_matmul
+from ullage_engine.kernels.triton.matmul import quantized_matmul
+from ullage_engine.kernels.triton.prefill import attend_tiles
+
+BYTES, INTS, HALVES = torch.uint8, torch.int32, torch.bfloat16
+
+
+class Absent:
+    """A GPU of some architecture that nothing is launched on."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """In place of kernel[grid]."""
+
+    def compiled(*args: object, **constants: object) -> None:
+        binary = kernel.warmup(*args, grid=grid, **constants)
+        facts = {
+            "name": binary.metadata.name,
+            "arch": driver.active.get_current_target().arch,
+            "shared": binary.metadata.shared,
+            "uses_tensor_cores": "mma" in binary.asm["ptx"],
+        }
+        print(json.dumps(facts))
+
+    return compiled
+
+
+def attention(head_dim: int, kv_dtype: torch.dtype, window: int) -> None:
+    blocks = torch.zeros(4, 8, 16 * head_dim, dtype=HALVES).to(kv_dtype)
+    slots = blocks.view(4, -1, head_dim)
+    cache = LayerCache(blocks, slots[:2], slots[2:])
+    queries = torch.zeros(8, 4, head_dim, dtype=HALVES)
+    tables, lengths = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
+    out, sinks = torch.zeros(4, 8 * head_dim, dtype=HALVES), torch.zeros(8, dtype=HALVES)
+    partials = torch.zeros(1 << 18)
+    attend_decodes(queries, cache, tables, lengths, out, partials, window, sinks)
+    attend_tiles(queries, cache, tables, lengths, lengths, lengths, out, window, sinks)
+
+
+def products(rows: int) -> None:
+    x, out = torch.zeros(rows, 256, dtype=HALVES), torch.zeros(rows, 512, dtype=HALVES)
+    scales = torch.zeros(512, 2, dtype=HALVES)
+    quantized_matmul(x, torch.zeros(512, 128, dtype=BYTES), scales, scales, out, "int4")
+    single = torch.zeros(512, 1, dtype=HALVES)
+    quantized_matmul(x, torch.zeros(512, 256, dtype=torch.int8), single, None, out, "int8")
+    quantized_matmul(x, torch.zeros(512, 256, dtype=BYTES), single, None, out, "fp8", adds=True)
+
+
+def experts(rows: int) -> None:
+    x, out = torch.zeros(rows, 256, dtype=HALVES), torch.zeros(rows, 512, dtype=HALVES)
+    packed = torch.zeros(2, 512, 128, dtype=BYTES)
+    scales = torch.zeros(2, 512, 8, dtype=BYTES)
+    biases = torch.zeros(2, 512, dtype=HALVES)
+    ends = torch.zeros(2, dtype=INTS)
+    grouped_matmul(x, ends, packed, scales, None, out, "mxfp4", biases)
+    plain = torch.zeros(2, 512, 256, dtype=HALVES)
+    grouped_matmul(x, ends, plain, None, None, out, "plain")
+    chosen = torch.zeros(rows, dtype=torch.int64)
+    picked_matmul(x, chosen, packed, scales, None, out, "mxfp4", biases)
+
+
+def main(archs: list[int]) -> None:
+    JITFunction.__getitem__ = compile_only
+    for arch in archs:
+        driver.set_active(Absent(arch))
+        attention(64, torch.float8_e4m3fn, 0)
+        attention(128, HALVES, 128)
+        products(512)
+        experts(512)
+
+
+if __name__ == "__main__":
+    main([int(arch) for arch in sys.argv[1:]])

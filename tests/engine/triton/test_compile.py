@@ -1,0 +1,27 @@
+"""Every kernel compiles to machine code for A100s and H100s, which needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""A program may have (CUDA programming guide, compute capabilities)."""
+
+KERNELS = {"attend_split", "merge_splits", "attend_tile", "multiply_tile", "multiply_expert"}
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(script), *map(str, SHARED_BYTES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(kernel["name"], kernel["arch"]) for kernel in kernels} == {
+        (name, arch) for name in KERNELS for arch in SHARED_BYTES
+    }
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_BYTES[kernel["arch"]], kernel
+        assert kernel["uses_tensor_cores"] or kernel["name"] == "merge_splits", kernel

@@ -1,0 +1,65 @@
+"""A step's attention by kernels equals that by torch, for whatever a step is made of."""
+
+import random
+
+import pytest
+import torch
+
+from ullage_engine.core.batch import build_batch
+from ullage_engine.core.plan import Chunk, StepPlan
+from ullage_engine.kernels.buffers import allocate
+from ullage_engine.kernels.pool import KVPool
+from ullage_engine.layers.compute import Attention, Compute, FastCompute
+from ullage_engine.layers.paged_compute import PagedCompute, can_page
+from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
+from ullage_engine.memory.partials import partial_elements
+from ullage_engine.models.geometry import LayerSpec, ModelGeometry
+
+GEOMETRY = ModelGeometry(
+    architecture="llama", layers=(LayerSpec(),), hidden=96, num_heads=6, num_kv_heads=2,
+    head_dim=16, intermediate=64, vocab=50, max_position=512, rope_theta=1e4, rms_eps=1e-5,
+    tied=True, eos_token_ids=[],
+)  # fmt: skip
+LIMITS = StepLimits(
+    max_tokens=300, max_rows=16, max_model_len=400, max_gather_tokens=gather_tokens(400, 512, 16),
+    block_tokens=16, itemsize=4,
+)  # fmt: skip
+SHAPES = [(0, 1), (300, 1), (40, 1), (41, 1), (0, 90), (77, 33), (16, 2)]
+"""(earlier tokens, tokens) of each chunk."""
+
+
+def step_plan() -> StepPlan:
+    free = list(range(60))
+    random.shuffle(free)
+    chunks = []
+    for number, (start, tokens) in enumerate(SHAPES):
+        blocks = [free.pop() for _ in range(-(-(start + tokens) // 16))]
+        chunks.append(Chunk(str(number), [0] * tokens, start, blocks, None, [], 0))
+    return StepPlan(chunks)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (30, True)])
+def test_mixed_step(window: int, has_sinks: bool, device: torch.device) -> None:
+    arena = allocate(step_arena(GEOMETRY, LIMITS), torch.float32, device)
+    pool = KVPool(GEOMETRY, 60, 16, torch.float32, device)
+    pool.blocks.normal_()
+    batch = build_batch(step_plan(), 16, LIMITS.max_gather_tokens)
+    tokens = len(batch.token_ids)
+    rotated = torch.randn(8, tokens, 16, device=device)
+    sinks = torch.randn(6, device=device) if has_sinks else None
+    computes: list[Compute] = [
+        FastCompute(GEOMETRY, LIMITS, arena),
+        PagedCompute(GEOMETRY, torch.empty(partial_elements(GEOMETRY), device=device)),
+    ]
+    results = []
+    for compute in computes:
+        attended = torch.full((tokens, 96), torch.nan, device=device)
+        attentions: list[Attention] = [*compute.attentions(batch, rotated, attended, window)]
+        for attention in attentions:
+            attention.run(pool.layers[0], sinks)
+        results.append(attended)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_cpu_has_no_pages() -> None:
+    assert not can_page(GEOMETRY, 16, torch.device("cpu"))
