@@ -11,6 +11,8 @@ from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, expert_matrices
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.memory.arena import StepLimits
+from ullage_engine.memory.rungs import token_rung, unit_rows
+from ullage_engine.memory.rungs import token_rung, unit_rows
 from ullage_engine.models.decoder import Weights
 from ullage_engine.quant.formats import Encoding
 from ullage_engine.quant.packing import Packed
@@ -49,7 +51,8 @@ def model_weights(
         if name not in loaded.encodings:
             return expert_matrices(tensors[name], compute.matrix, deterministic)
         parts = loaded.packed(name).split(_num_experts(loaded))
-        return LoopedExperts([quantized(part) for part in parts], deterministic)
+        matrices = [quantized(part) for part in parts]
+        return LoopedExperts(matrices, unit_rows if deterministic else token_rung)
 
     return Weights(tensors, matrix=matrix, experts=experts)
 

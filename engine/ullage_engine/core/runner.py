@@ -66,7 +66,7 @@ class ModelRunner:
         self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
-        self._dequantised = torch.empty(0, dtype=torch.uint8)
+        self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
@@ -106,7 +106,7 @@ class ModelRunner:
         """Bytes that were really allocated, by name of the reservation that they belong to."""
         return {
             "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
-            "step_arena": storage_bytes([*self._arena.values(), self._dequantised]),
+            "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
             "sampler_arena": storage_bytes(self._sampling.values()),
             "kv_pool": storage_bytes([self._kv.blocks]) - self._scratch_bytes,
             "state_pool": storage_bytes([self._states.states]) + self._scratch_bytes,
@@ -117,13 +117,13 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            self._dequantised = self._allocate_dequantised()
+            self._unpacked = self._new_unpacked()
             self._model = self._build()
 
     def _build(self) -> Decoder:
         parts = (self.geometry, self._limits, self._arena)
         compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
-        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._dequantised)
+        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
         return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
@@ -180,7 +180,7 @@ class ModelRunner:
         """Blocks that host memory can hold."""
         return self._host.num_slots if self._host else 0
 
-    def _allocate_dequantised(self) -> torch.Tensor:
+    def _new_unpacked(self) -> torch.Tensor:
         size = matrix_scratch_bytes(self._loaded, self._limits)
         # empty and zero_, because zeros would leave the pages unbacked until first use.
         return torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
