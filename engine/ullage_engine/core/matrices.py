@@ -12,7 +12,6 @@ from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, 
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.memory.arena import StepLimits
 from ullage_engine.memory.rungs import token_rung, unit_rows
-from ullage_engine.memory.rungs import token_rung, unit_rows
 from ullage_engine.models.decoder import Weights
 from ullage_engine.quant.formats import Encoding
 from ullage_engine.quant.packing import Packed
