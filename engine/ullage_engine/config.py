@@ -30,7 +30,13 @@ class ModelSection(Strict, frozen=True, kw_only=True):
 
 class ParallelismSection(Strict, frozen=True, kw_only=True):
     tensor: int = 1
+    """Ranks that share each layer."""
     pipeline: int = 1
+    """Stages of consecutive layers; tensor * pipeline is `gpus`."""
+    micro_batches: Annotated[int, msgspec.Meta(ge=1)] = 6
+    """Parts of a step that flow through the stages one behind the other."""
+    nccl: dict[str, str] = msgspec.field(default_factory=dict)
+    """Environment of NCCL, over `ullage_engine.core.worker_env.TRANSFER_ENV`."""
 
 
 class MemorySection(Strict, frozen=True, kw_only=True):
@@ -104,7 +110,7 @@ class ServerSection(Strict, frozen=True, kw_only=True):
 class EngineConfig(Strict, frozen=True, kw_only=True):
     model: ModelSection
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: int = 1
+    gpus: Annotated[int, msgspec.Meta(ge=1)] = 1
     """GPUs, or worker processes on a CPU."""
     parallelism: ParallelismSection = ParallelismSection()
     memory: MemorySection = MemorySection()

@@ -83,11 +83,11 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
-    threads = config.server.threads or usable_cores()
+    threads = config.server.threads or max(1, usable_cores() // config.gpus)
     base = [sys.executable, "-m", "ullage_engine.core.worker", "--config", str(config_path)]
     return WorkerLaunch(
         command=lambda endpoint: [*base, "--endpoint", endpoint],
-        environment=worker_env(threads),
+        environment=worker_env(threads, config.gpus, config.parallelism.nccl),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from ullage_engine.core.request import EngineRequest
+from ullage_engine.parallel.layout import RankPlace
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -149,6 +150,8 @@ class Ready(Message, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     dtype: str
+    ranks: list[RankPlace] = []
+    """The device map."""
     state: WorkerState
 
 

@@ -69,17 +69,11 @@ def findings(
     router: Workload,
     pools: Sequence[Workload],
     pods: Iterable[Mapping[str, Any]],
-    unsupported: str = "",
 ) -> list[Finding]:
-    """The four conditions of a service whose spec is valid.
-
-    `unsupported` says which part of the spec no engine of this version can serve, if any.
-    """
+    """The four conditions of a service whose spec is valid."""
     available = availability(router, pools)
     progressing = progress([router, *pools])
     degraded = degradation(pods)
-    if unsupported:  # the cause of whatever is wrong with the pods
-        degraded = Finding(DEGRADED, True, "UnsupportedParallelism", unsupported)
     ready = readiness(available, progressing, degraded, [router, *pools])
     return [ready, available, progressing, degraded]
 

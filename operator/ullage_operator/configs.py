@@ -24,7 +24,11 @@ def engine_config(
         "model": plain(spec.model),
         "device": spec.device,
         "gpus": pool.gpus,
-        "parallelism": plain(pool.parallelism),
+        "parallelism": {
+            **plain(pool.parallelism),
+            "micro_batches": pool.micro_batches,
+            "nccl": pool.nccl,
+        },
         "memory": plain(pool.memory),
         "batching": plain(spec.batching),
         "limits": plain(spec.limits),

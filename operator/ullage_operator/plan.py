@@ -87,7 +87,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
     for pool_name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
-    found = findings(router, list(pools.values()), observed.pods, unsupported(service))
+    found = findings(router, list(pools.values()), observed.pods)
     host = f"{name}.{service.namespace}.svc"
     return {
         "observedGeneration": service.generation,
@@ -102,16 +102,6 @@ def status_of(service: Service, observed: Observed) -> Manifest:
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
-
-
-def unsupported(service: Service) -> str:
-    """What no engine of this version can serve and what to write instead, or nothing."""
-    return "; ".join(
-        f"pools.{name}.gpus: {pool.gpus} is not supported by this version's engine, which uses "
-        "one device; set gpus, parallelism.tensor and parallelism.pipeline to 1"
-        for name, pool in service.spec.pools.items()
-        if pool.gpus > 1
-    )
 
 
 def pool_status(service: Service, pool: str, workload: Workload) -> Manifest:

@@ -65,6 +65,7 @@ class Pool(Section, frozen=True, kw_only=True):
     gpus: int
     parallelism: Parallelism
     micro_batches: int
+    nccl: dict[str, str] = {}
     memory: Memory
     """The service's memory with the pool's own fields over it."""
     resources: dict[str, dict[str, int | str]] = {}

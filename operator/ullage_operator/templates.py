@@ -67,6 +67,8 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
+            # Kernels are compiled once; the home directory cannot be written.
+            {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
         ],
         "ports": [port("grpc", naming.GRPC_PORT), port("metrics", naming.METRICS_PORT)],
         "resources": engine_resources(service, pool),

@@ -119,3 +119,11 @@ def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path)
     shares = [read(plan, f"demo-single-{i}", EngineConfig).memory.device_bytes for i in range(2)]
     assert shares[0] == shares[1]
     assert shares[0] == pytest.approx((usable_bytes() - (1 << 30)) // 2, rel=0.2)
+
+
+def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) -> None:
+    ranks = {"gpus": 3, "parallelism": {"pipeline": 3}}
+    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    plan = local(manifest(pools={"single": ranks, "large": large}), tmp_path)
+    share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
+    assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)

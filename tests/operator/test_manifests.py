@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ullage_engine.config import DegradeLevel, DegradeSection, EngineConfig
+from ullage_engine.core.worker_env import worker_env
 from ullage_engine.memory.pressure import ordered_levels
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.manifests import PODMONITOR_API
@@ -48,13 +49,23 @@ def test_kubernetes_takes_every_object(
 
 def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
     plan = make_plan(
-        pools={"large": {"memory": {"maxKV": "1Gi"}}},
+        pools={
+            "large": {
+                "memory": {"maxKV": "1Gi"},
+                "microBatches": 8,
+                "nccl": {"NCCL_BUFFSIZE": "4194304"},
+            }
+        },
         batching={"prefillWindow": "8ms"},
         allowFaultInjection=True,
     )
     text = find(plan, "ConfigMap", "demo-large")["data"]["engine.yaml"]
     config = msgspec.convert(yaml.safe_load(text), EngineConfig)
     assert (config.gpus, config.parallelism.tensor, config.parallelism.pipeline) == (4, 2, 2)
+    assert config.parallelism.micro_batches == 8
+    environment = worker_env(1, config.gpus, config.parallelism.nccl)
+    assert environment["NCCL_BUFFSIZE"] == "4194304" and environment["NCCL_MIN_NCHANNELS"] == "4"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert (config.memory.max_kv, config.memory.safety_reserve) == (1 << 30, 2 << 30)
     assert config.batching.prefill_window == 0.008
     assert config.server.pool == "large"

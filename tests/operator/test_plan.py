@@ -121,16 +121,11 @@ def test_a_pod_that_cannot_be_placed_says_why(make_plan: MakePlan) -> None:
     assert message == "pod demo-single-0: 0/1 nodes: Insufficient nvidia.com/gpu"
 
 
-def test_a_pool_of_several_gpus_is_said_to_be_unsupported(make_plan: MakePlan) -> None:
+def test_a_pool_of_several_gpus_is_like_any_other(make_plan: MakePlan) -> None:
     pools: dict[str, Any] = {"large": {}}
-    before = live(make_plan(pools=pools))
-    plan = make_plan(observed(before), pools=pools)
-    assert conditions(plan)["Ready"] == ("False", "UnsupportedParallelism")
-    assert conditions(plan)["Degraded"] == ("True", "UnsupportedParallelism")
-    assert conditions(plan)["Available"] == ("True", "Serving")
-    message = plan.status["conditions"][0]["message"]
-    assert message.startswith("pools.large.gpus: 4 is not supported") and "to 1" in message
-    assert "pools.single" not in message
+    plan = make_plan(observed(live(make_plan(pools=pools))), pools=pools)
+    assert conditions(plan)["Ready"] == ("True", "AllReady")
+    assert conditions(plan)["Degraded"] == ("False", "AsExpected")
 
 
 @pytest.mark.parametrize("reason", ["CrashLoopBackOff", "ImagePullBackOff"])

@@ -77,6 +77,8 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"device": "gpu"}, "spec.device: must be one of auto, cuda, cpu, not 'gpu'"),
         ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
         ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
+        ({"pools": {"large": {"nccl": {"PATH": "/"}}}}, "spec.pools.large.nccl: nccl sets"),
+        ({"pools": {"large": {"nccl": {"NCCL_DEBUG": 1}}}}, "spec.pools.large.nccl.NCCL_DEBUG: mu"),
         ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
         ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
         ({"routing": {"ladder": ["queue", "queue"]}}, "spec.routing.ladder: ladder must name"),

@@ -12,6 +12,7 @@ from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
 from ullage_engine.core.scheduler import Scheduler
 from ullage_engine.messages import Rejected, RequestFailed, TokenOutput
+from ullage_engine.parallel.errors import GroupLostError
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -180,7 +181,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether the device failed rather than the computation; later calls would fail as well."""
+    """Whether the device or another rank failed rather than the computation; later calls would fail
+    as well."""
+    if isinstance(error, GroupLostError):
+        return True
     if is_out_of_memory(error):
         return False
     is_reported = isinstance(error, torch.AcceleratorError)

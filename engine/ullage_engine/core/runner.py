@@ -1,7 +1,7 @@
 """Executes step plans on a device."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,10 +20,18 @@ from ullage_engine.kernels.pool import (
     scratch_blocks,
 )
 from ullage_engine.layers.compute import DeterministicCompute, FastCompute
-from ullage_engine.memory.arena import StepLimits, gather_tokens, sampler_arena, step_arena
+from ullage_engine.memory.arena import (
+    ArenaLayout,
+    StepLimits,
+    gather_tokens,
+    sampler_arena,
+    step_arena,
+)
 from ullage_engine.memory.predictor import state_pool_bytes, state_slots
 from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.parallel.microbatch import in_plan_order
+from ullage_engine.parallel.neighbours import Alone, Neighbours, Transfers
 from ullage_engine.weights.store import ALIGNMENT, LoadedModel
 
 
@@ -56,14 +64,17 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         settings: RunnerSettings,
+        neighbours: Neighbours = Alone(),  # noqa: B008 - immutable
     ) -> None:
         self._loaded = loaded
         self._device = device
         self._dtype = dtype
         self._settings = settings
+        self._neighbours = neighbours
         self._limits = step_limits(settings, dtype.itemsize)
         self._step_layout = step_arena(loaded.geometry, self._limits)
-        self._sampler_layout = sampler_arena(loaded.geometry, self._limits)
+        sampler = sampler_arena(loaded.geometry, self._limits)
+        self._sampler_layout = sampler if neighbours.samples else ArenaLayout(())
         self._model: Decoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
         self._unpacked = torch.empty(0, dtype=torch.uint8)
@@ -121,9 +132,12 @@ class ModelRunner:
             self._model = self._build()
 
     def _build(self) -> Decoder:
-        parts = (self.geometry, self._limits, self._arena)
+        parts, near = (self.geometry, self._limits, self._arena), self._neighbours
         compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
-        weights = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
+        plain = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
+        weights = replace(
+            plain, matrix=lambda name: near.matrix(name, plain.matrix(name)), reduce=near.reduce
+        )
         return Decoder(weights, *parts, compute)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
@@ -160,11 +174,20 @@ class ModelRunner:
         self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step; one token for each chunk with `sampling`, in the plan's order."""
+        """Computes a step; one token for each chunk with `sampling`, in the plan's order.
+
+        Of several ranks every one computes its part, and the tokens are on the one that samples.
+        """
         with torch.inference_mode():
             for block in begun_blocks(plan, self._limits.block_tokens):
                 self._kv.clear(block)
-        return self._run(plan)
+        parts = self._neighbours.split(plan)
+        transfers = self._neighbours.transfers([part.num_tokens for part in parts])
+        tokens = [
+            token for index, part in enumerate(parts) for token in self._run(part, transfers, index)
+        ]
+        transfers.finish()
+        return in_plan_order(plan, tokens) if tokens and len(parts) > 1 else tokens
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
@@ -208,21 +231,27 @@ class ModelRunner:
         # Layers of one kind have the same shapes, and each frees what it took before the next.
         layers = self._loaded_model.one_of_each_kind()
         for plan in plans:
-            self._run(plan, layers)
+            transfers = self._neighbours.transfers([plan.num_tokens])
+            self._run(plan, transfers, 0, layers)
+            transfers.finish()
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, layers: list[int] | None = None) -> list[SampledToken]:
+    def _run(
+        self, plan: StepPlan, transfers: Transfers, index: int, layers: list[int] | None = None
+    ) -> list[SampledToken]:
+        """One micro-batch of a step, the index-th."""
         limits, model = self._limits, self._loaded_model
         batch = build_batch(
             plan,
             limits.block_tokens,
             limits.max_gather_tokens,
             limits.context_blocks,
-            self.geometry.conv_kernel,
-            self._kv.scratch_block,
+            conv_kernel=self.geometry.conv_kernel if self.geometry.num_conv_layers else 0,
+            scratch_block=self._kv.scratch_block,
         )
-        hidden = model.forward(batch, self._kv.layers, self._states.layers, layers=layers)
-        if not batch.sampled:
+        caches, states = self._kv.layers, self._states.layers
+        hidden = model.forward(batch, caches, states, transfers.receive(index), layers)
+        if transfers.send(index, hidden) or not batch.sampled or not self._neighbours.samples:
             return []
         rows, vocab = len(batch.sampled), self.geometry.vocab
         computed = shaped(self._sampling["computed"], limits.product_rows(rows), vocab)

@@ -7,7 +7,6 @@ exit status: 0 told to stop or the server is gone, 2 wrong configuration or mode
 """
 
 import argparse
-import ctypes
 import gc
 import logging
 import math
@@ -22,7 +21,9 @@ import msgspec
 import zmq
 
 from ullage_engine.config import BatchingSection, EngineConfig, read_config
-from ullage_engine.core.startup import Started, StartError, start
+from ullage_engine.core.device import StartError
+from ullage_engine.core.parent import die_with_parent
+from ullage_engine.core.startup import Started, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.memory.pressure import PressureController
@@ -41,13 +42,13 @@ from ullage_engine.messages import (
     ToWorker,
     WorkerState,
 )
+from ullage_engine.parallel.followers import FollowerCommand
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
 from ullage_rpc.config import ConfigError
 
 log = logging.getLogger("ullage.engine.worker")
 
-_PR_SET_PDEATHSIG = 1
 _SEND_TIMEOUT_MS = 30_000
 _MAX_UNSENT = 10_000
 """Messages; a server that leaves so many unread for the time above is gone."""
@@ -198,6 +199,7 @@ class Worker:
             max_model_len=self._started.max_model_len,
             vocab_size=self._started.vocab_size,
             dtype=self._started.dtype,
+            ranks=self._started.ranks,
             state=self._judged(),
         )
 
@@ -230,7 +232,7 @@ class Worker:
             num_oom_events=self._engine.num_oom_events,
             releases=scheduler.releases(),
             ledger=ledger.states(),
-            rss_bytes=self._started.meter.used_bytes(),
+            rss_bytes=self._started.used_bytes(),
             num_steps=scheduler.num_steps,
         )
 
@@ -239,13 +241,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a worker; the exit status."""
     parent = os.getppid()
     options = _parse(arguments)
-    _die_with_parent(parent)
+    die_with_parent(parent)
     # Ctrl-C reaches the whole group; the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, options.endpoint)
     try:
-        return _serve(options.config, link)
+        return _serve(options, link)
     except ServerGoneError:
         return 0
     finally:
@@ -253,31 +255,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context.term()
 
 
-def _serve(path: Path, link: Link) -> int:
+def _serve(options: argparse.Namespace, link: Link) -> int:
     try:
-        config = read_config(path)
+        config = read_config(options.config)
         logs.configure(config.server.log_level)
-        started = start(config, link.send)
+        group_path = Path(options.endpoint.removeprefix("ipc://"))
+        started = start(config, link.send, group_path, _follower(options.config))
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(StartFailed(error=str(error)))
         return 2
     _log_start(config, started)
-    Worker(started, config.batching, link, PressureController(config.degrade)).run()
+    try:
+        Worker(started, config.batching, link, PressureController(config.degrade)).run()
+    finally:
+        started.stop()
     return 0
 
 
+def _follower(config: Path) -> FollowerCommand:
+    base = [sys.executable, "-m", "ullage_engine.parallel.follower", "--config", str(config)]
+    base += ["--parent", str(os.getpid())]
+    return lambda rank, endpoint: [*base, "--rank", str(rank), "--endpoint", endpoint]
+
+
 def _log_start(config: EngineConfig, started: Started) -> None:
+    for place in started.ranks:
+        log.info("%s", place)
     for line in started.ledger.table():
         log.info(line)
     facts = {"dtype": started.dtype, "max_model_len": started.max_model_len}
     log.info("worker serves %s", config.model.name, extra=facts)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when the server ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        sys.exit(0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -28,6 +28,24 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
 """Set for every worker, on top of the parent's environment."""
 
 
-def worker_env(threads: int) -> dict[str, str]:
-    """`WORKER_ENV` for a worker with `threads` compute threads."""
-    return {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
+TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        # A failed transfer ends its process, and so the group, rather than waiting for ever.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # For GPUs that speak over PCIe: more channels and larger pieces.
+        "NCCL_MIN_NCHANNELS": "4",
+        "NCCL_BUFFSIZE": "8388608",
+        # All ranks of an engine are on one host, and nobody else may speak to them.
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+)
+"""For transfers between ranks; `parallelism.nccl` may say otherwise."""
+
+
+def worker_env(
+    threads: int, num_ranks: int = 1, nccl: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """`WORKER_ENV` for a worker with `threads` compute threads; ranks inherit it from rank 0."""
+    own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
+    return own if num_ranks == 1 else {**own, **TRANSFER_ENV, **nccl}

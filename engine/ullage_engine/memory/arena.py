@@ -71,7 +71,7 @@ class ArenaLayout:
 
     @property
     def nbytes(self) -> int:
-        return _aligned(max(buffer.end for buffer in self.buffers))
+        return _aligned(max((buffer.end for buffer in self.buffers), default=0))
 
 
 def context_blocks(blocks: int, block_tokens: int, deterministic: bool) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.detokenizer import TokenBytes
 from ullage_engine.messages import Profile, TokenLogprobs
@@ -90,6 +92,7 @@ def model_response(name: str, tokenizer: ModelTokenizer, board: Board) -> pb.Get
         dtype=ready.dtype,
         add_bos=tokenizer.add_bos,
         created=board.created,
+        ranks=[pb.RankPlacement(**msgspec.structs.asdict(place)) for place in ready.ranks],
     )
 
 

@@ -89,7 +89,7 @@ class EngineMetrics:
 
     def worker_ready(self, ready: Ready) -> None:
         """A new worker: its own counters start at zero."""
-        self._worker.ready(ready.profile)
+        self._worker.ready(ready)
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:

@@ -5,10 +5,11 @@ The worker counts since its own start; what is exported goes on through every re
 
 from collections.abc import Callable
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ullage_engine.memory.predictor import block_bytes
-from ullage_engine.messages import Profile, WorkerState
+from ullage_engine.messages import Ready, WorkerState
 
 Read = Callable[[WorkerState], float]
 
@@ -62,6 +63,9 @@ _COUNTERS: tuple[tuple[str, str, Read], ...] = (
 )
 
 
+_RANK_LABELS = ("rank", "stage", "tensor_rank", "device", "first_layer")
+
+
 class WorkerMetrics:
     """Gauges and counters of whichever worker serves."""
 
@@ -79,11 +83,20 @@ class WorkerMetrics:
         self._blocks = gauge("kv_blocks_total", "Blocks of the KV pool")
         self._used_blocks = gauge("kv_blocks_used", "Blocks in block tables")
         self._block_tokens = gauge("kv_block_size_tokens", "Tokens of one block")
+        names = [*labels, *_RANK_LABELS]
+        text = "Layers of each rank: the device map"
+        self._ranks = Gauge("ullage_rank_layers", text, names, registry=registry)
+        self._labels = labels
         self._seen = [0.0] * len(_COUNTERS)
         self._block_bytes = 1
 
-    def ready(self, profile: Profile) -> None:
+    def ready(self, ready: Ready) -> None:
         """A new worker, which counts from 0."""
+        profile = ready.profile
+        for place in ready.ranks:
+            fields = msgspec.structs.asdict(place)
+            own = {name: str(fields[name]) for name in _RANK_LABELS}
+            self._ranks.labels(**self._labels, **own).set(place.num_layers)
         self._block_bytes = max(1, block_bytes(profile))
         self._block_tokens.set(profile.block_tokens)
         self._seen = [0.0] * len(_COUNTERS)

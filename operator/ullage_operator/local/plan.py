@@ -66,14 +66,16 @@ def plan_local(
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
-    """Engines without a budget of their own get equal parts of what others leave.
+    """Workers without a budget of their own get equal parts of what others leave.
 
-    On Kubernetes each has its container's limit; here each would take the whole machine.
+    On Kubernetes an engine's share its container's limit; here each would take the whole machine.
     """
     replicas = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
-    budgets = {item["metadata"]["name"]: budget(item) for item in objects if is_engine(item)}
-    taken = sum(given * replicas[name] for name, given in budgets.items() if given is not None)
-    num_open = sum(replicas[name] for name, given in budgets.items() if given is None)
+    engines = {item["metadata"]["name"]: item for item in objects if is_engine(item)}
+    workers = {name: replicas[name] * num_workers(item) for name, item in engines.items()}
+    budgets = {name: budget(item) for name, item in engines.items()}
+    taken = sum(given * workers[name] for name, given in budgets.items() if given is not None)
+    num_open = sum(workers[name] for name, given in budgets.items() if given is None)
     share = max(0, usable_bytes() - taken) // max(1, num_open)
     return [with_budget(item, share) if is_engine(item) else item for item in objects]
 
@@ -81,6 +83,12 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
 def is_engine(item: Manifest) -> bool:
     """Whether it is the ConfigMap of an engine."""
     return naming.ENGINE_CONFIG in item.get("data", {})
+
+
+def num_workers(item: Manifest) -> int:
+    """Workers of an engine, each with a device of its own."""
+    document: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
+    return int(document["gpus"])
 
 
 def budget(item: Manifest) -> int | None:

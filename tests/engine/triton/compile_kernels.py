@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ullage_engine.core.batch import ConvPlan
 from ullage_engine.kernels.pool import LayerCache
+from ullage_engine.kernels.triton.conv import ConvIndices, gated_conv
 from ullage_engine.kernels.triton.decode import attend_decodes
 from ullage_engine.kernels.triton.experts import grouped_matmul, picked_matmul
 from ullage_engine.kernels.triton.matmul import quantized_matmul
@@ -88,6 +90,13 @@ def experts(rows: int) -> None:
     picked_matmul(x, chosen, packed, scales, None, out, "mxfp4", biases)
 
 
+def convolutions() -> None:
+    indices = ConvIndices(ConvPlan([[0], [1], [2]], [1, 2], [0], [1], []), torch.device("cpu"))
+    projected, weights = torch.zeros(1, 192, dtype=HALVES), torch.zeros(3, 64, dtype=HALVES)
+    state, out = torch.zeros(2, 2, 64, dtype=HALVES), torch.zeros(1, 64, dtype=HALVES)
+    gated_conv(projected, weights, indices, state, out)
+
+
 def main(archs: list[int]) -> None:
     JITFunction.__getitem__ = compile_only
     for arch in archs:
@@ -96,6 +105,7 @@ def main(archs: list[int]) -> None:
         attention(128, HALVES, 128)
         products(512)
         experts(512)
+        convolutions()
 
 
 if __name__ == "__main__":

@@ -103,8 +103,11 @@ def test_the_ledger_names_every_reservation_and_fits(worker: Any) -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model": {"max_model_len": 99_999}}, "spec.model.maxModelLen: 99999"),
-    ({"gpus": 2}, "pools.single.gpus: 2 is not supported"),
-    ({"parallelism": {"tensor": 2}}, "pools.single.parallelism: tensor 2"),
+    ({"gpus": 2}, "pools.single.gpus: 2 is not parallelism.tensor 1 * parallelism.pipeline 1"),
+    (
+        {"gpus": 4, "parallelism": {"tensor": 4}},
+        "pools.single.parallelism.tensor: 4 ranks cannot share",
+    ),
     ({"memory": {"device_bytes": 500_000_000}}, "memory.deviceBytes: weights needs 257 MiB"),
     ({"model": {"source": "file:///nowhere.gguf"}}, "/nowhere.gguf"),
     ({"device": "tpu"}, "device"),

@@ -1,6 +1,8 @@
 """Kernels for NVIDIA GPUs. Importing this package does not import Triton; calling it does."""
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +21,12 @@ to 7), mxfp4: two values a byte, the even one in the low half."""
 
 @cache
 def is_available() -> bool:
-    """Whether there is a CUDA device and Triton to compile for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    """Whether there is a CUDA device, Triton to compile for it, and the C compiler it needs."""
+    return (
+        torch.cuda.is_available()
+        and importlib.util.find_spec("triton") is not None
+        and any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")))
+    )
 
 
 def attends(head_dim: int, block_tokens: int) -> bool:

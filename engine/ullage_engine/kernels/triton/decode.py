@@ -15,14 +15,24 @@ from ullage_engine.core.batch import DecodeGroup
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.triton import PagedWorkspace
-from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
-from ullage_engine.kernels.triton.paged import add_sink, attend, shift_of
-from ullage_engine.memory.partials import num_splits
+from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
+from ullage_engine.kernels.triton.paged import add_sink, attend_range, shift_of
+from ullage_engine.memory.partials import MAX_SPLITS, num_splits
 
 LOG2_E = math.log2(math.e)
 
 
 @jit
+def own_share(
+    base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
+) -> tl.tensor:
+    """(begin, end) of one split of positions base to length; begin is base and whole spans."""
+    share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
+    begin = base + split * share
+    return begin, tl.minimum(begin + share, length)
+
+
+@jit_for_any("width", "splits")
 def attend_split(
     queries: tl.tensor,  # [heads, rows, HEAD_DIM], heads `head_stride` apart
     keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
@@ -30,19 +40,19 @@ def attend_split(
     tables: tl.tensor,  # [rows, width] block ids
     lengths: tl.tensor,  # [rows] context, the token itself included; 0 for a row of padding
     sinks: tl.tensor,  # [heads]
-    out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, SPLITS, HEAD_DIM] of float32
-    sums: tl.tensor,  # [rows, heads, SPLITS] log2 of the sum of the weights
+    out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, splits, HEAD_DIM] of float32
+    sums: tl.tensor,  # [rows, heads, splits] log2 of the sum of the weights
     scale: tl.tensor,
     head_stride: tl.tensor,
     cache_stride: tl.tensor,
     width: tl.tensor,
-    num_heads: tl.tensor,
+    splits: tl.tensor,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPAN: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
@@ -55,11 +65,7 @@ def attend_split(
     seen = 0
     if WINDOW > 0:
         seen = tl.maximum(length - WINDOW, 0)
-    base = seen // SPAN * SPAN
-    share = tl.cdiv(tl.cdiv(length - base, SPAN), SPLITS) * SPAN
-    begin = base + split * share
-    end = tl.minimum(begin + share, length)
-
+    begin, end = own_share(seen // SPAN * SPAN, length, split, splits, SPAN)
     members = tl.arange(0, ROWS)
     heads = kv_head * GROUP + members
     exists = members < GROUP
@@ -69,52 +75,44 @@ def attend_split(
     first = seen + tl.zeros([ROWS], tl.int32)
     last = length - 1 + tl.zeros([ROWS], tl.int32)
     key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
-    table = tables + row * width
-
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     middle = begin
     if WINDOW == 0:
         middle = tl.maximum(begin, end // SPAN * SPAN)
-        peak, total, summed = attend(
-            query, peak, total, summed, key, value, table, first, last, begin, middle, scale,
-            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
-        )  # fmt: skip
-    peak, total, summed = attend(
-        query, peak, total, summed, key, value, table, first, last, middle, end, scale,
-        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    peak, total, summed = attend_range(
+        query, key, value, tables + row * width, first, last, begin, middle, end, scale,
+        BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
     )  # fmt: skip
-
-    if SPLITS == 1:
+    if WHOLE:
         peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
     # An empty split weighs nothing, log2(0), and its result is zero.
     weight = tl.where(total == 0, 1.0, total)
     result = summed / weight[:, None]
-    place = (row * num_heads + heads) * SPLITS + split
+    place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
     where = out + place[:, None] * HEAD_DIM + dims[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
-    if SPLITS > 1:
+    if not WHOLE:
         level = tl.where(total == 0, float("-inf"), peak + tl.log2(weight))
         tl.store(sums + place, level, mask=exists)
 
 
-@jit
+@jit_for_any("splits")
 def merge_splits(
-    partials: tl.tensor,  # [rows, heads, SPLITS, HEAD_DIM]
-    sums: tl.tensor,  # [rows, heads, SPLITS]
+    partials: tl.tensor,  # [rows, heads, splits, HEAD_DIM]
+    sums: tl.tensor,  # [rows, heads, splits]
     sinks: tl.tensor,  # [heads]
     out: tl.tensor,  # [rows, heads * HEAD_DIM]
     num_heads: tl.tensor,
+    splits: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
     """Merges one head of one row."""
     head = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64) * num_heads + head
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
-    levels = tl.load(sums + place * SPLITS + splits)
+    split, dims = tl.arange(0, MOST), tl.arange(0, HEAD_DIM)
+    exists = split < splits
+    levels = tl.load(sums + place * splits + split, mask=exists, other=float("-inf"))
     peak = tl.max(levels, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -124,8 +122,9 @@ def merge_splits(
     total = tl.sum(weights, 0)
     if SINKS:
         total += tl.exp2(sink - shift)
-    pieces = (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    summed = tl.sum(weights[:, None] * tl.load(partials + pieces), 0)
+    pieces = partials + (place * splits + split)[:, None] * HEAD_DIM + dims[None, :]
+    results = tl.load(pieces, mask=exists[:, None], other=0)
+    summed = tl.sum(weights[:, None] * results, 0)
     result = summed / tl.where(total == 0, 1.0, total)
     tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty))
 
@@ -161,16 +160,16 @@ def attend_decodes(
         attend_split, (rows, kv_heads, splits),
         queries, numbers(cache.keys), numbers(cache.values), tables, lengths,
         queries if sinks is None else sinks, pieces, sums, head_dim**-0.5 * LOG2_E,
-        queries.stride(0), cache.keys.stride(0), width, heads,
+        queries.stride(0), cache.keys.stride(0), width, splits,
         GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
-        BLOCK_TOKENS=block_tokens, SPAN=span, SPLITS=splits, WINDOW=window, SINKS=has_sinks,
+        BLOCK_TOKENS=block_tokens, SPAN=span, WHOLE=splits == 1, WINDOW=window, SINKS=has_sinks,
         FP8=is_fp8(cache.keys), num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         launch(
             merge_splits, (rows, heads),
-            pieces, sums, queries if sinks is None else sinks, out, heads,
-            HEAD_DIM=head_dim, SPLITS=splits, SINKS=has_sinks, num_warps=4,
+            pieces, sums, queries if sinks is None else sinks, out, heads, splits,
+            HEAD_DIM=head_dim, MOST=MAX_SPLITS, SINKS=has_sinks, num_warps=4,
         )  # fmt: skip
 
 

@@ -29,6 +29,17 @@ def jit(function: Callable[..., Any]) -> Kernel:
     return kernel
 
 
+def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """`jit`, compiled once for all values of these parameters: for counts that differ from step to
+    step, because a step that needs another variant waits a second for it."""
+
+    def decorate(function: Callable[..., Any]) -> Kernel:
+        kernel: Kernel = triton.jit(function, do_not_specialize=list(numbers))
+        return kernel
+
+    return decorate
+
+
 def power_of_two(size: int) -> int:
     """The next power of two; sizes of Triton's blocks have to be."""
     return 1 << (size - 1).bit_length()

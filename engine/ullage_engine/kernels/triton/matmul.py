@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 
 from ullage_engine.kernels.triton import Format
-from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
+from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
 from ullage_engine.kernels.triton.weighted import (
     bytes_of,
     group_of,
@@ -16,7 +16,7 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200; with fewer column tiles than that, a product of few rows leaves some idle."""
 
 
-@jit
+@jit_for_any("rows")
 def multiply_tile(
     x: tl.tensor,  # [rows, depth]
     values: tl.tensor,  # [columns, depth], or two a byte

@@ -73,6 +73,39 @@ def attend(
 
 
 @jit
+def attend_range(
+    queries: tl.tensor,  # [rows, HEAD_DIM]
+    keys: tl.tensor,  # of one KV head
+    values: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    begin: tl.tensor,
+    middle: tl.tensor,  # up to here every row sees all; with a window nothing
+    end: tl.tensor,
+    scale: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
+) -> tl.tensor:
+    """The running softmax of positions begin to end: peak, total and sum; see `attend`."""
+    peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    summed = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
+    if WINDOW == 0:
+        peak, total, summed = attend(
+            queries, peak, total, summed, keys, values, table, first, last, begin, middle, scale,
+            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
+        )  # fmt: skip
+    return attend(
+        queries, peak, total, summed, keys, values, table, first, last, middle, end, scale,
+        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    )  # fmt: skip
+
+
+@jit
 def add_sink(
     peak: tl.tensor,  # [rows]
     total: tl.tensor,  # [rows]

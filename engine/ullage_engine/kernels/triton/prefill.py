@@ -19,12 +19,12 @@ from ullage_engine.kernels.triton.decode import (
     padded_table,
     span_tokens,
 )
-from ullage_engine.kernels.triton.launch import jit, launch, power_of_two
-from ullage_engine.kernels.triton.paged import add_sink, attend
+from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
+from ullage_engine.kernels.triton.paged import add_sink, attend_range
 from ullage_engine.memory.rungs import MAX_TILE_ROWS
 
 
-@jit
+@jit_for_any("width")
 def attend_tile(
     queries: tl.tensor,  # [heads, tokens, HEAD_DIM], heads `head_stride` apart
     keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
@@ -39,7 +39,6 @@ def attend_tile(
     head_stride: tl.tensor,
     cache_stride: tl.tensor,
     width: tl.tensor,
-    num_heads: tl.tensor,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -52,7 +51,8 @@ def attend_tile(
     FP8: tl.constexpr,
 ) -> None:
     """Writes the result of TOKENS tokens of one tile for the heads of one KV head."""
-    tile = tl.program_id(0) // PIECES
+    # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
+    tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
     begun = tl.program_id(0) % PIECES * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + tile)
@@ -77,23 +77,13 @@ def attend_tile(
         middle = tl.maximum(before + begun - WINDOW + 1, 0) // SPAN * SPAN
         first = last - WINDOW + 1
     key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
-    table = tables + tile.to(tl.int64) * width
-
-    peak = tl.full([TOKENS * PADDED_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS * PADDED_GROUP], tl.float32)
-    summed = tl.zeros([TOKENS * PADDED_GROUP, HEAD_DIM], tl.float32)
-    if WINDOW == 0:
-        peak, total, summed = attend(
-            query, peak, total, summed, key, value, table, first, last, 0, middle, scale,
-            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
-        )  # fmt: skip
-    peak, total, summed = attend(
-        query, peak, total, summed, key, value, table, first, last, middle, end, scale,
-        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    peak, total, summed = attend_range(
+        query, key, value, tables + tile.to(tl.int64) * width, first, last, 0,
+        middle, end, scale, BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
     )  # fmt: skip
     peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
     result = summed / tl.where(total == 0, 1.0, total)[:, None]
-    where = out + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+    where = out + (tokens * tl.num_programs(1) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
 
 
@@ -124,7 +114,7 @@ def attend_tiles(
         attend_tile, (tables.shape[0] * pieces, kv_heads),
         queries, numbers(cache.keys), numbers(cache.values), tables, starts, counts, earlier,
         queries if sinks is None else sinks, out, head_dim**-0.5 * LOG2_E,
-        queries.stride(0), cache.keys.stride(0), tables.shape[1], heads,
+        queries.stride(0), cache.keys.stride(0), tables.shape[1],
         GROUP=group, PADDED_GROUP=padded, TOKENS=tokens, PIECES=pieces, HEAD_DIM=head_dim,
         BLOCK_TOKENS=cache.keys.shape[1] // num_blocks,
         SPAN=span_tokens(head_dim, queries.element_size()), WINDOW=window,

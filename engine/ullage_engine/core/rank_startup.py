@@ -1,0 +1,360 @@
+"""The start of one rank, phase by phase: every byte enters its device's ledger on the way.
+
+With several ranks all of them do one phase before any does the next (`core.startup` for rank 0,
+`parallel.follower` for the others): in the last two they compute together.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from ullage_engine.config import EngineConfig
+from ullage_engine.core.device import StartError, open_ledger, prepare_device
+from ullage_engine.core.limits import SchedulerLimits
+from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
+from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
+from ullage_engine.memory.ledger import mib, wrong_price
+from ullage_engine.messages import Loading
+from ullage_engine.models.dtypes import resolve_dtype
+from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.parallel.group import RankGroup
+from ullage_engine.parallel.layout import (
+    LayoutError,
+    RankLayout,
+    check_model,
+    check_world,
+    rank_geometry,
+)
+from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
+from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
+from ullage_engine.parallel.slices import Slicer
+from ullage_engine.weights.store import ALIGNMENT, LoadedModel, load_weights
+
+log = logging.getLogger("ullage.engine.worker")
+
+BLOCK_TOKENS = 16
+
+_STAGING_BYTES = 16 << 20
+"""For messages, token lists and queues, which come and go with requests."""
+
+_TRANSFER_TIMEOUT_S = 60.0
+"""Least time after which a transfer between ranks has failed; the server looks sooner."""
+
+Report = Callable[[Loading], None]
+
+
+class RankStartup:
+    """One rank from its configuration to a runner; phases in their order, each once.
+
+    Raises, in any phase:
+        StartError, LedgerError, WeightsError: one line saying what to change.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, report: Report) -> None:
+        _check_kv_dtype(config)
+        self.layout = read_layout(config)
+        self.rank = rank
+        self.config = config
+        self.device = prepare_device(config, rank)
+        self.dtype = resolve_dtype(config.model.dtype, self.device)
+        self.meter = MemoryMeter(self.device)
+        self.ledger = open_ledger(config, self.device)
+        self._report = report
+        self._group: RankGroup | None = None
+        self._loaded: LoadedModel | None = None
+        self._whole: ModelGeometry | None = None
+        self._runner: ModelRunner | None = None
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The whole model's."""
+        assert self._whole is not None, "load comes first"
+        return self._whole
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "allocate_arenas comes first"
+        return self._runner
+
+    @property
+    def max_model_len(self) -> int:
+        return _max_model_len(self.config, self.geometry)
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return _scheduler_limits(self.config, self.max_model_len, self.geometry.replay_tokens)
+
+    @property
+    def settings(self) -> RunnerSettings:
+        return _runner_settings(self.limits, self.config.model.deterministic)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block on all ranks together."""
+        per_token, _ = group_kv_bytes(self.geometry, self.layout, self.dtype.itemsize)
+        return self.settings.block_tokens * per_token
+
+    @property
+    def num_host_slots(self) -> int:
+        return self.config.memory.host_kv // self.block_bytes
+
+    def load(self) -> None:
+        """Maps or copies the weights that this rank computes with."""
+        self.ledger.record("context", self.meter.used_bytes())
+        self._loaded = self._load()
+        self.ledger.record("weights", self._loaded.nbytes)
+        give_back_freed()
+        touch_pages(self._loaded.tensors.values(), self.device)
+
+    def allocate_arenas(self, store: Path | None = None) -> None:
+        """Meets the other ranks, at `store` where there are any, and allocates a step's buffers."""
+        assert self._loaded is not None, "load comes first"
+        settings, neighbours = self.settings, self._meet(store)
+        self._runner = ModelRunner(self._loaded, self.device, self.dtype, settings, neighbours)
+        sizes = {
+            "step_arena": self.runner.step_arena_bytes,
+            "sampler_arena": self.runner.sampler_arena_bytes,
+        }
+        progress = self._progress("arena")
+        progress(0, sum(sizes.values()))
+        for name, size in sizes.items():
+            self.ledger.reserve(name, size)
+        self.runner.allocate_arena()
+        for name, size in sizes.items():
+            self.ledger.allocated(name, size)
+        progress(sum(sizes.values()), sum(sizes.values()))
+
+    def warm_up(self) -> int:
+        """Runs the largest steps on a pool of one block; what libraries took is the workspace.
+
+        Returns:
+            KV blocks that fit in what is left; the pool may have no more.
+        """
+        self._progress("warm_up")(0, 0)
+        error = self.runner.prove()
+        if error is not None:
+            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
+        give_back_freed()
+        self._reserve_states()
+        self.runner.allocate_kv(1)
+        self.runner.warm_up()
+        known = self.ledger.allocated_bytes + self.runner.kv_block_bytes
+        self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
+        self.ledger.reserve("staging", _STAGING_BYTES)
+        self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
+        self._reserve_host_kv()
+        return self._fitting_blocks()
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocates the pool, as large on every rank, and settles the ledger."""
+        size = num_blocks * self.runner.kv_block_bytes
+        self.ledger.reserve("kv_pool", size)
+        progress = self._progress("kv_pool")
+        progress(0, size)
+        self.runner.allocate_kv(num_blocks, self.num_host_slots)
+        # The pool may lie where the first warm-up had its temporaries; give them their place now,
+        # or the first requests would.
+        self.runner.run_largest()
+        self.ledger.allocated("kv_pool", size)
+        if self.num_host_slots:
+            self.ledger.allocated("host_kv", self._host_kv_bytes())
+        progress(size, size)
+        self._check_prices(size)
+        self._settle()
+
+    def leave(self) -> None:
+        """Ends the transfers to other ranks."""
+        if self._group is not None:
+            self._group.close()
+
+    def _load(self) -> LoadedModel:
+        config, is_alone = self.config, self.layout.world == 1
+        folder = Path(config.server.weights_dir)
+        # Of several ranks each copies only its part to its device.
+        source = self.device if is_alone else torch.device("cpu")
+        progress = self._progress("weights")
+        loaded = load_weights(config.model, source, self.dtype, folder, progress)
+        self._whole = loaded.geometry
+        return loaded if is_alone else self._take_part(loaded)
+
+    def _take_part(self, loaded: LoadedModel) -> LoadedModel:
+        pool, layout = self.config.server.pool, self.layout
+        if loaded.encodings:
+            raise StartError(
+                f"pools.{pool}.gpus: {layout.world} ranks cannot share quantised weights in this "
+                "version; set 1, or spec.model.quantization none with an unquantised model"
+            )
+        try:
+            check_model(pool, loaded.geometry, layout)
+        except LayoutError as error:
+            raise StartError(str(error)) from error
+        parts = Slicer(loaded.geometry, layout, self.rank).take(loaded.tensors)
+        tensors = {name: part.to(self.device) for name, part in parts.items()}
+        own = rank_geometry(loaded.geometry, layout, self.rank)
+        return LoadedModel(own, tensors, held_bytes(tensors.values()))
+
+    def _meet(self, store: Path | None) -> Neighbours:
+        layout = self.layout
+        if store is None:
+            return Alone()
+        wanted = max(_TRANSFER_TIMEOUT_S, self.config.limits.step_deadline)
+        self._group = RankGroup(layout, self.rank, store, self.device, wanted)
+        limits = step_limits(self.settings, self.dtype.itemsize)
+        rows, hidden = limits.product_rows(limits.max_tokens), self.geometry.hidden
+        size = transfer_bytes(layout, self.rank, rows, hidden, self.dtype.itemsize)
+        self.ledger.reserve("transfers", size)
+        most = self.config.parallelism.micro_batches
+        made = Connected(self._group, rows, hidden, self.dtype, most)
+        self.ledger.allocated("transfers", made.nbytes)
+        return made
+
+    def _reserve_states(self) -> None:
+        """Convolution states are allocated with the first KV pool, all that there can be."""
+        if self.runner.state_pool_bytes:
+            self.ledger.record("state_pool", self.runner.state_pool_bytes)
+
+    def _fitting_blocks(self) -> int:
+        """Whole KV blocks that fit, at least those of the largest prompt chunk.
+
+        A rank whose layers keep no KV does not limit the others.
+        """
+        settings, memory, ledger = self.settings, self.config.memory, self.ledger
+        block = self.runner.kv_block_bytes
+        chunk = settings.max_step_tokens - settings.max_sequences
+        least = -(-chunk // settings.block_tokens) * block
+        if memory.max_kv < least:
+            raise StartError(
+                f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(least)} of KV that one "
+                f"prompt chunk needs; set {mib(least + block)} or more"
+            )
+        if ledger.available_bytes < least:
+            raise ledger.shortage("kv_pool", least)
+        return min(memory.max_kv, ledger.available_bytes) // max(1, block)
+
+    def _reserve_host_kv(self) -> None:
+        wanted, block = self.config.memory.host_kv, self.block_bytes
+        if not wanted:
+            return
+        if not self.num_host_slots:
+            raise StartError(
+                f"memory.hostKV: {wanted} bytes hold no KV block of {block} bytes; "
+                f"set {mib(block + (1 << 20))} or more, or 0 to recompute preempted sequences"
+            )
+        self.ledger.reserve("host_kv", self._host_kv_bytes())
+        slots = self.num_host_slots
+        log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
+
+    def _host_kv_bytes(self) -> int:
+        """What of the host's slots lies on the device: all of this rank's share where it is the
+        host, else the one block of staging that they are copied through."""
+        slots = self.num_host_slots
+        return self.runner.kv_block_bytes * (slots if self.device.type == "cpu" else min(slots, 1))
+
+    def _check_prices(self, kv_pool_bytes: int) -> None:
+        """Compares what was allocated with the formulas that admission and the router use."""
+        allocated = self.runner.allocated_bytes()
+        if self.layout.world > 1:
+            # Parts of a mapped file count for what they are, not for the whole file.
+            assert self._loaded is not None, "load comes first"
+            allocated["weights"] = held_bytes(self._loaded.tensors.values())
+        priced = {
+            "weights": self.runner.weights_bytes,
+            "step_arena": self.runner.step_arena_bytes,
+            "sampler_arena": self.runner.sampler_arena_bytes,
+            "state_pool": self.runner.state_pool_bytes,
+            "kv_pool": kv_pool_bytes,
+        }
+        error = wrong_price(priced, allocated)
+        if error is not None:
+            raise StartError(error)
+
+    def _settle(self) -> None:
+        """Records what the workspace holds in the end: the pool may have taken freed parts of it.
+
+        What exceeds it, such as the pool's bookkeeping, is staging.
+        """
+        entries = {entry.name: entry for entry in self.ledger.states()}
+        workspace, staging = entries["workspace"], entries["staging"]
+        known = self.ledger.allocated_bytes - workspace.allocated_bytes
+        rest = max(0, self.meter.used_bytes() - known)
+        self.ledger.allocated("workspace", min(rest, workspace.reserved_bytes))
+        excess = rest - workspace.reserved_bytes
+        self.ledger.allocated("staging", min(max(0, excess), staging.reserved_bytes))
+
+    def _progress(self, stage: str) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))
+
+        return report
+
+
+def read_layout(config: EngineConfig) -> RankLayout:
+    """How the configuration arranges its ranks.
+
+    Raises:
+        StartError: it contradicts itself.
+    """
+    ranks, pool = config.parallelism, config.server.pool
+    try:
+        layout = check_world(pool, config.gpus, ranks.tensor, ranks.pipeline)
+    except LayoutError as error:
+        raise StartError(str(error)) from error
+    if config.model.deterministic and layout.tensor > 2:
+        raise StartError(
+            f"pools.{pool}.parallelism.tensor: sums over {layout.tensor} ranks have no fixed "
+            "order, which spec.model.deterministic needs; set 2 or 1, or deterministic false"
+        )
+    return layout
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors, each in whole pages, as they lie in the prepared file."""
+    return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
+
+
+def _check_kv_dtype(config: EngineConfig) -> None:
+    if config.model.kv_dtype != "auto":
+        raise StartError(
+            f"spec.model.kvDtype: {config.model.kv_dtype} is not supported by this version's "
+            "attention; set auto"
+        )
+
+
+def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return geometry.max_position
+    if not 1 < wanted <= geometry.max_position:
+        raise StartError(
+            f"spec.model.maxModelLen: {wanted} is not between 2 and the {geometry.max_position} "
+            f"tokens the model was made for; set {geometry.max_position} or less"
+        )
+    return wanted
+
+
+def _scheduler_limits(
+    config: EngineConfig, max_model_len: int, replay_tokens: int
+) -> SchedulerLimits:
+    batching, chunk = config.batching, config.batching.prefill_chunk_tokens
+    return SchedulerLimits(
+        max_model_len=max_model_len,
+        max_sequences=batching.max_sequences,
+        # Without chunking a whole prompt must fit one step.
+        prompt_tokens=min(chunk, max_model_len) if chunk else max_model_len,
+        is_chunked=chunk > 0,
+        decode_tokens=batching.decode_max_batch_tokens,
+        replay_tokens=replay_tokens,
+    )
+
+
+def _runner_settings(limits: SchedulerLimits, deterministic: bool) -> RunnerSettings:
+    return RunnerSettings(
+        max_step_tokens=limits.prompt_tokens + limits.max_sequences,
+        max_sequences=limits.max_sequences,
+        max_model_len=limits.max_model_len,
+        decode_max_batch_tokens=limits.decode_tokens,
+        block_tokens=BLOCK_TOKENS,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,116 @@
+"""LFM2's gated short convolution of a whole step, and the states after it, in one launch.
+
+y = C * sum over j of taps[j] * (B * u)[row of tap j]; a row is one of the step, or a column of a
+sequence's state. Products are rounded as states are, so that it does not matter where a step ends.
+"""
+
+import torch
+import triton.language as tl
+
+from ullage_engine.core.batch import ConvPlan
+from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
+
+MAX_CHANNELS = 1024
+"""Of a program."""
+
+NO_SLOT = -1
+"""Of a chunk that begins from zero state."""
+
+
+@jit
+def column_at(
+    projected: tl.tensor,  # [tokens, 3 * channels] B, C, u
+    state: tl.tensor,  # [slots, COLUMNS, channels]
+    slots: tl.tensor,  # [chunks]
+    index: tl.tensor,  # of the step's rows, then of its chunks' states
+    channel: tl.tensor,
+    tokens: tl.tensor,
+    channels: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Some channels of one column of B * u."""
+    is_row = index < tokens
+    row = projected + index.to(tl.int64) * 3 * channels + channel
+    is_given = channel < tl.where(is_row, channels, 0)
+    b = tl.load(row, mask=is_given, other=0)
+    u = tl.load(row + 2 * channels, mask=is_given, other=0)
+    product = (b.to(tl.float32) * u.to(tl.float32)).to(b.dtype)
+    earlier = tl.maximum(index - tokens, 0)
+    slot = tl.load(slots + earlier // COLUMNS).to(tl.int64)
+    place = (slot * COLUMNS + earlier % COLUMNS) * channels + channel
+    is_kept = channel < tl.where(is_row, 0, tl.where(slot < 0, 0, channels))
+    kept = tl.load(state + place, mask=is_kept, other=0)
+    return tl.where(is_row, product, kept)
+
+
+@jit_for_any("tokens")
+def convolve_row(
+    projected: tl.tensor,  # [tokens, 3 * channels]
+    weights: tl.tensor,  # [TAPS, channels]
+    taps: tl.tensor,  # [TAPS, tokens]
+    tails: tl.tensor,  # [chunks, TAPS - 1]
+    slots: tl.tensor,  # [chunks]
+    next_slots: tl.tensor,  # [chunks]
+    state: tl.tensor,  # [slots, TAPS - 1, channels]
+    out: tl.tensor,  # [tokens, channels]
+    tokens: tl.tensor,
+    channels: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:
+    """Writes one row of the result, or behind the rows one column of a state."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    if row < tokens:
+        summed = tl.zeros([CHANNELS], tl.float32)
+        for tap in tl.static_range(TAPS):
+            index = tl.load(taps + tap * tokens + row)
+            column = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
+            weight = tl.load(weights + tap * channels + channel, mask=exists, other=0)
+            summed += column.to(tl.float32) * weight.to(tl.float32)
+        at = row.to(tl.int64) * channels
+        gate = tl.load(projected + 3 * at + channels + channel, mask=exists, other=0)
+        result = summed * gate.to(tl.float32)
+        tl.store(out + at + channel, result.to(out.dtype.element_ty), mask=exists)
+    else:
+        tail = row - tokens
+        index = tl.load(tails + tail)
+        kept = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
+        slot = tl.load(next_slots + tail // (TAPS - 1)).to(tl.int64)
+        place = (slot * (TAPS - 1) + tail % (TAPS - 1)) * channels + channel
+        tl.store(state + place, kept, mask=exists)
+
+
+class ConvIndices:
+    """A step's plan on the device; made once, for all layers."""
+
+    def __init__(self, plan: ConvPlan, device: torch.device) -> None:
+        slots = list(plan.slots)
+        for chunk in plan.fresh:
+            slots[chunk] = NO_SLOT
+        self.taps, self.tails, self.slots, self.next_slots = (
+            torch.tensor(values, dtype=torch.int32, device=device)
+            for values in (plan.taps, plan.tails, slots, plan.next_slots)
+        )
+
+
+def gated_conv(
+    projected: torch.Tensor,
+    weights: torch.Tensor,
+    indices: ConvIndices,
+    state: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Writes the gated convolution of a step's rows, and the states after them.
+
+    projected [tokens, 3 * channels] of B, C and u; weights [kernel, channels], the oldest tap
+    first; state [slots, kernel - 1, channels]; out [tokens, channels].
+    """
+    tokens, channels = out.shape
+    block = min(MAX_CHANNELS, power_of_two(channels))
+    launch(
+        convolve_row, (tokens + indices.tails.numel(), -(-channels // block)),
+        projected, weights, indices.taps, indices.tails, indices.slots, indices.next_slots,
+        state, out, tokens, channels, TAPS=weights.shape[0], CHANNELS=block, num_warps=4,
+    )  # fmt: skip

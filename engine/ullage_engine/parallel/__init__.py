@@ -1,0 +1,1 @@
+"""One model on several devices: tensor ranks share a layer, pipeline stages share out layers."""

@@ -1,0 +1,87 @@
+"""What rank 0 tells the other ranks and what they answer: msgpack over a ZeroMQ pair each.
+
+At the start every command of `Join`, `WarmUp` and `Allocate` is answered by `Done` or `Failed`, and
+none is sent before all ranks have answered the one before, the first by the loading itself. While
+serving only `Execute` is answered, by the rank that samples; a rank that fails then ends, and the
+group with it.
+"""
+
+from dataclasses import replace
+
+import msgspec
+
+from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.messages import ReservationState
+
+
+class GroupMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+# rank 0 → others ---------------------------------------------------------------------------------
+
+
+class Join(GroupMessage, frozen=True):
+    """Meet the other ranks and allocate the arenas."""
+
+    store: str
+    """A file that does not exist yet."""
+
+
+class WarmUp(GroupMessage, frozen=True):
+    """Run the largest steps with all ranks; tell how many KV blocks fit beside what they took."""
+
+
+class Allocate(GroupMessage, frozen=True):
+    """Allocate the KV pool, as many blocks as the rank with the least room has."""
+
+    num_blocks: int
+
+
+class Execute(GroupMessage, frozen=True):
+    plan: StepPlan
+
+
+class Move(GroupMessage, frozen=True):
+    moves: Moves
+
+
+class Stop(GroupMessage, frozen=True):
+    """Exit with status 0."""
+
+
+# others → rank 0 ---------------------------------------------------------------------------------
+
+
+class Done(GroupMessage, frozen=True, kw_only=True):
+    """The command is carried out."""
+
+    num_blocks: int = 0
+    """After `WarmUp`: KV blocks that fit this rank."""
+    ledger: list[ReservationState] = []
+    """After `Allocate`: everything the rank has reserved."""
+    total_bytes: int = 0
+    """After `Allocate`: of the rank's device."""
+
+
+class Failed(GroupMessage, frozen=True):
+    """The rank cannot serve; one line naming field or file."""
+
+    error: str
+
+
+class Sampled(GroupMessage, frozen=True):
+    tokens: list[SampledToken]
+
+
+ToFollower = Join | WarmUp | Allocate | Execute | Move | Stop
+ToLeader = Done | Failed | Sampled
+
+
+def without_history(plan: StepPlan) -> StepPlan:
+    """The plan for a rank that does not sample: chunks without what only sampling reads."""
+    return StepPlan([_lean(chunk) for chunk in plan.chunks])
+
+
+def _lean(chunk: Chunk) -> Chunk:
+    return replace(chunk, history=[])

@@ -1,0 +1,150 @@
+"""A rank other than 0: `python -m ullage_engine.parallel.follower`, started by the worker.
+
+It loads its part of the model, answers each command of the start, and then computes its part of
+every step. It ends with rank 0, killed by the kernel if need be. Whatever it cannot do while
+serving ends it, and with it the group.
+
+exit status: 0 told to stop, 2 it has told rank 0 why it cannot serve
+"""
+
+import argparse
+import gc
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ullage_engine.config import read_config
+from ullage_engine.core.device import StartError
+from ullage_engine.core.parent import die_with_parent
+from ullage_engine.core.rank_startup import RankStartup
+from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.parallel.commands import (
+    Allocate,
+    Done,
+    Execute,
+    Failed,
+    Join,
+    Move,
+    Sampled,
+    Stop,
+    ToFollower,
+    ToLeader,
+    WarmUp,
+)
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.parallel.runner import RankRunner
+from ullage_engine.weights.errors import WeightsError
+from ullage_rpc import logs
+from ullage_rpc.config import ConfigError
+
+_LINGER_MS = 2_000
+
+
+class LeaderLink:
+    """The rank's end of its socket to rank 0."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
+
+    def send(self, message: ToLeader) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self) -> ToFollower:
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def prepare(rank: RankStartup, link: LeaderLink) -> None:
+    """Carries out the commands of the start, up to the one that ends it."""
+    rank.load()
+    link.send(Done())
+    while True:
+        match link.receive():
+            case Join(store=store):
+                rank.allocate_arenas(Path(store))
+                link.send(Done())
+            case WarmUp():
+                link.send(Done(num_blocks=rank.warm_up()))
+            case Allocate(num_blocks=num_blocks):
+                rank.allocate_kv(num_blocks)
+                ledger = rank.ledger
+                link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
+                return
+            case command:
+                raise StartError(f"{type(command).__name__} came before the rank was ready")
+
+
+def follow(runner: RankRunner, samples: bool, link: LeaderLink) -> None:
+    """Computes this rank's part of every step until told to stop."""
+    while True:
+        match link.receive():
+            case Execute(plan=plan):
+                tokens = runner.execute(plan)
+                if samples:
+                    link.send(Sampled(tokens))
+            case Move(moves=moves):
+                runner.move(moves)
+            case Stop():
+                return
+            case command:
+                raise RuntimeError(f"{type(command).__name__} came while serving")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a rank; the exit status."""
+    options = _parse(arguments)
+    die_with_parent(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = LeaderLink(context, options.endpoint)
+    try:
+        return _serve(options.config, options.rank, link)
+    finally:
+        link.close()
+        context.term()
+
+
+def _serve(path: Path, number: int, link: LeaderLink) -> int:
+    try:
+        config = read_config(path)
+        logs.configure(config.server.log_level)
+        rank = RankStartup(config, number, lambda loading: None)
+        prepare(rank, link)
+    except (ConfigError, StartError, LedgerError, WeightsError) as error:
+        link.send(Failed(str(error)))
+        return 2
+    gc.freeze()
+    follow(rank.runner, _samples(rank.layout, number), link)
+    rank.leave()
+    return 0
+
+
+def _samples(layout: RankLayout, rank: int) -> bool:
+    return layout.sampling_rank == rank
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ullage_engine.parallel.follower",
+        description="Compute one rank's part for a worker, which starts this process itself.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--rank", type=int, required=True, help="which part to compute, from 1")
+    parser.add_argument("--endpoint", required=True, help="ZeroMQ address of rank 0")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The other ranks' processes, seen from rank 0: one group that lives and ends as one."""
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+import zmq
+
+from ullage_engine.parallel.commands import Done, Failed, Sampled, Stop, ToFollower, ToLeader
+from ullage_engine.parallel.errors import GroupLostError, RankFailedError
+
+log = logging.getLogger("ullage.engine.group")
+
+GROUP_LOST = 3
+"""Exit status of a rank that ends because another did."""
+CANNOT_SERVE = 2
+"""Exit status of a rank that has said why it cannot serve."""
+_POLL_MS = 100
+_STOP_GRACE_S = 3.0
+
+FollowerCommand = Callable[[int, str], Sequence[str]]
+"""The command line of a rank that connects to the given endpoint."""
+
+
+class Followers:
+    """Ranks 1 to n - 1. When one of them dies this process ends at once: a collective that waits
+    for it would wait until its timeout, and the supervisor starts all of them again anyway."""
+
+    def __init__(self, world: int, endpoint_base: Path, command: FollowerCommand) -> None:
+        """Starts the processes. Call it on the main thread: the kernel ends them with it."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
+        self._links: dict[int, zmq.Socket[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_stopping = threading.Event()
+        for rank in range(1, world):
+            endpoint = f"ipc://{endpoint_base}-{rank}"
+            self._links[rank] = self._bind(endpoint)
+            self._processes[rank] = subprocess.Popen(command(rank, endpoint))
+        threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._links)
+
+    def tell(self, rank: int, command: ToFollower) -> None:
+        self._links[rank].send(self._encoder.encode(command))
+
+    def tell_all(self, command: ToFollower) -> None:
+        encoded = self._encoder.encode(command)
+        for link in self._links.values():
+            link.send(encoded)
+
+    def done(self) -> list[Done]:
+        """Every rank's answer to the last command, in their order.
+
+        Raises:
+            RankFailedError: one of them cannot go on.
+        """
+        answers = [self._answer(rank) for rank in self._links]
+        for rank, answer in zip(self._links, answers, strict=True):
+            if isinstance(answer, Failed):
+                raise RankFailedError(f"rank {rank}: {answer.error}")
+        return [answer for answer in answers if isinstance(answer, Done)]
+
+    def sampled(self, rank: int) -> Sampled:
+        """The tokens of the step that was told last."""
+        answer = self._answer(rank)
+        if not isinstance(answer, Sampled):
+            raise GroupLostError(f"rank {rank} answered {type(answer).__name__}, not tokens")
+        return answer
+
+    def resident_bytes(self) -> int:
+        """Resident memory of all these processes."""
+        total = 0
+        for process in self._processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += psutil.Process(process.pid).memory_info().rss
+        return total
+
+    def stop(self) -> None:
+        """Ends the processes: asked, then made to."""
+        self._is_stopping.set()
+        self.tell_all(Stop())
+        deadline = time.monotonic() + _STOP_GRACE_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the processes without asking: one that still loads does not listen."""
+        self._is_stopping.set()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._context.destroy(linger=0)
+
+    def _bind(self, endpoint: str) -> zmq.Socket[bytes]:
+        link = self._context.socket(zmq.PAIR)
+        link.set_hwm(0)
+        link.setsockopt(zmq.LINGER, 0)
+        link.bind(endpoint)
+        return link
+
+    def _answer(self, rank: int) -> ToLeader:
+        """The next message of a rank; a rank that is gone has sent its last already."""
+        link, process = self._links[rank], self._processes[rank]
+        is_gone = False
+        while not link.poll(_POLL_MS):
+            if is_gone:
+                raise GroupLostError(f"rank {rank} ended with status {process.returncode}")
+            is_gone = process.poll() is not None
+        return self._decoder.decode(link.recv())
+
+    def _watch(self) -> None:
+        """Ends this process as soon as one of the others has ended without a word."""
+        waiting = {os.pidfd_open(each.pid): rank for rank, each in self._processes.items()}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        while waiting:
+            for descriptor, _ in poll.poll():
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                self._judge(waiting.pop(descriptor))
+
+    def _judge(self, rank: int) -> None:
+        status = self._processes[rank].wait()
+        if self._is_stopping.is_set() or status == CANNOT_SERVE:
+            return
+        log.error("rank %d ended with status %d; the group starts again", rank, status)
+        sys.stderr.flush()
+        os._exit(GROUP_LOST)

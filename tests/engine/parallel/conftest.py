@@ -1,0 +1,50 @@
+"""Tiny random checkpoints, and recorded steps of one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ullage_engine.models.config import ModelConfig
+from ullage_engine.models.families import read_model_config
+from ullage_engine.weights.layout import plan_tensors
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """A folder with config.json and random weights, large enough that every token matters."""
+
+    def make(seed: int, **values: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        values = COMMON | values
+        (folder / "config.json").write_text(json.dumps(values))
+        geometry = read_model_config(ModelConfig(folder / "config.json", values), [0])
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            part.source: torch.randn(part.shape, generator=generator)
+            * (0.3 if len(part.shape) > 1 else 1.0)
+            for plan in plan_tensors(geometry)
+            for part in plan.parts
+        }
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
