@@ -19,7 +19,8 @@ from ullage_engine.kernels.pool import (
     move,
     scratch_blocks,
 )
-from ullage_engine.layers.compute import DeterministicCompute, FastCompute
+from ullage_engine.layers.compute import Compute, DeterministicCompute, FastCompute
+from ullage_engine.layers.paged_compute import PagedCompute, can_page
 from ullage_engine.memory.arena import (
     ArenaLayout,
     StepLimits,
@@ -71,7 +72,9 @@ class ModelRunner:
         self._dtype = dtype
         self._settings = settings
         self._neighbours = neighbours
-        self._limits = step_limits(settings, dtype.itemsize)
+        limits = step_limits(settings, dtype.itemsize)
+        is_paged = can_page(loaded.geometry, settings.block_tokens, device)
+        self._limits = replace(limits, paged=is_paged and not settings.deterministic)
         self._step_layout = step_arena(loaded.geometry, self._limits)
         sampler = sampler_arena(loaded.geometry, self._limits)
         self._sampler_layout = sampler if neighbours.samples else ArenaLayout(())
@@ -133,12 +136,18 @@ class ModelRunner:
 
     def _build(self) -> Decoder:
         parts, near = (self.geometry, self._limits, self._arena), self._neighbours
-        compute = (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
+        compute = self._compute()
         plain = model_weights(self._loaded, self._limits, compute, self._dtype, self._unpacked)
         weights = replace(
             plain, matrix=lambda name: near.matrix(name, plain.matrix(name)), reduce=near.reduce
         )
         return Decoder(weights, *parts, compute)
+
+    def _compute(self) -> Compute:
+        parts = (self.geometry, self._limits, self._arena)
+        if self._limits.paged:
+            return PagedCompute(self.geometry, self._arena["partials"])
+        return (DeterministicCompute if self._limits.deterministic else FastCompute)(*parts)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
         """Allocates the KV pool and the host's slots, every page touched; both count from 0."""

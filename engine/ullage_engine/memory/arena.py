@@ -7,6 +7,7 @@ overlap.
 from dataclasses import dataclass
 
 from ullage_engine.memory.experts import expert_elements, routing_elements
+from ullage_engine.memory.partials import partial_elements
 from ullage_engine.memory.rungs import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
@@ -40,6 +41,8 @@ class StepLimits:
     """Bytes of an activation."""
     deterministic: bool = False
     """A row's result may not depend on the step that it is part of."""
+    paged: bool = False
+    """Attention reads KV where it lies, so there is no workspace that it is gathered in."""
 
     def product_rows(self, tokens: int) -> int:
         """Rows of the layers' products for a step of `tokens`, padding included."""
@@ -106,7 +109,7 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     always = {
         "hidden": tokens * geometry.hidden,
         "normed": tokens * geometry.hidden,
-        "mask": MAX_TILE_ROWS * width,
+        "mask": 0 if limits.paged else MAX_TILE_ROWS * width,
         "cos": limits.max_model_len * geometry.head_dim,
         "sin": limits.max_model_len * geometry.head_dim,
         "step_cos": tokens * geometry.head_dim,
@@ -115,6 +118,9 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     base = _place(always, 0, itemsize)
     start = _aligned(base[-1].end)
     attention = _place(_attention_elements(geometry, limits), start, itemsize)
+    if limits.paged:
+        partials = {"partials": partial_elements(geometry)}
+        attention += _place(partials, _aligned(attention[-1].end), FLOAT32_BYTES)
     if limits.deterministic:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(geometry, limits))
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
@@ -139,14 +145,18 @@ def sampler_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
 def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
     tokens = limits.product_rows(limits.max_tokens)
     rotated_heads = geometry.num_heads + geometry.num_kv_heads
+    rows = {
+        "qkv": tokens * geometry.qkv_width,
+        "rotated": tokens * rotated_heads * geometry.head_dim,
+        "attended": tokens * geometry.query_width,
+    }
+    if limits.paged:
+        return rows
     most_blocks = -(-limits.max_model_len // limits.block_tokens)
     longest = limits.context_blocks(most_blocks) * limits.block_tokens
     tile_scores = max(min(SCORE_TOKENS, MAX_TILE_ROWS * longest), MIN_TILE_ROWS * longest)
-    return {
-        "qkv": tokens * geometry.qkv_width,
-        "rotated": tokens * rotated_heads * geometry.head_dim,
+    return rows | {
         "queries": _query_elements(geometry, limits),
-        "attended": tokens * geometry.query_width,
         "gathered": limits.max_gather_tokens * 2 * geometry.num_kv_heads * geometry.head_dim,
         "scores": max(
             geometry.num_heads * tile_scores,
