@@ -39,6 +39,7 @@ class Model(Section, frozen=True, kw_only=True):
     name: str
     dtype: str
     quantization: str
+    kv_dtype: str
     max_model_len: int | None = None
     deterministic: bool
 

@@ -89,6 +89,25 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),
         ({"limits": {"requestTimeout": 30}}, "spec.limits.requestTimeout: must be a duration"),
         ({"model": {"source": "/m.gguf", "name": "m"}}, "spec.model.source: source must be hf://"),
+        (
+            {"model": {"source": "file:///m", "name": "m", "quantization": "int2"}},
+            "spec.model.quantization: must be one of none, int8, int4, fp8, w8a8, not 'int2'",
+        ),
+        (
+            {"model": {"source": "pkg://p/m.gguf", "name": "m", "quantization": "w8a8"}},
+            "spec.model.quantization: quantization w8a8 needs a calibrated model",
+        ),
+        (
+            {"model": {"source": "file:///m", "name": "m", "kvDtype": "fp8"}},
+            "spec.model.kvDtype: kvDtype fp8 is not supported",
+        ),
+        (
+            {
+                "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
+                "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
+            },
+            "spec.model.quantization: quantization is computed on one GPU",
+        ),
         ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
     ],
 )
@@ -96,6 +115,13 @@ def test_each_mistake_is_one_line(manifest: Make, spec: dict[str, Any], line: st
     lines = refusals(manifest(**spec))
     assert len(lines) == 1
     assert lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
+def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": quantization}
+    made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
+    assert (made.quantization, made.kv_dtype) == (quantization, "auto")
 
 
 def test_the_large_pool_must_be_reachable(manifest: Make) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
+from ullage_engine.kernels import triton
 from ullage_engine.kernels.quantized import quantized_matrix, row_matrix, scratch_bytes
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, expert_matrices
@@ -32,11 +33,12 @@ def model_weights(
     """The tensors of a model and its matrices, plain or quantised; `scratch` is uint8 of
     `matrix_scratch_bytes`."""
     tensors, deterministic = loaded.tensors, limits.deterministic
+    fused = triton.quantized_matmul if triton.is_available() else None
 
     def quantized(packed: Packed) -> Matrix:
         if deterministic:
             return row_matrix(packed, dtype, scratch, compute.matrix)
-        return quantized_matrix(packed, dtype, scratch)
+        return quantized_matrix(packed, dtype, scratch, fused)
 
     def matrix(name: str) -> Matrix:
         if name in loaded.encodings:

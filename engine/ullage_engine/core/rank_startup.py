@@ -54,6 +54,7 @@ class RankStartup:
     """
 
     def __init__(self, config: EngineConfig, rank: int, report: Report) -> None:
+        _check_kv_dtype(config)
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
@@ -316,6 +317,14 @@ def read_layout(config: EngineConfig) -> RankLayout:
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, each in whole pages, as they lie in the prepared file."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
+
+
+def _check_kv_dtype(config: EngineConfig) -> None:
+    if config.model.kv_dtype != "auto":
+        raise StartError(
+            f"spec.model.kvDtype: {config.model.kv_dtype} is not supported by this version's "
+            "attention; set auto"
+        )
 
 
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:

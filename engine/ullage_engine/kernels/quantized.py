@@ -33,9 +33,10 @@ class FusedProduct(Protocol):
         zeros: torch.Tensor | None,
         out: torch.Tensor,
         format: str,
+        adds: bool = False,
     ) -> None:
-        """Writes x [rows, in] @ weights to out [rows, out]; see `ullage_engine.quant.packing` for
-        the layout of the others."""
+        """Writes x [rows, in] @ weights to out [rows, out], or adds it. The others lie row by row,
+        see `ullage_engine.quant.packing`."""
         ...
 
 
@@ -156,14 +157,15 @@ class FusedMatrix:
         return columns, rows
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        packed = self._packed
-        stored = (packed.values, packed.scales, packed.zeros)
-        self._product(x, *stored, out, packed.encoding.format)
+        self._multiply(x, out, adds=False)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        product = torch.empty_like(out)
-        self.multiply(x, product)
-        out.add_(product)
+        self._multiply(x, out, adds=True)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        packed = self._packed
+        stored = (packed.values, packed.scales, packed.zeros)
+        self._product(x, *stored, out, packed.encoding.format, adds)
 
 
 def _few_rows_product(

@@ -16,6 +16,7 @@ from ullage_engine.models.config import ModelConfig
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.quant.formats import Encoding, Format, Quantized
 from ullage_engine.quant.integers import AwqMatrices, GptqMatrices
+from ullage_engine.quant.own import OwnMatrices
 from ullage_engine.quant.scaled import ScaledMatrices
 from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.safetensors import SafetensorsReader, read_config
@@ -47,6 +48,7 @@ KINDS: dict[str, Make] = {
     "awq": AwqMatrices,
     "fp8": ScaledMatrices,
     "compressed-tensors": ScaledMatrices,
+    "ullage": OwnMatrices,
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
+from ullage_engine.models.config import ModelConfig
 from ullage_engine.models.families import read_model_config
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.quant.formats import Encoding, Format, Quantized
@@ -37,6 +38,11 @@ class GgufReader(PlainMatrices):
         self._metadata = GgufMetadata(path, self._file)
         self.geometry = self._read_geometry()
         self._check_names()
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config.json that the metadata amount to."""
+        return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
@@ -119,9 +125,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _read_geometry(self) -> ModelGeometry:
-        tied = "output.weight" not in self._tensors
-        config = self._metadata.config(self._vocab(), tied)
-        geometry = read_model_config(config, self._metadata.eos_token_ids())
+        geometry = read_model_config(self.config, self._metadata.eos_token_ids())
         factors = self._tensors.get("rope_freqs.weight")
         if factors is None:
             return geometry

@@ -89,7 +89,7 @@ def test_several_files_with_an_index_are_one_model(save_llama: Save, load: Load)
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ({"hidden_size": "big"}, ["hidden_size", "'big'", "whole number"]),
         ({"rope_parameters": {"rope_type": "dynamic"}}, ["'dynamic'", "llama3"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "gptq"]),
         ({"intermediate_size": 81}, ["gate_proj", "[80, 48]", "[81, 48]"]),
         ({"num_hidden_layers": 4}, ["model.layers.3.", "missing"]),
     ],

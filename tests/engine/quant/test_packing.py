@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -76,3 +77,18 @@ def test_tiles_are_used_only_where_they_are_read() -> None:
     assert not laid_out_for(chosen_encoding("int4", (96, 192)), CPU, torch.bfloat16).is_tiled
     int8 = chosen_encoding("int8", (128, 192))
     assert laid_out_for(int8, CPU, torch.bfloat16) == int8
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_matrices_one_above_the_other_come_apart(
+    tiled: bool, new_weights: Callable[..., torch.Tensor]
+) -> None:
+    """As the experts of a layer are stored."""
+    rounded = quantise(new_weights(256, 192), chosen_encoding("int4", (256, 192)), torch.float32)
+    encoding = msgspec.structs.replace(rounded.encoding, is_tiled=tiled)
+    whole = Packed(encoding, pack(rounded, encoding, torch.float32))
+    parts = whole.split(4)
+    assert all(tensor.is_contiguous() for part in parts for tensor in part.pieces.values())
+    found = torch.cat([unpack(part).dequantise() for part in parts])
+    assert torch.equal(found, rounded.dequantise())
+    assert parts[0].encoding.shape == (64, 192)

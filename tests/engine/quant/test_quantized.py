@@ -165,11 +165,13 @@ def test_a_fused_kernel_gets_the_stored_numbers(new_weights: Callable[..., torch
         zeros: torch.Tensor | None,
         out: torch.Tensor,
         format: str,
+        adds: bool = False,
     ) -> None:
-        assert zeros is not None
+        assert zeros is not None and format == "int4"
         encoding = Encoding(format="int4", shape=(64, 256), group=128, has_zeros=True)
         pieces = {"values": values, "scales": scales, "zeros": zeros}
-        torch.mm(x, unpack(Packed(encoding, pieces)).dequantise().t(), out=out)
+        product = x @ unpack(Packed(encoding, pieces)).dequantise().t()
+        out.copy_(out + product if adds else product)
 
     check(FusedMatrix(packed, product), unpack(packed).dequantise(), new_weights(4, 256), 1e-5)
 
