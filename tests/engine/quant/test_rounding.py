@@ -34,7 +34,8 @@ SHAPES = st.builds(
 def test_int8_errs_by_half_a_step(x: torch.Tensor, dtype: torch.dtype) -> None:
     rounded = quantise_symmetric(x, "int8", dtype)
     error = (rounded.dequantise() - x).abs()
-    assert (error <= rounded.scales.float() * 0.5 * (1 + 1e-5)).all()
+    # 127 steps in float32 are off by some 1e-5 of a step.
+    assert (error <= rounded.scales.float() * (0.5 + 1e-4)).all()
     assert rounded.scales.dtype == dtype
     assert rounded.values.abs().max() <= 127
 
