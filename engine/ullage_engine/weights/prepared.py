@@ -23,6 +23,9 @@ MATRICES = frozenset(
 """Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
 computing type."""
 
+FLOAT32 = frozenset({"router_bias"})
+"""What stays float32 in any computing type: rounded, it would choose other experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedTensor:
@@ -32,6 +35,7 @@ class PreparedTensor:
     reader: CheckpointReader
     plan: TensorPlan
     dtype: torch.dtype
+    """Of plain tensors and of scales."""
     encoding: Encoding | None
     """None: in the computing type."""
     is_kept: bool
@@ -100,7 +104,8 @@ class PreparedForm:
         if encoding is not None:
             count = plan.shape[0] if len(plan.shape) == 3 else 1
             encoding = laid_out_for(encoding, self.device, self.dtype, count)
-        return PreparedTensor(source, reader, plan, self.dtype, encoding, is_kept)
+        dtype = torch.float32 if _kind(plan) in FLOAT32 else self.dtype
+        return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
         """That of a matrix, and whether it is the checkpoint's own."""
@@ -138,7 +143,12 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
 
 def is_matrix(plan: TensorPlan) -> bool:
     """Whether this is a weight matrix that formats apply to, or one of each expert."""
-    return plan.name.rpartition(".")[2] in MATRICES
+    return _kind(plan) in MATRICES
+
+
+def _kind(plan: TensorPlan) -> str:
+    """The last part of a name, the same in every layer."""
+    return plan.name.rpartition(".")[2]
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:
