@@ -10,7 +10,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """A program may have (CUDA programming guide, compute capabilities)."""
 
 PRODUCTS = {"attend_split", "attend_tile", "multiply_tile", "multiply_expert"}
-OTHERS = {"merge_splits", "convolve_row"}
+OTHERS = {"merge_splits", "convolve_row", "count"}
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
