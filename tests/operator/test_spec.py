@@ -106,7 +106,7 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
                 "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
                 "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
             },
-            "spec.model.quantization: tensor ranks cannot share quantised matrices; set parallelism",
+            "spec.model.quantization: tensor ranks cannot share quantised matrices; set",
         ),
         ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
     ],
