@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.worker_env import worker_env
+from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.weights.store import load_weights
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
@@ -64,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
-MODELS["llama_int8"] = MODELS["llama"]
+MODELS["llama_int8"] = MODELS["llama_fp8_kv"] = MODELS["llama"]
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
 CASES += [
@@ -73,18 +74,25 @@ CASES += [
     ("gpt_oss", "tp2pp2"),
     ("nine_heads", "tp2"),
     ("llama_int8", "pp2"),
+    ("llama_fp8_kv", "tp2pp2"),
 ]
 
 
-def quantization(model: str) -> str:
+def quantization(model: str) -> Literal["int8", "none"]:
     return "int8" if model.endswith("int8") else "none"
+
+
+def kv_dtype(model: str) -> KvDtype:
+    return "fp8" if model.endswith("fp8_kv") else "auto"
 
 
 class Recorded:
     """What one process computed: plans, and the tokens of each."""
 
-    def __init__(self, folder: Path, weights: Path, quantization: Any) -> None:
-        section = ModelSection(source=f"file://{folder}", name="tiny", quantization=quantization)
+    def __init__(self, folder: Path, weights: Path, model: str) -> None:
+        section = ModelSection(
+            source=f"file://{folder}", name="tiny", quantization=quantization(model)
+        )
         cpu = torch.device("cpu")
         loaded = load_weights(section, cpu, torch.float32, weights, lambda done, total: None)
         settings = RunnerSettings(
@@ -92,6 +100,7 @@ class Recorded:
             max_sequences=SEQUENCES,
             max_model_len=LENGTH,
             decode_max_batch_tokens=1024,
+            kv_dtype=kv_dtype(model),
         )
         self._runner = ModelRunner(loaded, cpu, torch.float32, settings)
         self._runner.allocate_arena()
@@ -143,7 +152,7 @@ def recorded(
     models = {}
     for name, values in MODELS.items():
         folder = make_checkpoint(seed, **values)
-        models[name] = folder, Recorded(folder, weights, quantization(name))
+        models[name] = folder, Recorded(folder, weights, name)
         prompts = [
             torch.randint(1, 211, (size,)).tolist() for size in (3, 40, 17, 70, 1, 33, 9, 20)
         ]
@@ -190,6 +199,7 @@ def write_case(
         "server": {"weights_dir": str(folder), "threads": 1},
     }
     config["model"] |= {"dtype": "float32", "quantization": quantization(model)}
+    config["model"]["kv_dtype"] = kv_dtype(model)
     config["batching"]["decode_max_batch_tokens"] = 1024
     files = {kind: str(folder / f"{model}-{layout}.{kind}") for kind in ("config", "plans", "out")}
     Path(files["config"]).write_text(yaml.safe_dump(config))
