@@ -146,4 +146,4 @@ class _Source:
 
     def shuffled(self, values: torch.Tensor) -> torch.Tensor:
         order = torch.randperm(len(values), generator=self._generator, device=self._device)
-        return values.to(self._device)[order].to(self._dtype)
+        return values.to(self._device)[order]

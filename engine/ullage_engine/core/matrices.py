@@ -6,21 +6,27 @@ import msgspec
 import torch
 
 from ullage_engine.kernels import triton
+from ullage_engine.kernels.mxfp4 import decodes, mxfp4_experts
 from ullage_engine.kernels.quantized import quantized_matrix, row_matrix, scratch_bytes
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, expert_matrices
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.memory.arena import StepLimits
+from ullage_engine.memory.experts import mxfp4_scratch_bytes
 from ullage_engine.models.decoder import Weights
-from ullage_engine.quant.formats import Encoding
+from ullage_engine.quant.formats import MXFP4_GROUP, Encoding
 from ullage_engine.quant.packing import Packed
 from ullage_engine.weights.store import LoadedModel
 
 
 def matrix_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
     """Memory that products with quantised matrices are computed in."""
-    encodings = _encodings_of_products(loaded)
-    return scratch_bytes(encodings, limits.itemsize, deterministic=limits.deterministic)
+    packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
+    device = next(iter(loaded.tensors.values())).device
+    decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
+    encodings = [each for each in _encodings_of_products(loaded) if each.format != "mxfp4"]
+    others = scratch_bytes(encodings, limits.itemsize, deterministic=limits.deterministic)
+    return max(decoded, others)
 
 
 def model_weights(
@@ -48,7 +54,12 @@ def model_weights(
     def experts(name: str) -> ExpertMatrices:
         if name not in loaded.encodings:
             return expert_matrices(tensors[name], compute.matrix, deterministic)
-        parts = loaded.packed(name).split(_num_experts(loaded))
+        stored, count = loaded.packed(name), _num_experts(loaded)
+        if stored.encoding.format == "mxfp4":
+            blocks = stored.values.view(count, -1, stored.encoding.num_groups, MXFP4_GROUP // 2)
+            scales = stored.scales.view(count, -1, stored.encoding.num_groups)
+            return mxfp4_experts(blocks, scales, dtype, scratch)
+        parts = stored.split(count)
         return LoopedExperts([quantized(part) for part in parts], deterministic)
 
     return Weights(tensors, matrix=matrix, experts=experts)

@@ -32,7 +32,7 @@ def choose(
 
     Args:
         scores: the router's logits [tokens, experts], float32; changed.
-        bias: [experts], added to what experts are ranked by.
+        bias: float32 [experts], added to what experts are ranked by.
         ranks: float32 memory like scores.
         chosen: int64 [tokens, experts_per_token].
         weights: float32 [tokens, experts_per_token].

@@ -19,28 +19,25 @@ from ullage_engine.layers.expert_matrices import (
     column_panels,
     packed_experts,
 )
-from ullage_engine.memory.experts import mxfp4_panel
-
-GROUP = 32
-"""Numbers that share a scale, along a row."""
-
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from ullage_engine.memory.experts import INT32_BYTES, mxfp4_panel
+from ullage_engine.quant.formats import MXFP4_GROUP as GROUP
+from ullage_engine.quant.formats import mxfp4_numbers, mxfp4_powers
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 """Integers of the size of two numbers."""
 
 
-def gate_first(rows: torch.Tensor) -> torch.Tensor:
-    """[experts, 2 * width, ...], gate and up in turn as gpt-oss stores them, with all rows of the
-    gate before those of up."""
-    return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
+def decodes(device: torch.device) -> bool:
+    """Whether weights are decoded before they are multiplied: not where Triton's kernels do it."""
+    return device.type != "cuda" or not triton.is_available()
 
 
 class Decoder:
-    """Decodes into memory of its own, the same for every panel; one serves all layers."""
+    """Decodes into scratch memory, the same for every panel and every layer."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """
+    def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
+        """`scratch` is uint8 of `mxfp4_scratch_bytes`.
+
         Raises:
             ValueError: numbers of this type cannot hold every scale.
         """
@@ -49,18 +46,16 @@ class Decoder:
                 f"model.dtype {str(dtype).removeprefix('torch.')} cannot hold the scales of MXFP4 "
                 "weights; use bfloat16 or float32"
             )
+        device = scratch.device
         self.elements = mxfp4_panel(device.type)
-        magnitudes = torch.tensor(MAGNITUDES, dtype=dtype)
-        numbers = torch.cat([magnitudes, -magnitudes])
+        numbers = mxfp4_numbers().to(dtype)
         # Of every byte both numbers, the one in the low bits first.
         pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
         self._pairs = pairs.view(_WORDS[dtype]).view(-1).to(device)
-        exponents = torch.arange(256, dtype=torch.float64) - 127
-        powers = exponents.exp2()
-        powers[255] = float("nan")
-        self._powers = powers.to(dtype).to(device)
-        self._values = torch.empty(self.elements, dtype=dtype, device=device)
-        self._codes = torch.empty(self.elements // 2, dtype=torch.int32, device=device)
+        self._powers = mxfp4_powers().to(dtype).to(device)
+        end = self.elements * dtype.itemsize
+        self._values = scratch[:end].view(dtype)
+        self._codes = scratch[end : end + self.elements // 2 * INT32_BYTES].view(torch.int32)
 
     def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """[..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [..., groups].
@@ -139,9 +134,14 @@ class Mxfp4Experts(LoopedExperts):
             out[:pairs, panel].copy_(product)
 
 
-def mxfp4_experts(blocks: torch.Tensor, scales: torch.Tensor, decoder: Decoder) -> ExpertMatrices:
-    """The fastest way: with Triton weights are decoded inside the products."""
-    if blocks.is_cuda and triton.is_available():
+def mxfp4_experts(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor
+) -> ExpertMatrices:
+    """The fastest way: with Triton weights are decoded inside the products.
+
+    Where this `decodes`, scratch is uint8 of `mxfp4_scratch_bytes`.
+    """
+    if not decodes(blocks.device):
         packed = packed_experts(blocks.flatten(2), scales, "mxfp4")
         return PickedExperts(packed, packed)
-    return Mxfp4Experts(blocks, scales, decoder)
+    return Mxfp4Experts(blocks, scales, Decoder(dtype, scratch))

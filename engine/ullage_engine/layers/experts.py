@@ -36,7 +36,7 @@ class ExpertWeights:
     """[width, hidden] each."""
     gate: Gate
     router_bias: torch.Tensor | None = None
-    """[experts], added to what experts are chosen by."""
+    """float32 [experts], added to what experts are chosen by."""
     gate_up_bias: torch.Tensor | None = None
     """[experts, 2 * width]."""
     down_bias: torch.Tensor | None = None

@@ -16,16 +16,18 @@ from ullage_engine.weights.errors import WeightsError
 class Family:
     """How the checkpoints of one architecture are read."""
 
+    architecture: str
+    """The class that a config.json's `architectures` names."""
     geometry: Callable[[ModelConfig, list[int]], ModelGeometry]
     names: Names
 
 
 FAMILIES = {
-    "llama": Family(llama, LLAMA),
-    "qwen3": Family(qwen3, LLAMA),
-    "lfm2": Family(lfm2, LFM2),
-    "lfm2_moe": Family(lfm2_moe, LFM2),
-    "gpt_oss": Family(gpt_oss, GPT_OSS),
+    "llama": Family("LlamaForCausalLM", llama, LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3, LLAMA),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2_moe, LFM2),
+    "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
 }
 
 
@@ -33,7 +35,7 @@ def read_model_config(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeo
     """The geometry that a config.json describes.
 
     Raises:
-        WeightsError: its model_type is unknown, or a value is missing or not supported.
+        WeightsError: its architecture is unknown, or a value is missing or not supported.
     """
     name = config.values.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -41,5 +43,13 @@ def read_model_config(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeo
         raise WeightsError(
             f"{config.path}: model_type {name!r} is not supported; "
             f"use a model of {', '.join(sorted(FAMILIES))}"
+        )
+    architectures = config.list("architectures")
+    # A classifier or an embedder of the same family has other outputs.
+    if architectures is not None and family.architecture not in architectures:
+        known = ", ".join(sorted(each.architecture for each in FAMILIES.values()))
+        raise WeightsError(
+            f"{config.path}: architectures {architectures!r} are not supported; use a model of "
+            f"{known}"
         )
     return family.geometry(config, eos_token_ids)

@@ -97,7 +97,8 @@ def _attends(config: ModelConfig, count: int) -> list[bool]:
 
 def _adjusted_width(config: ModelConfig) -> int:
     """Width of the feed-forward layers: two thirds of what is configured, in whole multiples."""
-    width = config.int("block_ff_dim", config.int("intermediate_size"))
+    given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
+    width = config.int(given)
     if not config.bool("block_auto_adjust_ff_dim", True):
         return width
     width = int(config.float("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))

@@ -1,4 +1,5 @@
-"""Checkpoints of safetensors that are quantised already: GPTQ, AWQ, FP8 and compressed-tensors.
+"""Checkpoints of safetensors that are quantised already: GPTQ, AWQ, FP8, MXFP4 and
+compressed-tensors.
 
 Each kind stores a matrix `name.weight` in tensors of its own. Where its numbers are of a form that
 is computed with here they are kept as they are, up to the rounding of scales to the computing type;
@@ -17,6 +18,7 @@ from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.quant.formats import Encoding, Format, Quantized
 from ullage_engine.quant.integers import AwqMatrices, GptqMatrices
 from ullage_engine.quant.own import OwnMatrices
+from ullage_engine.quant.packed_experts import PackedExperts
 from ullage_engine.quant.scaled import ScaledMatrices
 from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.safetensors import SafetensorsReader, read_config
@@ -37,7 +39,7 @@ class Matrices(Protocol):
     def quantized(self, stem: str) -> Quantized: ...
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """float32 [out, in]."""
+        """float32 [out, in], or as an unquantised checkpoint has it."""
         ...
 
 
@@ -48,6 +50,7 @@ KINDS: dict[str, Make] = {
     "awq": AwqMatrices,
     "fp8": ScaledMatrices,
     "compressed-tensors": ScaledMatrices,
+    "mxfp4": PackedExperts,
     "ullage": OwnMatrices,
 }
 

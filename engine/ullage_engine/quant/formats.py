@@ -1,6 +1,8 @@
 """What a quantised matrix is: small numbers, and the scales that turn them into weights.
 
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
+
+MXFP4's values and scales are codes: one of 16 numbers, and a power of two.
 """
 
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from typing import Literal
 import msgspec
 import torch
 
-Format = Literal["int8", "int4", "fp8", "w8a8"]
+Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 """int8 and int4: integers, activations stay as they are. fp8: E4M3. w8a8: int8, and activations
-are rounded to int8 as well, row by row."""
+are rounded to int8 as well, row by row. mxfp4: experts of checkpoints that have it; nothing is
+rounded to it."""
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the first of these that divides the number of columns."""
@@ -23,6 +26,11 @@ LEAST: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
 MOST: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
 
 E4M3_MOST = 448.0
+
+MXFP4_GROUP = 32
+
+MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of codes 0 to 7; those of 8 to 15 are negative."""
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +56,9 @@ class Quantized:
 
     format: Format
     values: torch.Tensor
-    """[out, in], int8 or float8_e4m3fn; of int4 from -8 to 7."""
+    """[out, in], int8 or float8_e4m3fn; of int4 from -8 to 7, of mxfp4 uint8 from 0 to 15."""
     scales: torch.Tensor
-    """[out, groups]."""
+    """[out, groups]; of mxfp4 uint8, each 127 more than the power of two."""
     zeros: torch.Tensor | None = None
     """[out, groups], added."""
 
@@ -67,11 +75,27 @@ class Quantized:
     def dequantise(self) -> torch.Tensor:
         """The weights, float32 [out, in]."""
         rows, columns = self.values.shape
-        grouped = self.values.to(torch.float32).view(rows, self.scales.shape[1], -1)
-        weights = grouped * self.scales.unsqueeze(2).to(torch.float32)
+        values, scales = self.values, self.scales
+        if self.format == "mxfp4":
+            values, scales = mxfp4_numbers()[values.int()], mxfp4_powers()[scales.int()]
+        grouped = values.to(torch.float32).view(rows, scales.shape[1], -1)
+        weights = grouped * scales.unsqueeze(2).to(torch.float32)
         if self.zeros is not None:
             weights += self.zeros.unsqueeze(2).to(torch.float32)
         return weights.view(rows, columns)
+
+
+def mxfp4_numbers() -> torch.Tensor:
+    """The number of each code, float32 [16]."""
+    magnitudes = torch.tensor(MXFP4_MAGNITUDES)
+    return torch.cat([magnitudes, -magnitudes])
+
+
+def mxfp4_powers() -> torch.Tensor:
+    """What each scale multiplies by, float32 [256]: 2^(byte - 127), and 255 is not a number."""
+    powers = (torch.arange(256, dtype=torch.float64) - 127).exp2()
+    powers[255] = float("nan")
+    return powers.to(torch.float32)
 
 
 def stacked(parts: list[Quantized]) -> Quantized:

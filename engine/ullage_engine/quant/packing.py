@@ -1,6 +1,7 @@
 """Quantised matrices as they lie in memory and in prepared files.
 
-int4, row by row: two columns a byte, the even one in the low half. int4, tiled: for each 64 rows
+int4, row by row: two columns a byte, the even one in the low half; mxfp4 the same, and its scales
+are a byte each. int4, tiled: for each 64 rows
 and column 32 bytes, row r in the low half and row r + 32 in the high half of byte r, which is what
 torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs [groups, out, 2].
 """
@@ -64,13 +65,13 @@ class Packed(NamedTuple):
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
     """The tensors that a matrix is stored in; `dtype` is that of the computation."""
     rows, columns = encoding.shape
-    scale_type = torch.float32 if encoding.format == "w8a8" else dtype
+    scale_type = _scale_type(encoding, dtype)
     scales = Piece(SCALES, (rows, encoding.num_groups), scale_type)
     if encoding.is_tiled:
         tiles = (rows // TILE_ROWS, columns, _HALF)
         pairs = (encoding.num_groups, rows, 2)
         return [Piece(VALUES, tiles, torch.uint8), Piece(SCALES, pairs, scale_type)]
-    width = columns // 2 if encoding.format == "int4" else columns
+    width = columns // 2 if encoding.format in ("int4", "mxfp4") else columns
     byte = torch.int8 if encoding.format in ("int8", "w8a8") else torch.uint8
     zeros = [scales._replace(name=ZEROS)] if encoding.has_zeros else []
     return [Piece(VALUES, (rows, width), byte), scales, *zeros]
@@ -82,7 +83,7 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
         assert quantized.zeros is not None, "tiles hold scales and zeros in pairs"
         pairs = torch.stack([quantized.scales.t(), quantized.zeros.t()], dim=2)
         return {VALUES: pack_tiles(_codes(quantized.values)), SCALES: pairs.to(dtype)}
-    scale_type = torch.float32 if encoding.format == "w8a8" else dtype
+    scale_type = _scale_type(encoding, dtype)
     pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(scale_type)}
     if quantized.zeros is not None:
         pieces[ZEROS] = quantized.zeros.to(scale_type)
@@ -99,6 +100,8 @@ def unpack(packed: Packed) -> Quantized:
     values = packed.values
     if encoding.format == "int4":
         values = unpack_nibbles(values).view(torch.int8) + LEAST["int4"]
+    elif encoding.format == "mxfp4":
+        values = unpack_nibbles(values)
     elif encoding.format == "fp8":
         values = values.view(torch.float8_e4m3fn)
     return Quantized(encoding.format, values, packed.scales, packed.zeros)
@@ -108,10 +111,18 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
     match quantized.format:
         case "int4":
             return pack_nibbles(_codes(quantized.values))
+        case "mxfp4":
+            return pack_nibbles(quantized.values)
         case "fp8":
             return quantized.values.view(torch.uint8)
         case _:
             return quantized.values
+
+
+def _scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` is that of the computation."""
+    types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
+    return types.get(encoding.format, dtype)
 
 
 def _codes(values: torch.Tensor) -> torch.Tensor:

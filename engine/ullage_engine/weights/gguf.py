@@ -1,5 +1,6 @@
 """Reads GGUF files: metadata as a geometry, tensors dequantised one at a time."""
 
+import math
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ullage_engine.models.config import ModelConfig
 from ullage_engine.models.families import read_model_config
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.quant.formats import Encoding, Format, Quantized
-from ullage_engine.quant.gguf_blocks import BLOCK, KEPT, read_blocks
+from ullage_engine.quant.gguf_blocks import BLOCK, KEPT, read_blocks, read_mxfp4
 from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.gguf_config import GgufMetadata
 from ullage_engine.weights.gguf_names import gguf_name, is_known
@@ -54,8 +55,17 @@ class GgufReader(PlainMatrices):
             return values[:, None]
         return self._unpermute(own, values)
 
+    @property
+    def formats(self) -> frozenset[Format]:
+        """MXFP4 of gpt-oss's experts is computed with; other blocks are dequantised."""
+        names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
+        is_packed = self.geometry.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
+        return frozenset({"mxfp4"} if is_packed else ())
+
     def encoding(self, name: str, wanted: Format | None) -> Encoding | None:
-        """Blocks of four bits are kept if int4 is wanted."""
+        """MXFP4 of gpt-oss's experts is kept, and blocks of four bits if int4 is wanted."""
+        if ".mlp.experts." in name:
+            return self._packed_encoding(name)
         own, expert = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors.get(own)
         if wanted != "int4" or tensor is None or expert is not None:
@@ -66,6 +76,10 @@ class GgufReader(PlainMatrices):
         return Encoding(format="int4", shape=(rows, columns), group=BLOCK, has_zeros=True)
 
     def quantized(self, name: str) -> Quantized:
+        if ".mlp.experts." in name:
+            pieces = [read_mxfp4(self._tensors[each].data) for each in _stacked_names(name)]
+            codes, scales = (_alternating(list(each)) for each in zip(*pieces, strict=True))
+            return Quantized("mxfp4", codes.flatten(0, 1), scales.flatten(0, 1))
         own, _ = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors[own]
         blocks = read_blocks(tensor.data, tensor.tensor_type.name)
@@ -86,14 +100,21 @@ class GgufReader(PlainMatrices):
 
     def _read_stacked(self, name: str) -> torch.Tensor:
         """All experts of a gpt-oss layer: GGUF keeps gates and ups apart and [out, in]."""
-        match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
-        assert match is not None, name
-        layer, part = match.groups()
-        suffix = "bias" if part.endswith("_bias") else "weight"
-        names = ["ffn_down_exps"] if part.startswith("down") else ["ffn_gate_exps", "ffn_up_exps"]
-        parts = [self._dequantised(f"blk.{layer}.{each}.{suffix}") for each in names]
-        rows = parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
-        return rows if suffix == "bias" else rows.transpose(1, 2)
+        rows = _alternating([self._dequantised(each) for each in _stacked_names(name)])
+        return rows if name.endswith("_bias") else rows.transpose(1, 2)
+
+    def _is_mxfp4(self, own: str) -> bool:
+        tensor = self._tensors.get(own)
+        return tensor is not None and tensor.tensor_type.name == "MXFP4"
+
+    def _packed_encoding(self, name: str) -> Encoding | None:
+        """That of all experts' rows, one after another."""
+        names = _stacked_names(name)
+        if not all(map(self._is_mxfp4, names)):
+            return None
+        columns, *rows = (int(size) for size in self._tensors[names[0]].shape)
+        shape = (math.prod(rows) * len(names), columns)
+        return Encoding(format="mxfp4", shape=shape, group=BLOCK)
 
     def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Undoes the interleaving of rotary halves that llama.cpp's converter does to a Llama's Q
@@ -138,6 +159,21 @@ class GgufReader(PlainMatrices):
         if embedding is None:
             raise WeightsError(f"{self._path}: tensor 'token_embd.weight' is missing")
         return int(embedding.shape[1])
+
+
+def _stacked_names(name: str) -> list[str]:
+    """GGUF's names of what Hugging Face stores as one tensor of a gpt-oss layer."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
+    assert match is not None, name
+    layer, part = match.groups()
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    names = ["ffn_down_exps"] if part.startswith("down") else ["ffn_gate_exps", "ffn_up_exps"]
+    return [f"blk.{layer}.{each}.{suffix}" for each in names]
+
+
+def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
+    """[experts, rows, ...]: the rows of gate and up in turn, as Hugging Face has them."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
 def _open(path: Path) -> gguf.GGUFReader:

@@ -21,6 +21,8 @@ class Part:
     shape: tuple[int, ...]
     rearrange: Rearrange | None = None
     """Brings the elements into the order of the prepared tensor."""
+    rearrange_rows: Rearrange | None = None
+    """The same for the numbers of a quantised tensor [experts, out, ...]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def _experts(
         yield TensorPlan(prefix + "experts_down", down, tuple(_down(spec, names, source, hidden)))
         return
     stacked = f"{source}mlp.experts."
-    parts = (Part(stacked + "gate_up_proj", (count, hidden, 2 * width), _columns_apart),)
+    shape = (count, hidden, 2 * width)
+    parts = (Part(stacked + "gate_up_proj", shape, _columns_apart, _rows_apart),)
     yield TensorPlan(prefix + "experts_gate_up", gate_up, parts)
     parts = (Part(stacked + "down_proj", (count, width, hidden), _transposed),)
     yield TensorPlan(prefix + "experts_down", down, parts)
@@ -149,6 +152,10 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def _columns_apart(tensor: torch.Tensor) -> torch.Tensor:
     return _apart(tensor).transpose(1, 2)
+
+
+def _rows_apart(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,9 @@ MATRICES = frozenset(
 """Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
 computing type."""
 
+FLOAT32 = frozenset({"router_bias"})
+"""What stays float32 in any computing type: rounded, it would choose other experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedTensor:
@@ -32,6 +35,7 @@ class PreparedTensor:
     reader: CheckpointReader
     plan: TensorPlan
     dtype: torch.dtype
+    """Of plain tensors and of scales."""
     encoding: Encoding | None
     """None: in the computing type."""
     is_kept: bool
@@ -61,16 +65,33 @@ class PreparedTensor:
 
     def _quantized(self, part: Part, encoding: Encoding) -> Quantized:
         if self.is_kept:
-            return self.reader.quantized(part.source)
+            return self._kept(part)
         return quantise(self._read(part).flatten(0, -2), encoding, self.dtype)
+
+    def _kept(self, part: Part) -> Quantized:
+        kept = self.reader.quantized(part.source)
+        columns = self.plan.shape[-1]
+        shape = (math.prod(part.shape) // columns, columns)
+        self._check_shape(part, tuple(kept.values.shape), shape)
+        if part.rearrange_rows is None:
+            return kept
+        rearrange, count = part.rearrange_rows, part.shape[0]
+        values, scales = (
+            rearrange(each.view(count, -1, each.shape[1])).flatten(0, 1)
+            for each in (kept.values, kept.scales)
+        )
+        return Quantized(kept.format, values, scales)
+
+    def _check_shape(self, part: Part, shape: tuple[int, ...], needed: tuple[int, ...]) -> None:
+        if shape != needed:
+            raise WeightsError(
+                f"{self.source}: tensor {part.source!r} has shape {list(shape)}, but the "
+                f"model's configuration needs {list(needed)}; download the model again"
+            )
 
     def _read(self, part: Part) -> torch.Tensor:
         tensor = self.reader.read(part.source)
-        if tuple(tensor.shape) != part.shape:
-            raise WeightsError(
-                f"{self.source}: tensor {part.source!r} has shape {list(tensor.shape)}, but the "
-                f"model's configuration needs {list(part.shape)}; download the model again"
-            )
+        self._check_shape(part, tuple(tensor.shape), part.shape)
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
 
@@ -98,9 +119,11 @@ class PreparedForm:
         self._check(source, reader)
         encoding, is_kept = self._encoding(reader, plan) if is_matrix(plan) else (None, False)
         if encoding is not None:
+            self._check_dtype(encoding)
             count = plan.shape[0] if len(plan.shape) == 3 else 1
             encoding = laid_out_for(encoding, self.device, self.dtype, count)
-        return PreparedTensor(source, reader, plan, self.dtype, encoding, is_kept)
+        dtype = torch.float32 if _kind(plan) in FLOAT32 else self.dtype
+        return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
         """That of a matrix, and whether it is the checkpoint's own."""
@@ -111,6 +134,13 @@ class PreparedForm:
         if kept is not None:
             return kept, True
         return (chosen_encoding(wanted, shape) if wanted else None), False
+
+    def _check_dtype(self, encoding: Encoding) -> None:
+        if encoding.format == "mxfp4" and self.dtype == torch.float16:
+            raise WeightsError(
+                "model.dtype float16: cannot hold the scales of MXFP4 weights; "
+                "use bfloat16 or float32"
+            )
 
     def _check(self, source: Path, reader: CheckpointReader) -> None:
         formats = reader.formats
@@ -138,7 +168,12 @@ def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | 
 
 def is_matrix(plan: TensorPlan) -> bool:
     """Whether this is a weight matrix that formats apply to, or one of each expert."""
-    return plan.name.rpartition(".")[2] in MATRICES
+    return _kind(plan) in MATRICES
+
+
+def _kind(plan: TensorPlan) -> str:
+    """The last part of a name, the same in every layer."""
+    return plan.name.rpartition(".")[2]
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:

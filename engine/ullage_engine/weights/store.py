@@ -31,7 +31,7 @@ from ullage_engine.weights.source import ModelFiles, resolve_source
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Raise it when prepared files change in any way."""
 
 ALIGNMENT = 4096

@@ -1,6 +1,7 @@
 """Real models, small random ones, and a driver that generates with a runner."""
 
 import importlib.util
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ullage_engine.config import ModelSection
 from ullage_engine.core.plan import Chunk, StepPlan
@@ -246,11 +248,11 @@ def save_llama(tmp_path: Path) -> Callable[..., Any]:
     return save
 
 
-def make_family(family: str, seed: int) -> Any:
+def make_family(family: str, seed: int, **overrides: Any) -> Any:
     with _foreign_warnings_allowed():
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-        config = CONFIG_MAPPING[family](**(SMALL | FAMILIES[family]))
+        config = CONFIG_MAPPING[family](**(SMALL | FAMILIES[family] | overrides))
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -266,6 +268,41 @@ def make_family(family: str, seed: int) -> Any:
 
 
 @pytest.fixture(scope="session")
-def random_model() -> Callable[[str, int], Any]:
-    """transformers' model of a family, small, with weights of a seed."""
+def random_model() -> Callable[..., Any]:
+    """transformers' model of a family, small, with weights of a seed; sizes can be overridden."""
     return make_family
+
+
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+Mxfp4 = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def save_packed(model: Any, folder: Path, seed: int) -> Mxfp4:
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    state, packed = dict(model.state_dict()), {}
+    for name in [each for each in state if each.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, out = state[name].shape
+        codes = torch.randint(0, 16, (experts, out, inside // 32, 32), generator=generator)
+        scales = torch.randint(121, 126, (experts, out, inside // 32), generator=generator)
+        weights = torch.tensor(NUMBERS)[codes] * torch.exp2(scales - 127.0)[..., None]
+        state.pop(name).copy_(weights.flatten(2).transpose(1, 2))
+        blocks = (codes[..., ::2] | codes[..., 1::2] << 4).byte()
+        packed[name] = (blocks, scales.byte())
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales.byte()}
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: each.contiguous() for name, each in state.items()}, folder / "m.safetensors")
+    return packed
+
+
+@pytest.fixture(scope="session")
+def save_mxfp4() -> Callable[[Any, Path, int], Mxfp4]:
+    """Gives a gpt-oss new experts of a seed and saves it as its checkpoints are; returns the
+    experts' blocks and scales by name."""
+    return save_packed

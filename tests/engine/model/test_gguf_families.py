@@ -3,6 +3,7 @@
 Names come from the `gguf` package's own table, which converters use.
 """
 
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,19 @@ from typing import Any
 import gguf
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from ullage_engine.weights.store import LoadedModel
+from ullage_engine.config import ModelSection
+from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.store import LoadedModel, load_weights
+
+CPU = torch.device("cpu")
 
 Load = Callable[..., LoadedModel]
+Mxfp4 = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Blocks [experts, out, groups, 16] and scales [experts, out, groups] by Hugging Face's name."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -93,6 +101,17 @@ def gguf_tensor_name(names: gguf.TensorNameMap, name: str) -> str:
     return str(own) + endings.get(str(own).rpartition(".")[2], "")
 
 
+def gguf_blocks(packed: Mxfp4, layer: int, part: str) -> npt.NDArray[np.uint8]:
+    """[experts, out, bytes]: a scale, then 16 bytes whose low halves are the first 16 numbers."""
+    prefix = f"model.layers.{layer}.mlp.experts."
+    name = prefix + ("down_proj" if part == "down" else "gate_up_proj")
+    rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[part]
+    blocks, scales = (each[:, rows] for each in packed[name])
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(3)
+    data = torch.cat([scales[..., None], codes[..., :16] | (codes[..., 16:] << 4)], dim=-1)
+    return np.ascontiguousarray(data.flatten(2).numpy())
+
+
 def write_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -126,7 +145,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_expert_used_count(2)
 
 
-def write(path: Path, architecture: str, model: Any, family: str) -> None:
+def write(
+    path: Path, architecture: str, model: Any, family: str, packed: Mxfp4 | None = None
+) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, model.config, family)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -135,7 +156,13 @@ def write(path: Path, architecture: str, model: Any, family: str) -> None:
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for name, value in as_converted(state):
-        writer.add_tensor(gguf_tensor_name(names, name), np.ascontiguousarray(value.numpy()))
+        own = gguf_tensor_name(names, name)
+        if packed is not None and own.endswith("_exps.weight"):
+            part = own.split("_")[1]
+            raw = gguf_blocks(packed, int(own.split(".")[1]), part)
+            writer.add_tensor(own, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+            continue
+        writer.add_tensor(own, np.ascontiguousarray(value.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -164,3 +191,30 @@ def test_both_formats_agree(family: str, tmp_path: Path, load: Load) -> None:
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in ours.tensors.items():
         assert torch.equal(tensor, theirs.tensors[name]), name
+
+
+def test_packed_experts_agree(
+    tmp_path: Path, load: Load, save_mxfp4: Callable[[Any, Path, int], Mxfp4]
+) -> None:
+    model = make("gpt_oss", FAMILIES["gpt_oss"][1] | {"intermediate_size": 64})
+    folder, path = tmp_path / "safetensors", tmp_path / "model.gguf"
+    packed = save_mxfp4(model, folder, secrets.randbits(31))
+    write(path, "gpt-oss", model, "gpt_oss", packed)
+    ours, theirs = load(f"file://{path}"), load(f"file://{folder}")
+    assert ours.encodings == theirs.encodings
+    assert {each.format for each in ours.encodings.values()} == {"mxfp4"}
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert torch.equal(tensor, theirs.tensors[name]), name
+
+
+def test_packed_experts_are_not_rounded_again(
+    tmp_path: Path, save_mxfp4: Callable[[Any, Path, int], Mxfp4]
+) -> None:
+    model = make("gpt_oss", FAMILIES["gpt_oss"][1] | {"intermediate_size": 64})
+    packed = save_mxfp4(model, tmp_path / "safetensors", 1)
+    path = tmp_path / "model.gguf"
+    write(path, "gpt-oss", model, "gpt_oss", packed)
+    section = ModelSection(source=f"file://{path}", name="m", quantization="int4")
+    with pytest.raises(WeightsError, match=r"model\.quantization int4: .* mxfp4 already; set none"):
+        load_weights(section, CPU, torch.float32, tmp_path, lambda done, total: None)

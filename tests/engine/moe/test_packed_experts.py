@@ -11,6 +11,7 @@ import torch
 from ullage_engine.kernels.mxfp4 import Decoder
 from ullage_engine.layers.expert_matrices import PickedExperts, packed_experts
 from ullage_engine.layers.experts import Experts
+from ullage_engine.memory.experts import mxfp4_scratch_bytes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed on this platform"
@@ -43,7 +44,8 @@ def test_weights_stay_packed(
 ) -> None:
     layer = new_packable_layer()
     parts = [random_packed(8, 128, 2, seed=seed), random_packed(8, 64, 2, seed=seed + 1)]
-    decoder = Decoder(torch.float32, torch.device("cpu"))
+    scratch = torch.empty(mxfp4_scratch_bytes("cpu", 4), dtype=torch.uint8)
+    decoder = Decoder(torch.float32, scratch)
     gate_up, down = (decoder.decode(*each).clone() for each in parts)
     x = torch.randn(tokens, 64)
     plain, ours = torch.zeros_like(x), torch.zeros_like(x)

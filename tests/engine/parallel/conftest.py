@@ -28,6 +28,20 @@ COMMON: dict[str, Any] = {
 MakeCheckpoint = Callable[..., Path]
 
 
+def packed(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The same with other weights of experts, in MXFP4."""
+    kept = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            kept[name] = tensor
+            continue
+        experts, inside, out = tensor.shape
+        shape = (experts, out, inside // 32)
+        kept[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+        kept[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator).byte()
+    return kept
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """A folder with config.json and random weights, large enough that every token matters."""
@@ -44,6 +58,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
             for plan in plan_tensors(geometry)
             for part in plan.parts
         }
+        if "quantization_config" in values:
+            tensors = packed(tensors, generator)
         save_file(tensors, folder / "model.safetensors")
         return folder
 

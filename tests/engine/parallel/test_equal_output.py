@@ -66,6 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["llama_int8"] = MODELS["llama_fp8_kv"] = MODELS["llama"]
+MODELS["gpt_oss_mxfp4"] = MODELS["gpt_oss"] | {"quantization_config": {"quant_method": "mxfp4"}}
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
 CASES += [
@@ -75,6 +76,7 @@ CASES += [
     ("nine_heads", "tp2"),
     ("llama_int8", "pp2"),
     ("llama_fp8_kv", "tp2pp2"),
+    ("gpt_oss_mxfp4", "pp2"),
 ]
 
 
