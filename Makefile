@@ -32,7 +32,7 @@ up: install                 ## serve examples/smollm2.yaml until Ctrl-C
 	$(BIN)/ullage up -f examples/smollm2.yaml $(ARGS)
 
 test: install-dev           ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+	scripts/test.sh $(BIN)/python $(ARGS)
 
 faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
 	$(BIN)/python benchmarks/faults.py --faults 200

@@ -37,8 +37,9 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return captured.err.splitlines()
 
 
-def test_plan_prints_what_kubectl_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "-f", str(EXAMPLE)]) == 0
+@pytest.mark.parametrize("example", sorted(EXAMPLE.parent.glob("*.yaml")), ids=lambda p: p.stem)
+def test_plan_prints_what_kubectl_takes(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", str(example)]) == 0
     text = capsys.readouterr().out
     kinds = [document["kind"] for document in yaml.safe_load_all(text)]
     assert kinds.count("StatefulSet") == 2

@@ -106,7 +106,7 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
                 "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
                 "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
             },
-            "spec.model.quantization: quantization is computed on one GPU",
+            "spec.model.quantization: tensor ranks cannot share quantised matrices; set",
         ),
         ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
     ],
@@ -115,6 +115,15 @@ def test_each_mistake_is_one_line(manifest: Make, spec: dict[str, Any], line: st
     lines = refusals(manifest(**spec))
     assert len(lines) == 1
     assert lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("pool", ["single", "large"])
+def test_stages_may_hold_quantised_weights(manifest: Make, pool: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": "int4"}
+    stages = {"gpus": 4, "parallelism": {"tensor": 1, "pipeline": 4}}
+    parse(manifest(model=model, pools={pool: stages}))
+    shared = {"gpus": 4, "parallelism": {"tensor": 4, "pipeline": 1}}
+    assert len(refusals(manifest(model=model, pools={pool: shared}))) == 1
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
