@@ -44,6 +44,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/python scripts/readme_tree.py --check
 
 check: lint test            ## the gate
 

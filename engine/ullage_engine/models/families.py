@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ullage_engine.models.config import ModelConfig
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.models.geometry import ModelGeometry, contradiction
 from ullage_engine.models.gpt_oss import gpt_oss
 from ullage_engine.models.lfm2 import lfm2, lfm2_moe
 from ullage_engine.models.llama import llama, qwen3
@@ -52,4 +52,13 @@ def read_model_config(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeo
             f"{config.path}: architectures {architectures!r} are not supported; use a model of "
             f"{known}"
         )
-    return family.geometry(config, eos_token_ids)
+    try:
+        geometry = family.geometry(config, eos_token_ids)
+    except (ArithmeticError, ValueError) as error:
+        raise WeightsError(
+            f"{config.path}: its numbers contradict one another ({error}); download the model again"
+        ) from error
+    wrong = contradiction(geometry)
+    if wrong:
+        raise WeightsError(f"{config.path}: {wrong}; download the model again")
+    return geometry

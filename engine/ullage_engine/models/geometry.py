@@ -115,3 +115,32 @@ class ModelGeometry(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that rebuild the convolution state exactly when computed again from zero state:
         each layer's columns depend on kernel - 1 tokens more of the layer below it."""
         return self.num_conv_layers * max(0, self.conv_kernel - 1)
+
+
+def contradiction(geometry: ModelGeometry) -> str | None:
+    """What no model can be like, in words; None if there is nothing."""
+    experts = geometry.experts
+    sizes = {
+        "number of layers": geometry.num_layers,
+        "hidden size": geometry.hidden,
+        "number of heads": geometry.num_heads,
+        "number of KV heads": geometry.num_kv_heads,
+        "head size": geometry.head_dim,
+        "feed-forward width": geometry.intermediate,
+        "vocabulary": geometry.vocab,
+        "longest sequence": geometry.max_position,
+        "taps of a convolution": geometry.conv_kernel if geometry.num_conv_layers else 1,
+        "number of experts": experts.num_experts if experts else 1,
+        "width of an expert": experts.intermediate if experts else 1,
+        "experts of a token": experts.experts_per_token if experts else 1,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            return f"the {name} is {size}, not at least 1"
+    if geometry.num_heads % geometry.num_kv_heads:
+        return f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} KV heads evenly"
+    if geometry.head_dim % 2:
+        return f"the head size is {geometry.head_dim}, whose halves cannot be rotated"
+    if experts and experts.experts_per_token > experts.num_experts:
+        return f"a token takes {experts.experts_per_token} experts of {experts.num_experts}"
+    return None

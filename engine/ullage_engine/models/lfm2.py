@@ -51,7 +51,7 @@ def _geometry(
         layers=tuple(_layers(config, experts)),
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=config.int("num_key_value_heads", heads),
+        num_kv_heads=config.int("num_key_value_heads", 8),
         head_dim=head_dim,
         intermediate=intermediate,
         vocab=config.int("vocab_size"),
@@ -101,6 +101,9 @@ def _adjusted_width(config: ModelConfig) -> int:
     width = config.int(given)
     if not config.bool("block_auto_adjust_ff_dim", True):
         return width
-    width = int(config.float("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    width = int(2 * width / 3)
+    if config.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return width
+    width = int(config.float("block_ffn_dim_multiplier", 1.0) * width)
     multiple = config.int("block_multiple_of", 256)
     return -(-width // multiple) * multiple

@@ -9,6 +9,7 @@ Qwen3 also normalises each head of Q and K before it is rotated.
 from ullage_engine.models.config import ModelConfig
 from ullage_engine.models.geometry import LayerSpec, ModelGeometry
 from ullage_engine.models.rope import read_rope
+from ullage_engine.weights.errors import WeightsError
 
 
 def llama(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeometry:
@@ -20,6 +21,12 @@ def llama(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeometry:
 def qwen3(config: ModelConfig, eos_token_ids: list[int]) -> ModelGeometry:
     """A dense Qwen3 from its config.json."""
     config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    kinds = config.list("layer_types") or []
+    if any(kind != "full_attention" for kind in kinds):
+        raise WeightsError(
+            f"{config.path}: layer_types is {kinds!r}, but only full_attention is supported in "
+            "Qwen3; use another model"
+        )
     return _geometry(config, "qwen3", eos_token_ids, has_qk_norm=True)
 
 

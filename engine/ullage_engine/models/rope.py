@@ -20,7 +20,9 @@ class Rope:
 
 def read_rope(config: ModelConfig, head_dim: int, theta: float = 10000.0) -> Rope:
     """Reads `rope_parameters`, or `rope_theta` (or `theta`) and `rope_scaling`."""
+    config.require(partial_rotary_factor=1.0)
     modern = config.section("rope_parameters")
+    modern.require(partial_rotary_factor=1.0)
     scaling = modern if modern.values else config.section("rope_scaling")
     theta = modern.float("rope_theta", config.float("rope_theta", config.float("theta", theta)))
     kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
@@ -54,6 +56,7 @@ def _yarn(scaling: ModelConfig, theta: float, head_dim: int) -> Rope:
     """YaRN (Peng et al., 2023): frequencies that turn often within the original context are kept,
     those that turn seldom divided by `factor`, those between blended along a ramp of dimensions;
     cosine and sine are multiplied by 0.1 ln(factor) + 1."""
+    scaling.require(mscale=None, mscale_all_dim=None)
     factor = scaling.float("factor")
     original = scaling.int("original_max_position_embeddings")
     fast, slow = scaling.float("beta_fast", 32.0), scaling.float("beta_slow", 1.0)

@@ -72,6 +72,14 @@ GPT_OSS_20B: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
     },
 }
+YARN = {"original_max_position_embeddings": 4096}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS: dict[str, tuple[dict[str, Any], float, int, int]] = {
     "LFM2-350M": (
         LFM2 | {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
@@ -90,6 +98,20 @@ MODELS: dict[str, tuple[dict[str, Any], float, int, int]] = {
         1.170e9,
         12_288,
         81_920,
+    ),
+    "LFM2-2.6B": (
+        LFM2
+        | {
+            "num_hidden_layers": 30,
+            "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27],
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "intermediate_size": 10752,
+            "block_auto_adjust_ff_dim": False,
+        },
+        2.57e9,
+        16_384,
+        180_224,
     ),
     "LFM2-8B-A1B": (LFM2_8B_A1B, 8_339_828_736, 12_288, 147_456),
     "Qwen3-0.6B": (
@@ -186,3 +208,34 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], word: str) -> N
 
 def test_configurations_are_what_files_hold() -> None:
     assert all(json.loads(json.dumps(values)) == values for values, *_ in MODELS.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 0}, "contradict"),
+        ({"num_hidden_layers": 0}, "number of layers is 0"),
+        ({"hidden_size": -64, "head_dim": 64}, "hidden size is -64"),
+        ({"num_key_value_heads": 5}, "32 heads cannot share 5 KV heads"),
+        ({"head_dim": 15}, "head size is 15"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.0} | YARN}, "contradict"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0} | YARN}, "mscale"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "contradict"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32}, "full_attention"),
+    ],
+)
+def test_nonsense_is_one_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(WeightsError, match=words):
+        read(MODELS["Llama-3.1-8B"][0] | changes)
+
+
+def test_more_experts_than_there_are() -> None:
+    with pytest.raises(WeightsError, match="40 experts of 32"):
+        read(LFM2_8B_A1B | {"num_experts_per_tok": 40})
+
+
+def test_a_null_multiplier_leaves_the_width_alone() -> None:
+    values = MODELS["LFM2-350M"][0]
+    assert read(values).intermediate == 4608
+    assert read(values | {"block_ffn_dim_multiplier": None}).intermediate == 4437

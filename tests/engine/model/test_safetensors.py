@@ -122,3 +122,15 @@ def test_a_directory_without_weights_is_told(save_llama: Save, load: Load) -> No
     _, folder = save_llama()
     (folder / "model.safetensors").unlink()
     fails_with(load, folder, str(folder), "no .safetensors file")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", 5, "a/b.safetensors", ".."]
+)
+def test_an_index_names_files_of_its_folder_alone(
+    save_llama: Save, load: Load, name: object
+) -> None:
+    _, folder = save_llama()
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails_with(load, folder, repr(name), "no file of this folder")

@@ -1,0 +1,94 @@
+"""Random checkpoints of every family, as Hugging Face lays them out, without transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ullage_engine.weights.layout import plan_tensors
+from ullage_engine.weights.safetensors import read_geometry
+
+SEED = 1
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 12,
+    "intermediate_size": 1792,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "eos_token_id": 0,
+}
+LLAMA = {**COMMON, "model_type": "llama"}
+LFM2 = {
+    **COMMON,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
+    "block_auto_adjust_ff_dim": False,
+}
+GPT_OSS = {
+    **COMMON,
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 384,
+    "sliding_window": 128,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, grouped heads, tied": {
+        **LLAMA,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+    "llama, every head its own KV": {**LLAMA, "num_hidden_layers": 4},
+    "llama, explicit head_dim": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2},
+    "qwen3": {**COMMON, "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 4},
+    "lfm2": {**LFM2, "model_type": "lfm2", "conv_L_cache": 5},
+    "lfm2_moe": {
+        **LFM2,
+        "model_type": "lfm2_moe",
+        "intermediate_size": 1024,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "num_dense_layers": 2,
+    },
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, packed": {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
+}
+"""config.json of each, for about 20 to 40 million parameters."""
+
+
+def write_model(name: str, folder: Path) -> str:
+    """Writes the model; its source."""
+    config = MODELS[name]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.manual_seed(SEED)
+    plans = plan_tensors(read_geometry(folder))
+    tensors: dict[str, torch.Tensor] = {}
+    for part in (part for plan in plans for part in plan.parts):
+        is_packed = part.source.endswith(("gate_up_proj", "experts.down_proj"))
+        if "quantization_config" in config and is_packed:
+            tensors |= _packed(part.source, part.shape)
+        else:
+            tensors[part.source] = torch.randn(part.shape, dtype=torch.bfloat16) * 0.02
+    save_file(tensors, folder / "model.safetensors")
+    return f"file://{folder}"
+
+
+def _packed(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """MXFP4 blocks and scales for a tensor that is [experts, in, out] unpacked."""
+    experts, inside, out = shape
+    groups = (experts, out, inside // 32)
+    blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 122, groups, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
