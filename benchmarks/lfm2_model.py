@@ -6,7 +6,6 @@ The prompts are random, too. The router's bias prefers some experts, so that the
 from pathlib import Path
 
 import torch
-from msgspec import structs
 
 from ullage_engine.models.config import ModelConfig
 from ullage_engine.models.geometry import LayerSpec, ModelGeometry
@@ -51,12 +50,6 @@ SIZES: dict[str, dict[str, object]] = {
 def make_geometry(size: str) -> ModelGeometry:
     """The whole model; `size` is a key of SIZES."""
     return lfm2_moe(ModelConfig(Path(f"{size}/config.json"), SIZES[size]), [])
-
-
-def stage_geometry(whole: ModelGeometry, stage: int, stages: int) -> ModelGeometry:
-    """What one of several stages computes: as many layers as any other, within one."""
-    first, end = (round(whole.num_layers * each / stages) for each in (stage, stage + 1))
-    return structs.replace(whole, layers=whole.layers[first:end], first_layer=first)
 
 
 def make_prompts(geometry: ModelGeometry, count: int, tokens: int) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """Samples a second of LFM2-8B-A1B to logits, checked: `python benchmarks/lfm2_pipeline.py`.
 
 1024 samples of 32 tokens, each to the logits after its last, with seeded random weights and a
-skewed router, by the engine's own model on one device or on several stages that each compute a run
-of the layers. While a stage computes one micro-batch it receives the next and sends the one before:
-by NCCL, whose transfers have a stream of their own, or between processes of a CPU by gloo's
-threads. The logits are compared with those of a plain float32 implementation (lfm2_reference.py).
+skewed router: one step of the engine's own runner, on one device or on several stages, which get
+the layers, the micro-batches and the transfers that `parallelism.pipeline` gives them. The logits
+are compared with those of a plain float32 implementation (lfm2_reference.py).
 
 Samples whose routing rounding could decide are replaced before anything is measured; how many is
 printed. In float32 the exit status is 1 unless every first token agrees and no logit differs by
@@ -16,21 +15,27 @@ is 1 if the engine's median error is a quarter larger than its.
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lfm2_model import SIZES, SeededWeights, make_geometry, make_prompts, stage_geometry
+from lfm2_model import SIZES, SeededWeights, make_geometry, make_prompts
 from lfm2_reference import Reference, compute_reference
-from lfm2_stage import Link, Stage
+from lfm2_stage import load_stage, make_plan, make_runner
 
+from ullage_engine.core.plan import StepPlan
+from ullage_engine.core.runner import ModelRunner
 from ullage_engine.models.dtypes import DTYPES
 from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.parallel.group import RankGroup
+from ullage_engine.parallel.layout import RankLayout, device_map
+from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 
 PUBLISHED = 358.56
 """Samples a second of the same work in float32 on four GPUs, as the requirements give it."""
@@ -43,6 +48,12 @@ TOLERANCE = 1e-5
 
 MEDIAN_TOLERANCE = 1.25
 """Times the error of a plain bfloat16 implementation."""
+
+REFERENCE_TIMEOUT_S = 3600.0
+"""How long the other stages wait for the last one, which computes the reference."""
+
+INTERRUPTED = 130
+"""Exit status, as shells have it."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +76,28 @@ class Job:
 
 def main() -> None:
     job = parse_job()
-    if job.stages == 1:
-        sys.exit(run_rank(0, job, 0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     try:
-        mp.spawn(spawned, args=(job, port), nprocs=job.stages)
-    except mp.ProcessExitedException as error:
-        sys.exit(error.exit_code)
+        status = run_rank(0, job, None) if job.stages == 1 else run_processes(job)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def run_processes(job: Job) -> int:
+    """One process a stage; whichever fails ends the others, and so does Ctrl-C."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        started = mp.spawn(spawned, args=(job, store), nprocs=job.stages, join=False)
+        try:
+            while not started.join():
+                pass
+        except mp.ProcessExitedException as error:
+            return int(error.exit_code)
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+    return 0
 
 
 def parse_job() -> Job:
@@ -88,7 +112,7 @@ def parse_job() -> Job:
     add("--stages", type=int, default=1, help="devices, or processes of a CPU (default: 1)")
     add("--samples", type=int, default=1024)
     add("--tokens", type=int, default=32, help="of each sample")
-    add("--micro-batches", type=int, default=8)
+    add("--micro-batches", type=int, default=8, help="at most, of several stages")
     add("--spare", type=float, default=0.5, help="prompts to choose from beyond the samples, share")
     add("--runs", type=int, default=3, help="measured; the median counts")
     given = parser.parse_args()
@@ -100,51 +124,52 @@ def parse_job() -> Job:
     for name in ("stages", "samples", "micro_batches", "runs"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} is not positive")
+    given.size = given.size or ("full" if given.device == "cuda" else "small")
+    if given.stages > (most := make_geometry(given.size).num_layers):
+        parser.error(f"--stages {given.stages} is more than the model's {most} layers")
     if given.tokens < 2:
         parser.error(f"--tokens {given.tokens} is not a prompt; give 2 or more")
-    given.size = given.size or ("full" if given.device == "cuda" else "small")
     return Job(**vars(given))
 
 
-def spawned(rank: int, job: Job, port: int) -> None:
-    status = run_rank(rank, job, port)
+def spawned(rank: int, job: Job, store: Path) -> None:
+    status = run_rank(rank, job, store)
     if status:
         sys.exit(status)
 
 
-def run_rank(rank: int, job: Job, port: int) -> int:
+def run_rank(rank: int, job: Job, store: Path | None) -> int:
     """One stage from its weights to the result, which the last stage prints."""
-    device = job.device_of(rank)
+    device, layout = job.device_of(rank), RankLayout(pipeline=job.stages)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if job.stages > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.stages))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group(backend, address, rank=rank, world_size=job.stages)
-    whole = make_geometry(job.size)
-    weights = SeededWeights(whole, DTYPES[job.dtype], device)
-    status = run_stage(rank, job, whole, weights, device)
-    if job.stages > 1:
-        dist.destroy_process_group()
+    if store is None:
+        return run_stage(rank, job, layout, None)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.stages))
+    group = RankGroup(layout, rank, store, device, REFERENCE_TIMEOUT_S)
+    status = run_stage(rank, job, layout, group)
+    group.close()
     return status
 
 
-def run_stage(
-    rank: int, job: Job, whole: ModelGeometry, weights: SeededWeights, device: torch.device
-) -> int:
-    is_last = rank == job.stages - 1
-    chosen = choose_samples(job, whole, weights, device) if is_last else None
+def run_stage(rank: int, job: Job, layout: RankLayout, group: RankGroup | None) -> int:
+    device, dtype = job.device_of(rank), DTYPES[job.dtype]
+    whole = make_geometry(job.size)
+    weights = SeededWeights(whole, dtype, device)
+    chosen = choose_samples(job, whole, weights, device) if layout.is_last(rank) else None
     prompts = share_prompts(job, chosen, device)
-    own = stage_geometry(whole, rank, job.stages)
-    say(f"stage {rank}: layers {own.first_layer} to {own.first_layer + own.num_layers - 1}")
-    per_batch = -(-job.samples // job.micro_batches)
-    stage = Stage(own, weights, per_batch, job.tokens, device, DTYPES[job.dtype], is_last)
-    link = Link(rank, job.stages, stage.new_hidden())
-    logits = stage.new_logits(job.samples if is_last else 0)
-    batches = [batch.tolist() for batch in prompts.split(per_batch)]
-    run_batches(stage, link, batches[:1], logits)
-    seconds = [run_timed(stage, link, batches, logits, job, device) for _ in range(job.runs)]
+    say(str(device_map(whole, layout, device.type)[rank]))
+    near: Neighbours = Alone()
+    if group is not None:
+        near = Connected(group, job.samples * job.tokens, whole.hidden, dtype, job.micro_batches)
+    loaded = load_stage(whole, weights, layout, rank)
+    runner = make_runner(loaded, job.samples, job.tokens, device, dtype, near)
+    plan = make_plan(prompts.tolist())
+    run_step(runner, plan)  # Libraries prepare themselves.
+    seconds = []
+    for _ in range(job.runs):
+        taken, logits = run_timed(runner, plan, job, device)
+        seconds.append(taken)
     return report(job, statistics.median(seconds), logits, chosen) if chosen else 0
 
 
@@ -199,37 +224,27 @@ def share_prompts(job: Job, chosen: Chosen | None, device: torch.device) -> torc
     return prompts.cpu()
 
 
-@torch.inference_mode()
-def run_batches(
-    stage: Stage, link: Link, batches: list[list[list[int]]], logits: torch.Tensor
-) -> None:
-    """Computes this stage's part of every micro-batch; the last writes its logits in order."""
-    done = 0
-    link.expect(len(batches))
-    for prompts in batches:
-        hidden = stage.forward(prompts, link.receive(stage.rows(prompts)))
-        if link.is_last:
-            stage.logits(len(prompts), hidden, logits[done : done + len(prompts)])
-        else:
-            link.send(hidden)
-        done += len(prompts)
-    link.finish()
+def run_step(runner: ModelRunner, plan: StepPlan) -> list[tuple[list[int], torch.Tensor]]:
+    """Of each micro-batch the samples and their logits; nothing but on the last stage."""
+    return [
+        ([int(chunk.request_id) for chunk in chunks], logits.clone())
+        for chunks, logits in runner.logits(plan)
+    ]
 
 
 def run_timed(
-    stage: Stage,
-    link: Link,
-    batches: list[list[list[int]]],
-    logits: torch.Tensor,
-    job: Job,
-    device: torch.device,
-) -> float:
-    """Seconds until the last stage has all logits."""
+    runner: ModelRunner, plan: StepPlan, job: Job, device: torch.device
+) -> tuple[float, torch.Tensor]:
+    """Seconds until the last stage has all logits; and these, in the order of the samples."""
     wait_for_all(job, device)
     started = time.perf_counter()
-    run_batches(stage, link, batches, logits)
+    computed = run_step(runner, plan)
     wait_for_all(job, device)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    samples = torch.tensor([each for samples, _ in computed for each in samples])
+    if not computed:
+        return seconds, torch.empty(0)
+    return seconds, torch.cat([logits.cpu() for _, logits in computed])[samples.argsort()]
 
 
 def wait_for_all(job: Job, device: torch.device) -> None:
@@ -294,7 +309,8 @@ def report(job: Job, seconds: float, logits: torch.Tensor, chosen: Chosen) -> in
 
 
 def say(text: str, end: str = "\n") -> None:
-    print(text, end=end, flush=True)
+    # In one piece: several processes write at once.
+    print(f"{text}{end}", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Executes step plans on a device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from ullage_engine.core.batch import begun_blocks, build_batch
 from ullage_engine.core.matrices import matrix_scratch_bytes, model_weights
-from ullage_engine.core.plan import Moves, SampledToken, StepPlan
+from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
@@ -195,21 +195,32 @@ class ModelRunner:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
         self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         """Computes a step; one token for each chunk with `sampling`, in the plan's order.
 
         Of several ranks every one computes its part, and the tokens are on the one that samples.
         """
-        with torch.inference_mode():
-            for block in begun_blocks(plan, self._limits.block_tokens):
-                self._kv.clear(block)
+        parts = self.logits(plan)
+        tokens = [token for chunks, logits in parts for token in sample(logits, chunks)]
+        return in_plan_order(plan, tokens) if tokens else []
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
+        """Computes a step: of each micro-batch the chunks with `sampling` and what follows them,
+        [chunks, vocab], which lives until the next.
+
+        Nothing on ranks that do not sample.
+        """
+        for block in begun_blocks(plan, self._limits.block_tokens):
+            self._kv.clear(block)
         parts = self._neighbours.split(plan)
         transfers = self._neighbours.transfers([part.num_tokens for part in parts])
-        tokens = [
-            token for index, part in enumerate(parts) for token in self._run(part, transfers, index)
-        ]
+        for index, part in enumerate(parts):
+            computed = self._run(part, transfers, index)
+            if computed is not None:
+                yield computed
         transfers.finish()
-        return in_plan_order(plan, tokens) if tokens and len(parts) > 1 else tokens
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
@@ -249,19 +260,22 @@ class ModelRunner:
     def _scratch_bytes(self) -> int:
         return scratch_blocks(self.geometry) * self.kv_block_bytes
 
+    @torch.inference_mode()
     def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
         # Layers of one kind have the same shapes, and each frees what it took before the next.
         layers = self._loaded_model.one_of_each_kind()
         for plan in plans:
             transfers = self._neighbours.transfers([plan.num_tokens])
-            self._run(plan, transfers, 0, layers)
+            computed = self._run(plan, transfers, 0, layers)
+            if computed is not None:
+                chunks, logits = computed
+                sample(logits, chunks)
             transfers.finish()
 
-    @torch.inference_mode()
     def _run(
         self, plan: StepPlan, transfers: Transfers, index: int, layers: list[int] | None = None
-    ) -> list[SampledToken]:
-        """One micro-batch of a step, the index-th."""
+    ) -> tuple[list[Chunk], torch.Tensor] | None:
+        """One micro-batch of a step, the index-th; see `logits`."""
         limits, model = self._limits, self._loaded_model
         batch = build_batch(
             plan,
@@ -274,12 +288,12 @@ class ModelRunner:
         caches, states = self._kv.layers, self._states.layers
         hidden = model.forward(batch, caches, states, transfers.receive(index), layers)
         if transfers.send(index, hidden) or not batch.sampled or not self._neighbours.samples:
-            return []
+            return None
         rows, vocab = len(batch.sampled), self.geometry.vocab
         computed = shaped(self._sampling["computed"], limits.product_rows(rows), vocab)
         model.logits(hidden, batch.sampled_rows, computed)
         logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
-        return sample(logits, batch.sampled)
+        return batch.sampled, logits
 
 
 def step_limits(settings: RunnerSettings, itemsize: int) -> StepLimits:
