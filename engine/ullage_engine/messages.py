@@ -159,6 +159,8 @@ class StartFailed(Message, frozen=True, kw_only=True):
     """The worker cannot serve; restarting would not help. One line naming field or file."""
 
     error: str
+    may_retry: bool = False
+    """Nobody foresaw it, so restarting may help: it is a crash of which one line is known."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

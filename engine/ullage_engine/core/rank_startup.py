@@ -110,7 +110,10 @@ class RankStartup:
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Meets the other ranks, at `store` where there are any, and allocates a step's buffers."""
+        """Meets the other ranks, at `store` where there are any, and allocates a step's buffers.
+
+        The last phase before ranks compute together: what one of them may lack it misses here.
+        """
         assert self._loaded is not None, "load comes first"
         settings, neighbours = self.settings, self._meet(store)
         self._runner = ModelRunner(self._loaded, self.device, self.dtype, settings, neighbours)
@@ -125,6 +128,9 @@ class RankStartup:
         self.runner.allocate_arena()
         for name, size in sizes.items():
             self.ledger.allocated(name, size)
+        self._prove()
+        self._reserve_states()
+        self.runner.allocate_kv(1)
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def warm_up(self) -> int:
@@ -134,12 +140,7 @@ class RankStartup:
             KV blocks that fit in what is left; the pool may have no more.
         """
         self._progress("warm_up")(0, 0)
-        error = self.runner.prove()
-        if error is not None:
-            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
         give_back_freed()
-        self._reserve_states()
-        self.runner.allocate_kv(1)
         self.runner.warm_up()
         known = self.ledger.allocated_bytes + self.runner.kv_block_bytes
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
@@ -149,21 +150,23 @@ class RankStartup:
         return self._fitting_blocks()
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Allocates the pool, as large on every rank, and settles the ledger."""
+        """Allocates the pool, as large on every rank."""
         size = num_blocks * self.runner.kv_block_bytes
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
         self.runner.allocate_kv(num_blocks, self.num_host_slots)
-        # The pool may lie where the first warm-up had its temporaries; give them their place now,
-        # or the first requests would.
-        self.runner.run_largest()
         self.ledger.allocated("kv_pool", size)
         if self.num_host_slots:
             self.ledger.allocated("host_kv", self._host_kv_bytes())
         progress(size, size)
         self._check_prices(size)
-        self._settle()
+
+    def settle(self) -> None:
+        """Runs the largest steps on the pool, which may lie where the first warm-up had its
+        temporaries: they get their place now, or the first requests would. Ends the ledger."""
+        self.runner.run_largest()
+        self._settle_workspace()
 
     def leave(self) -> None:
         """Ends the transfers to other ranks."""
@@ -214,6 +217,11 @@ class RankStartup:
         made = Connected(self._group, rows, hidden, self.dtype, most)
         self.ledger.allocated("transfers", made.nbytes)
         return made
+
+    def _prove(self) -> None:
+        error = self.runner.prove()
+        if error is not None:
+            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
 
     def _reserve_states(self) -> None:
         """Convolution states are allocated with the first KV pool, all that there can be."""
@@ -275,7 +283,7 @@ class RankStartup:
         if error is not None:
             raise StartError(error)
 
-    def _settle(self) -> None:
+    def _settle_workspace(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.
 
         What exceeds it, such as the pool's bookkeeping, is staging.

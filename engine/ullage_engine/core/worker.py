@@ -3,7 +3,8 @@
 It connects to the server's socket, loads, says Ready, and steps as long as it has work. It ends
 with the server: by Shutdown, or killed by the kernel when the server is gone.
 
-exit status: 0 told to stop or the server is gone, 2 wrong configuration or model
+exit status: 0 told to stop or the server is gone, 1 an error that nobody foresaw, 2 wrong
+configuration or model
 """
 
 import argparse
@@ -42,6 +43,7 @@ from ullage_engine.messages import (
     ToWorker,
     WorkerState,
 )
+from ullage_engine.parallel.errors import one_line
 from ullage_engine.parallel.followers import FollowerCommand
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
@@ -264,6 +266,12 @@ def _serve(options: argparse.Namespace, link: Link) -> int:
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(StartFailed(error=str(error)))
         return 2
+    except ServerGoneError:
+        raise
+    except Exception as error:
+        log.exception("the worker cannot start")
+        link.send(StartFailed(error=one_line(error), may_retry=True))
+        return 1
     _log_start(config, started)
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()

@@ -4,11 +4,13 @@ It loads its part of the model, answers each command of the start, and then comp
 every step. It ends with rank 0, killed by the kernel if need be. Whatever it cannot do while
 serving ends it, and with it the group.
 
-exit status: 0 told to stop, 2 it has told rank 0 why it cannot serve
+exit status: 0 told to stop, 2 it has told rank 0 why it cannot serve, 4 the same of what nobody
+foresaw in its start
 """
 
 import argparse
 import gc
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,16 +32,21 @@ from ullage_engine.parallel.commands import (
     Join,
     Move,
     Sampled,
+    Settle,
     Stop,
     ToFollower,
     ToLeader,
     WarmUp,
 )
+from ullage_engine.parallel.errors import one_line
+from ullage_engine.parallel.followers import CANNOT_SERVE, START_FAILED
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.runner import RankRunner
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
 from ullage_rpc.config import ConfigError
+
+log = logging.getLogger("ullage.engine.group")
 
 _LINGER_MS = 2_000
 
@@ -78,6 +85,9 @@ def prepare(rank: RankStartup, link: LeaderLink) -> None:
                 link.send(Done(num_blocks=rank.warm_up()))
             case Allocate(num_blocks=num_blocks):
                 rank.allocate_kv(num_blocks)
+                link.send(Done())
+            case Settle():
+                rank.settle()
                 ledger = rank.ledger
                 link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
                 return
@@ -123,7 +133,11 @@ def _serve(path: Path, number: int, link: LeaderLink) -> int:
         prepare(rank, link)
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
-        return 2
+        return CANNOT_SERVE
+    except Exception as error:
+        log.exception("rank %d cannot start", number)
+        link.send(Failed(one_line(error), may_retry=True))
+        return START_FAILED
     gc.freeze()
     follow(rank.runner, _samples(rank.layout, number), link)
     rank.leave()

@@ -31,6 +31,8 @@ class WorkerLife:
         self.served = False
         """It has done a step."""
         self.start_error = ""
+        self.may_retry = True
+        """Another start may do better."""
         self._logged = ("", 0.0)
         self._watch = watch
         self._looked_at = self.started_at

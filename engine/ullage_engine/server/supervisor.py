@@ -237,8 +237,8 @@ class Supervisor:
                 life.progress(message)
             case Ready():
                 self._ready(life, message)
-            case StartFailed(error=error):
-                life.start_error = error
+            case StartFailed(error=error, may_retry=may_retry):
+                life.start_error, life.may_retry = error, may_retry
 
     def _ready(self, life: WorkerLife, ready: Ready) -> None:
         life.ready_at = time.monotonic()
@@ -285,7 +285,7 @@ class Supervisor:
         """Decides what a worker's end means, and waits as long as the policy says."""
         status = life.exited.result()
         log.warning("worker ended", extra={"pid": life.process.pid, "status": status})
-        if self._board.ready is None and (life.start_error or status == 2):
+        if self._board.ready is None and (status == 2 or not life.may_retry):
             raise StartError(life.start_error or "the worker could not start; see its log above")
         self._board.worker_lost()
         self._metrics.worker_restarts.inc()

@@ -1,15 +1,16 @@
 """Rank 0's side of its group, with ranks that only speak."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from ullage_engine.parallel.commands import Join, WarmUp
+from ullage_engine.parallel.commands import Failed, Join, WarmUp
 from ullage_engine.parallel.errors import GroupLostError, RankFailedError
-from ullage_engine.parallel.followers import Followers
+from ullage_engine.parallel.followers import Followers, rank_failed
 
 SCRIPT = """
 import sys, msgspec, zmq
@@ -25,6 +26,16 @@ while True:
         link.send(encode(Failed("memory.deviceBytes: too little")))
         sys.exit(2)
     link.send(encode(Done(num_blocks=10 * rank)))
+"""
+
+
+ONCE = """
+import sys, msgspec, zmq
+from ullage_engine.parallel.commands import Done
+link = zmq.Context().socket(zmq.PAIR)
+link.connect(sys.argv[1])
+link.send(msgspec.msgpack.encode(Done()))
+sys.stdin.read()
 """
 
 
@@ -67,3 +78,28 @@ def test_a_rank_that_stops_when_asked_has_nothing_more_to_say(
     with pytest.raises(GroupLostError, match="rank 1 answered Done, not tokens"):
         followers.sampled(1)
     followers.stop()
+
+
+def test_a_rank_that_is_gone_does_not_keep_its_group_from_stopping(tmp_path: Path) -> None:
+    followers = Followers(
+        2, tmp_path / "g", lambda rank, endpoint: [sys.executable, "-c", ONCE, endpoint]
+    )
+    with ExitStack() as stack:
+        stack.callback(followers.kill)
+        followers.done()
+        followers._is_stopping.set()  # or its end were this process's
+        (process,) = followers._processes.values()
+        process.kill()
+        process.wait()
+        stopping = threading.Thread(target=followers.stop, daemon=True)
+        stopping.start()
+        stopping.join(10)
+        assert not stopping.is_alive()
+
+
+def test_of_several_failures_the_one_that_another_start_would_not_mend_is_told() -> None:
+    lost = Failed("RuntimeError: connection closed by peer", may_retry=True)
+    both = rank_failed({1: lost, 2: Failed("memory.deviceBytes: too little")})
+    assert (str(both), both.may_retry) == ("rank 2: memory.deviceBytes: too little", False)
+    again = rank_failed({1: lost, 3: lost})
+    assert again.may_retry and str(again) == f"rank 1: {lost.error}; rank 3: {lost.error}"

@@ -252,6 +252,18 @@ def test_workers_that_keep_dying_end_the_server(serve: Serve) -> None:
         asyncio.run(scenario())
 
 
+def test_starts_that_nobody_foresaw_to_fail_are_tried_again_and_told(serve: Serve) -> None:
+    said = "rank 1: RuntimeError: no kernel image"
+
+    async def scenario() -> None:
+        options = {"start_failed": said, "may_retry": True}
+        async with serve(ready=False, policy=EAGER, **options) as engine:
+            await engine.running
+
+    with pytest.raises(GaveUpError, match=rf"4 workers in a row ended early \({said}\)"):
+        asyncio.run(scenario())
+
+
 def test_a_request_that_no_worker_took_is_sent_again_as_new(
     serve: Serve, fake: ModuleType, run_dir: Path
 ) -> None:

@@ -1,0 +1,94 @@
+"""A start that fails on a rank which computes: rank 0 says why, wherever the others wait by then."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import distributed
+
+from ullage_engine.config import EngineConfig, read_config
+from ullage_engine.core.device import StartError
+from ullage_engine.core.startup import Started, start
+from ullage_engine.parallel.errors import RankFailedError
+
+LFM2 = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
+# A real rank, one of whose methods fails.
+FOLLOWER = """
+import sys
+from ullage_engine.core.device import StartError
+from ullage_engine.core.runner import ModelRunner
+from ullage_engine.core.rank_startup import RankStartup
+from ullage_engine.parallel.follower import main
+def fail(*arguments):
+    raise {error}
+{method} = fail
+sys.exit(main())
+"""
+
+StartGroup = Callable[[str, str], Started]
+
+
+@pytest.fixture
+def config(make_checkpoint: Callable[..., Path], tmp_path: Path) -> EngineConfig:
+    folder = make_checkpoint(7, **LFM2)
+    values: dict[str, Any] = {
+        "model": {"source": f"file://{folder}", "name": "tiny", "max_model_len": 64},
+        "device": "cpu",
+        "gpus": 2,
+        "parallelism": {"tensor": 2},
+        "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 1 << 30},
+        "batching": {"max_sequences": 2, "prefill_chunk_tokens": 32},
+        "server": {"weights_dir": str(tmp_path / "weights"), "threads": 1},
+    }
+    (tmp_path / "engine.yaml").write_text(yaml.safe_dump(values))
+    return read_config(tmp_path / "engine.yaml")
+
+
+@pytest.fixture
+def start_group(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartGroup]:
+    """Starts a group whose other rank fails in the given method with the given error."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def begin(method: str, error: str) -> Started:
+        script = FOLLOWER.format(method=method, error=error)
+        base = [sys.executable, "-c", script, "--config", str(tmp_path / "engine.yaml")]
+        base += ["--parent", str(os.getpid())]
+
+        def command(rank: int, endpoint: str) -> Sequence[str]:
+            return [*base, "--rank", str(rank), "--endpoint", endpoint]
+
+        return start(config, lambda loading: None, tmp_path / "g", command)
+
+    yield begin
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+# Before the ranks meet, before they compute, and while rank 0 waits for the other's part.
+@pytest.mark.parametrize("method", ["RankStartup._reserve_states", "ModelRunner.warm_up"])
+def test_what_one_rank_cannot_have_is_the_reason_of_all(
+    start_group: StartGroup, method: str
+) -> None:
+    with pytest.raises(StartError, match=r"^rank 1: memory\.deviceBytes: set 2Gi or more$"):
+        start_group(method, "StartError('memory.deviceBytes: set 2Gi or more')")
+
+
+@pytest.mark.parametrize("method", ["RankStartup.load", "ModelRunner.run_largest"])
+def test_what_nobody_foresaw_is_told_and_may_be_tried_again(
+    start_group: StartGroup, method: str
+) -> None:
+    with pytest.raises(RankFailedError, match="^rank 1: RuntimeError: no kernel image$") as caught:
+        start_group(method, r"RuntimeError('no kernel image\nfor this device')")
+    assert caught.value.may_retry
