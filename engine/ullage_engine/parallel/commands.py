@@ -85,10 +85,12 @@ ToFollower = Join | WarmUp | Allocate | Settle | Execute | Move | Stop
 ToLeader = Done | Failed | Sampled
 
 
-def without_history(plan: StepPlan) -> StepPlan:
-    """The plan for a rank that does not sample: chunks without what only sampling reads."""
-    return StepPlan([_lean(chunk) for chunk in plan.chunks])
+def for_rank(plan: StepPlan, samples: bool) -> StepPlan:
+    """The plan as another rank gets it: histories are long, and all that reads them is a penalty
+    on the rank that samples. Moves go before, by themselves."""
+    return StepPlan([_without_history(chunk, samples) for chunk in plan.chunks])
 
 
-def _lean(chunk: Chunk) -> Chunk:
-    return replace(chunk, history=[])
+def _without_history(chunk: Chunk, samples: bool) -> Chunk:
+    is_read = samples and chunk.sampling is not None and chunk.sampling.is_penalised
+    return chunk if is_read else replace(chunk, history=[])

@@ -1,4 +1,4 @@
-"""A start that fails on a rank which computes: rank 0 says why, wherever the others wait by then."""
+"""A start that fails on a rank that computes: rank 0 says why, wherever it waits by then."""
 
 import os
 import sys
@@ -89,6 +89,6 @@ def test_what_one_rank_cannot_have_is_the_reason_of_all(
 def test_what_nobody_foresaw_is_told_and_may_be_tried_again(
     start_group: StartGroup, method: str
 ) -> None:
-    with pytest.raises(RankFailedError, match="^rank 1: RuntimeError: no kernel image$") as caught:
+    with pytest.raises(RankFailedError, match=r"^rank 1: RuntimeError: no kernel image$") as caught:
         start_group(method, r"RuntimeError('no kernel image\nfor this device')")
     assert caught.value.may_retry
