@@ -31,7 +31,7 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
 from ullage_engine.parallel.slices import Slicer
-from ullage_engine.weights.store import ALIGNMENT, LoadedModel, Tensors, load_weights
+from ullage_engine.weights.store import ALIGNMENT, Cut, LoadedModel, load_weights
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -180,13 +180,13 @@ class RankStartup:
         self._whole = loaded.geometry
         return loaded if part is None else self._own(loaded)
 
-    def _part(self, geometry: ModelGeometry, tensors: Tensors) -> Tensors:
-        """What of the whole model's tensors this rank computes with."""
+    def _part(self, geometry: ModelGeometry) -> Cut:
+        """How this rank's part is cut from the whole model."""
         try:
             check_model(self.config.server.pool, geometry, self.layout)
         except LayoutError as error:
             raise StartError(str(error)) from error
-        return Slicer(geometry, self.layout, self.rank).take(tensors)
+        return Slicer(geometry, self.layout, self.rank).part
 
     def _own(self, loaded: LoadedModel) -> LoadedModel:
         """The model as this rank has it."""
