@@ -55,6 +55,7 @@ class Loading(Message, frozen=True, kw_only=True):
     stage: str
     done_bytes: int
     total_bytes: int
+    rank: int = 0
 
 
 class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):

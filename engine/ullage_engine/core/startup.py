@@ -1,7 +1,7 @@
 """From a configuration to an engine that steps: rank 0 starts the others and waits for them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ullage_engine.messages import CacheGroupSpec, Profile
 from ullage_engine.models.dtypes import dtype_name
 from ullage_engine.parallel.commands import Allocate, Done, Join, Settle, WarmUp
 from ullage_engine.parallel.errors import RankFailedError
-from ullage_engine.parallel.followers import FollowerCommand, Followers
+from ullage_engine.parallel.followers import Followers
 from ullage_engine.parallel.layout import RankPlace, device_map
 from ullage_engine.parallel.runner import GroupRunner
 from ullage_engine.parallel.sizes import group_kv_bytes, group_state_bytes
@@ -28,6 +28,9 @@ log = logging.getLogger("ullage.engine.worker")
 
 _TOLD_S = 2.0
 """Within this time of an error on rank 0 another rank has said what caused it."""
+
+RankCommand = Callable[[int, str, int | None], Sequence[str]]
+"""The command line of a rank, by its endpoint and, on a CPU, its budget in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,7 @@ class Started:
     ranks: list[RankPlace]
 
 
-def start(
-    config: EngineConfig, report: Report, group_path: Path, follower: FollowerCommand
-) -> Started:
+def start(config: EngineConfig, report: Report, group_path: Path, follower: RankCommand) -> Started:
     """Loads the model and sizes everything.
 
     Sockets of other ranks have paths that begin with `group_path`; `follower` is their command.
@@ -69,7 +70,13 @@ def start(
         own.settle()
         meter = own.meter
         return _started(own, own.runner, num_blocks, own.ledger, meter.used_bytes, own.leave)
-    followers = Followers(own.layout.world, group_path, follower)
+    # Decided before any other rank takes memory, or shares would depend on who loads when.
+    budget = own.ledger.total_bytes if own.device.type == "cpu" else None
+
+    def command(rank: int, endpoint: str) -> Sequence[str]:
+        return follower(rank, endpoint, budget)
+
+    followers = Followers(own.layout.world, group_path, command, report)
     try:
         return _start_group(own, followers, group_path)
     except BaseException as error:

@@ -24,7 +24,7 @@ import zmq
 from ullage_engine.config import BatchingSection, EngineConfig, read_config
 from ullage_engine.core.device import StartError
 from ullage_engine.core.parent import die_with_parent
-from ullage_engine.core.startup import Started, start
+from ullage_engine.core.startup import RankCommand, Started, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.memory.pressure import PressureController
@@ -44,7 +44,6 @@ from ullage_engine.messages import (
     WorkerState,
 )
 from ullage_engine.parallel.errors import one_line
-from ullage_engine.parallel.followers import FollowerCommand
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
 from ullage_rpc.config import ConfigError
@@ -260,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, link: Link) -> int:
     try:
         config = read_config(options.config)
-        logs.configure(config.server.log_level)
+        logs.configure(config.server.log_level, fields={"rank": 0} if config.gpus > 1 else {})
         group_path = Path(options.endpoint.removeprefix("ipc://"))
         started = start(config, link.send, group_path, _follower(options.config))
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
@@ -280,10 +279,15 @@ def _serve(options: argparse.Namespace, link: Link) -> int:
     return 0
 
 
-def _follower(config: Path) -> FollowerCommand:
+def _follower(config: Path) -> RankCommand:
     base = [sys.executable, "-m", "ullage_engine.parallel.follower", "--config", str(config)]
     base += ["--parent", str(os.getpid())]
-    return lambda rank, endpoint: [*base, "--rank", str(rank), "--endpoint", endpoint]
+
+    def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+        budget = [] if device_bytes is None else ["--device-bytes", str(device_bytes)]
+        return [*base, "--rank", str(rank), "--endpoint", endpoint, *budget]
+
+    return command
 
 
 def _log_start(config: EngineConfig, started: Started) -> None:

@@ -4,7 +4,7 @@ At the start every command of `Join`, `WarmUp`, `Allocate` and `Settle` is answe
 `Failed`, and none is sent before all ranks have answered the one before, the first by the loading
 itself. Only in `WarmUp` and `Settle` do ranks wait for each other's part of a computation: whatever
 else may fail comes in the others. While serving only `Execute` is answered, by the rank that
-samples; a rank that fails then ends, and the group with it.
+samples; a rank that fails then ends, and the group with it. `Loading` comes at any time.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
-from ullage_engine.messages import ReservationState
+from ullage_engine.messages import Loading, ReservationState
 
 
 class GroupMessage(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +82,8 @@ class Sampled(GroupMessage, frozen=True):
 
 
 ToFollower = Join | WarmUp | Allocate | Settle | Execute | Move | Stop
-ToLeader = Done | Failed | Sampled
+Answer = Done | Failed | Sampled
+ToLeader = Answer | Loading
 
 
 def for_rank(plan: StepPlan, samples: bool) -> StepPlan:

@@ -13,6 +13,7 @@ import gc
 import logging
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +21,11 @@ import msgspec
 import zmq
 
 from ullage_engine.config import read_config
-from ullage_engine.core.device import StartError
+from ullage_engine.core.device import StartError, with_budget
 from ullage_engine.core.parent import die_with_parent
 from ullage_engine.core.rank_startup import RankStartup
 from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.messages import Loading
 from ullage_engine.parallel.commands import (
     Allocate,
     Done,
@@ -49,6 +51,7 @@ from ullage_rpc.config import ConfigError
 log = logging.getLogger("ullage.engine.group")
 
 _LINGER_MS = 2_000
+_PROGRESS_S = 1.0
 
 
 class LeaderLink:
@@ -70,6 +73,23 @@ class LeaderLink:
 
     def close(self) -> None:
         self._socket.close()
+
+
+class Reporter:
+    """Tells rank 0 how far this one's start is: its stages, their ends, and once a second."""
+
+    def __init__(self, rank: int, link: LeaderLink) -> None:
+        self._rank = rank
+        self._link = link
+        self._told = ("", 0.0)
+
+    def __call__(self, loading: Loading) -> None:
+        stage, told_at = self._told
+        now, is_done = time.monotonic(), loading.done_bytes >= loading.total_bytes
+        if loading.stage == stage and now - told_at < _PROGRESS_S and not is_done:
+            return
+        self._told = (loading.stage, now)
+        self._link.send(msgspec.structs.replace(loading, rank=self._rank))
 
 
 def prepare(rank: RankStartup, link: LeaderLink) -> None:
@@ -119,23 +139,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = LeaderLink(context, options.endpoint)
     try:
-        return _serve(options.config, options.rank, link)
+        return _serve(options, link)
     finally:
         link.close()
         context.term()
 
 
-def _serve(path: Path, number: int, link: LeaderLink) -> int:
+def _serve(options: argparse.Namespace, link: LeaderLink) -> int:
+    number: int = options.rank
     try:
-        config = read_config(path)
-        logs.configure(config.server.log_level)
-        rank = RankStartup(config, number, lambda loading: None)
+        config = with_budget(read_config(options.config), options.device_bytes)
+        logs.configure(config.server.log_level, fields={"rank": number})
+        rank = RankStartup(config, number, Reporter(number, link))
         prepare(rank, link)
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
         return CANNOT_SERVE
     except Exception as error:
-        log.exception("rank %d cannot start", number)
+        log.exception("the rank cannot start")
         link.send(Failed(one_line(error), may_retry=True))
         return START_FAILED
     gc.freeze()
@@ -156,6 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
     parser.add_argument("--rank", type=int, required=True, help="which part to compute, from 1")
     parser.add_argument("--endpoint", required=True, help="ZeroMQ address of rank 0")
+    parser.add_argument("--device-bytes", type=int, help="budget of the rank's CPU device")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     return parser.parse_args(arguments)
 

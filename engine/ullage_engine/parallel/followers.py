@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -15,7 +14,17 @@ import msgspec
 import psutil
 import zmq
 
-from ullage_engine.parallel.commands import Done, Failed, Sampled, Stop, ToFollower, ToLeader
+from ullage_engine.messages import Loading
+from ullage_engine.parallel.commands import (
+    Answer,
+    Done,
+    Failed,
+    Sampled,
+    Stop,
+    ToFollower,
+    ToLeader,
+)
+from ullage_engine.parallel.ends import ended_ranks
 from ullage_engine.parallel.errors import GroupLostError, RankFailedError
 
 log = logging.getLogger("ullage.engine.group")
@@ -31,14 +40,21 @@ _STOP_GRACE_S = 3.0
 
 FollowerCommand = Callable[[int, str], Sequence[str]]
 """The command line of a rank that connects to the given endpoint."""
+Report = Callable[[Loading], None]
 
 
 class Followers:
     """Ranks 1 to n - 1. When one of them dies this process ends at once: a collective that waits
     for it would wait until its timeout, and the supervisor starts all of them again anyway."""
 
-    def __init__(self, world: int, endpoint_base: Path, command: FollowerCommand) -> None:
-        """Starts the processes. Call it on the main thread: the kernel ends them with it."""
+    def __init__(
+        self, world: int, endpoint_base: Path, command: FollowerCommand, report: Report
+    ) -> None:
+        """Starts the processes. Call it on the main thread: the kernel ends them with it.
+
+        `report` is told how far ranks are that are waited for.
+        """
+        self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
@@ -135,8 +151,13 @@ class Followers:
         link.bind(endpoint)
         return link
 
-    def _answer(self, rank: int) -> ToLeader:
-        """The next message of a rank; a rank that is gone has sent its last already."""
+    def _answer(self, rank: int) -> Answer:
+        """The next answer of a rank; a rank that is gone has sent its last already."""
+        while isinstance(answer := self._message(rank), Loading):
+            self._report(answer)
+        return answer
+
+    def _message(self, rank: int) -> ToLeader:
         link, process = self._links[rank], self._processes[rank]
         is_gone = False
         while not link.poll(_POLL_MS):
@@ -147,15 +168,8 @@ class Followers:
 
     def _watch(self) -> None:
         """Ends this process as soon as one of the others has ended without a word."""
-        waiting = {os.pidfd_open(each.pid): rank for rank, each in self._processes.items()}
-        poll = select.poll()
-        for descriptor in waiting:
-            poll.register(descriptor, select.POLLIN)
-        while waiting:
-            for descriptor, _ in poll.poll():
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                self._judge(waiting.pop(descriptor))
+        for rank in ended_ranks(self._processes):
+            self._judge(rank)
 
     def _judge(self, rank: int) -> None:
         status = self._processes[rank].wait()

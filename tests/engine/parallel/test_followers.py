@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ullage_engine.messages import Loading
 from ullage_engine.parallel.commands import Failed, Join, WarmUp
 from ullage_engine.parallel.errors import GroupLostError, RankFailedError
 from ullage_engine.parallel.followers import Followers, rank_failed
 
 SCRIPT = """
 import sys, msgspec, zmq
+from ullage_engine.messages import Loading
 from ullage_engine.parallel.commands import Done, Failed, Stop, ToFollower
 link = zmq.Context().socket(zmq.PAIR)
 link.connect(sys.argv[2])
@@ -25,6 +27,7 @@ while True:
     if type(command).__name__ == "WarmUp" and rank == 2:
         link.send(encode(Failed("memory.deviceBytes: too little")))
         sys.exit(2)
+    link.send(encode(Loading(stage="arena", done_bytes=1, total_bytes=2, rank=rank)))
     link.send(encode(Done(num_blocks=10 * rank)))
 """
 
@@ -44,11 +47,17 @@ def command(rank: int, endpoint: str) -> Sequence[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[int], Followers]]:
+def told() -> list[Loading]:
+    """What ranks say of their loading."""
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path, told: list[Loading]) -> Iterator[Callable[[int], Followers]]:
     with ExitStack() as stack:
 
         def start_group(world: int) -> Followers:
-            followers = Followers(world, tmp_path / "g", command)
+            followers = Followers(world, tmp_path / "g", command, told.append)
             stack.callback(followers.kill)
             return followers
 
@@ -56,11 +65,12 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Followers]]:
 
 
 def test_answers_come_in_the_order_of_ranks_and_failures_name_theirs(
-    start: Callable[[int], Followers],
+    start: Callable[[int], Followers], told: list[Loading]
 ) -> None:
     followers = start(4)
     followers.tell_all(Join("store"))
     assert [answer.num_blocks for answer in followers.done()] == [10, 20, 30]
+    assert [each.rank for each in told] == [1, 2, 3]
     assert followers.resident_bytes() > 3 << 20
     followers.tell_all(WarmUp())
     with pytest.raises(RankFailedError, match=r"^rank 2: memory\.deviceBytes: too little$"):
@@ -82,7 +92,7 @@ def test_a_rank_that_stops_when_asked_has_nothing_more_to_say(
 
 def test_a_rank_that_is_gone_does_not_keep_its_group_from_stopping(tmp_path: Path) -> None:
     followers = Followers(
-        2, tmp_path / "g", lambda rank, endpoint: [sys.executable, "-c", ONCE, endpoint]
+        2, tmp_path / "g", lambda rank, endpoint: [sys.executable, "-c", ONCE, endpoint], print
     )
     with ExitStack() as stack:
         stack.callback(followers.kill)

@@ -1,5 +1,6 @@
 """A start that fails on a rank that computes: rank 0 says why, wherever it waits by then."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import distributed
 from ullage_engine.config import EngineConfig, read_config
 from ullage_engine.core.device import StartError
 from ullage_engine.core.startup import Started, start
+from ullage_engine.messages import Loading
 from ullage_engine.parallel.errors import RankFailedError
 
 LFM2 = {
@@ -35,6 +37,8 @@ def fail(*arguments):
 sys.exit(main())
 """
 
+FAILED_BYTES = "StartError(str(arguments[0].ledger.total_bytes))"
+
 StartGroup = Callable[[str, str], Started]
 
 
@@ -46,7 +50,7 @@ def config(make_checkpoint: Callable[..., Path], tmp_path: Path) -> EngineConfig
         "device": "cpu",
         "gpus": 2,
         "parallelism": {"tensor": 2},
-        "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 1 << 30},
+        "memory": {"threshold": 1.0, "safety_reserve": 0, "max_kv": 64 << 20},
         "batching": {"max_sequences": 2, "prefill_chunk_tokens": 32},
         "server": {"weights_dir": str(tmp_path / "weights"), "threads": 1},
     }
@@ -55,8 +59,24 @@ def config(make_checkpoint: Callable[..., Path], tmp_path: Path) -> EngineConfig
 
 
 @pytest.fixture
+def told() -> list[Loading]:
+    """How far the ranks are."""
+    return []
+
+
+@pytest.fixture
+def budgets() -> list[int]:
+    """Bytes that ranks were given."""
+    return []
+
+
+@pytest.fixture
 def start_group(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[Loading],
+    budgets: list[int],
 ) -> Iterator[StartGroup]:
     """Starts a group whose other rank fails in the given method with the given error."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -66,10 +86,13 @@ def start_group(
         base = [sys.executable, "-c", script, "--config", str(tmp_path / "engine.yaml")]
         base += ["--parent", str(os.getpid())]
 
-        def command(rank: int, endpoint: str) -> Sequence[str]:
-            return [*base, "--rank", str(rank), "--endpoint", endpoint]
+        def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+            assert device_bytes is not None
+            budgets.append(device_bytes)
+            own = ["--rank", str(rank), "--endpoint", endpoint]
+            return [*base, *own, "--device-bytes", str(device_bytes)]
 
-        return start(config, lambda loading: None, tmp_path / "g", command)
+        return start(config, told.append, tmp_path / "g", command)
 
     yield begin
     if distributed.is_initialized():
@@ -87,8 +110,22 @@ def test_what_one_rank_cannot_have_is_the_reason_of_all(
 
 @pytest.mark.parametrize("method", ["RankStartup.load", "ModelRunner.run_largest"])
 def test_what_nobody_foresaw_is_told_and_may_be_tried_again(
-    start_group: StartGroup, method: str
+    start_group: StartGroup,
+    told: list[Loading],
+    capfd: pytest.CaptureFixture[str],
+    method: str,
 ) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1: RuntimeError: no kernel image$") as caught:
         start_group(method, r"RuntimeError('no kernel image\nfor this device')")
     assert caught.value.may_retry
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line[0] == "{"]
+    assert [line["rank"] for line in lines if line["message"] == "the rank cannot start"] == [1]
+    stages = {each.stage for each in told if each.rank == 1}
+    assert stages == (set() if method.endswith("load") else {"weights", "arena"})
+
+
+def test_rank_0_decides_every_ranks_share(start_group: StartGroup, budgets: list[int]) -> None:
+    with pytest.raises(StartError) as caught:
+        start_group("RankStartup.load", FAILED_BYTES)
+    # To the byte, which two ranks that look for themselves would never agree on.
+    assert str(caught.value) == f"rank 1: {budgets[0]}"
