@@ -32,7 +32,7 @@ from ullage_engine.messages import (
 )
 from ullage_engine.server.board import Board
 from ullage_engine.server.child import ChildProcess
-from ullage_engine.server.ipc import ServerLink
+from ullage_engine.server.ipc import ServerLink, clear_endpoints, endpoint
 from ullage_engine.server.journal import Entry, Journal, Submission
 from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
@@ -171,10 +171,11 @@ class Supervisor:
         return life
 
     async def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
-        endpoint = f"ipc://{self._run_dir}/worker-{self._num_lives}.ipc"
-        link = ServerLink(context, endpoint)
+        clear_endpoints(self._run_dir)
+        address = endpoint(self._run_dir, self._num_lives)
+        link = ServerLink(context, address)
         try:
-            process = ChildProcess(self._command(endpoint), self._environment)
+            process = ChildProcess(self._command(address), self._environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise
