@@ -38,7 +38,7 @@ from ullage_engine.memory.predictor import (
     state_slots,
 )
 from ullage_engine.messages import CacheGroupSpec, Profile
-from ullage_engine.models.dtypes import DTYPES
+from ullage_engine.models.dtypes import DTYPES, kv_itemsize
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.weights.layout import TensorPlan, plan_tensors
 from ullage_engine.weights.prepared import FLOAT32, MATRICES
@@ -254,7 +254,8 @@ def blocks_held(runner: ModelRunner, profile: Profile, prompt: int) -> int:
 
 
 def make_profile(geometry: ModelGeometry, dtype: torch.dtype) -> Profile:
-    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(dtype.itemsize))
+    itemsize = kv_itemsize(SETTINGS.kv_dtype, dtype)
+    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(itemsize))
     return Profile(
         block_tokens=SETTINGS.block_tokens,
         groups=[group],

@@ -4,8 +4,9 @@ Perplexity on benchmarks/quality.txt in windows of 512 tokens, and the share of 
 likeliest next token is that of bfloat16. SmolLM2 is here as a file of four bits (Q4_1), so all rows
 start from weights that were rounded once already: bfloat16 is these weights dequantised, `int4`
 keeps their blocks, and `int4 afresh` rounds the dequantised weights again in groups of 128 or 64,
-as it would those of a model that comes in bfloat16. w8a8 is calibrated on another text. Exits with
-1 where a gate fails. Takes some minutes.
+as it would those of a model that comes in bfloat16. w8a8 is calibrated on another text. `fp8 KV`
+keeps weights, and attention reads every key and value, the token's own too, as they were stored in
+float8: one room holds more tokens of it. Exits with 1 where a gate fails. Takes some minutes.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ullage_engine.config import ModelSection
+from ullage_engine.models.dtypes import KvDtype, kv_itemsize
 from ullage_engine.quant.convert import Conversion, convert
 from ullage_engine.quant.formats import chosen_encoding
 from ullage_engine.quant.packing import laid_out_for, pack
@@ -36,12 +38,12 @@ HERE = Path(__file__).parent
 TEXT, CALIBRATION = HERE / "quality.txt", HERE.parent / "docs" / "architecture.md"
 WINDOW = 512
 CPU = torch.device("cpu")
-FORMS = ("none", "int8", "int4", "int4 afresh", "fp8", "w8a8")
+FORMS = ("none", "int8", "int4", "int4 afresh", "fp8", "w8a8", "fp8 KV")
 
-WORST = {"int8": 0.005, "int4": 0.05}
+WORST = {"int8": 0.005, "int4": 0.05, "fp8 KV": 0.01}
 """Most by which perplexity may grow."""
 LEAST_ROOM = 0.15
-"""Least by which the room for KV must grow."""
+"""Least by which the tokens whose KV there is room for must grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Scores:
     choices: torch.Tensor
     """The likeliest token after each."""
     nbytes: int
+    token_bytes: int
+    """Of one token's KV."""
 
 
 def main() -> int:
@@ -70,7 +74,7 @@ def main() -> int:
     )
     for form in wanted:
         with prepared(options.source, form) as loaded:
-            scores[form] = measure(loaded, tokens)
+            scores[form] = measure(loaded, tokens, "fp8" if form == "fp8 KV" else "auto")
         room = 0.85 * options.device_mib * 2**20 - options.other_mib * 2**20
         show(form, scores[form], scores["none"], room)
     return 0 if all([*gates(scores, room)]) else 1
@@ -88,6 +92,8 @@ def prepared(source: str, form: str) -> Iterator[LoadedModel]:
             yield load(f"file://{output}", "none", folder)
         elif form == "int4 afresh":
             yield rounded_afresh(load(source, "none", folder))
+        elif form == "fp8 KV":
+            yield load(source, "none", folder)
         else:
             yield load(source, form, folder)
 
@@ -112,8 +118,8 @@ def rounded_afresh(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, tensors=tensors, encodings=encodings, nbytes=nbytes)
 
 
-def measure(loaded: LoadedModel, tokens: list[int]) -> Scores:
-    text = TextPass(loaded, torch.bfloat16, WINDOW)
+def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores:
+    text = TextPass(loaded, torch.bfloat16, WINDOW, kv_dtype=kv_dtype)
     total, choices = 0.0, []
     starts = range(0, len(tokens) - 1, WINDOW)
     for start in starts:
@@ -122,16 +128,22 @@ def measure(loaded: LoadedModel, tokens: list[int]) -> Scores:
         total += float(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
         choices.append(logits.argmax(dim=1))
     chosen = torch.cat(choices)
-    return Scores(math.exp(total / len(chosen)), chosen, loaded.nbytes)
+    token_bytes = loaded.geometry.kv_bytes_per_token(kv_itemsize(kv_dtype, torch.bfloat16))
+    return Scores(math.exp(total / len(chosen)), chosen, loaded.nbytes, token_bytes)
+
+
+def kv_tokens(scores: Scores, room: float) -> float:
+    """Tokens whose KV fits beside the weights."""
+    return (room - scores.nbytes) / scores.token_bytes
 
 
 def show(form: str, scores: Scores, base: Scores, room: float) -> None:
     worse = scores.perplexity / base.perplexity - 1
     agreement = (scores.choices == base.choices).float().mean().item()
-    more = (room - scores.nbytes) / (room - base.nbytes) - 1
+    more = kv_tokens(scores, room) / kv_tokens(base, room) - 1
     print(
         f"{form:12} perplexity {scores.perplexity:8.3f} ({worse:+7.2%})  agreement {agreement:6.1%}"
-        f"  weights {scores.nbytes / 2**20:6.1f} MiB  KV {(room - scores.nbytes) / 2**20:6.1f} MiB "
+        f"  weights {scores.nbytes / 2**20:6.1f} MiB  KV {kv_tokens(scores, room):6.0f} tokens "
         f"({more:+.1%})",
         flush=True,
     )
@@ -144,7 +156,7 @@ def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
         if form not in scores:
             continue
         worse = scores[form].perplexity / base.perplexity - 1
-        more = (room - scores[form].nbytes) / (room - base.nbytes) - 1
+        more = kv_tokens(scores[form], room) / kv_tokens(base, room) - 1
         for text, holds in (
             (f"perplexity {worse:+.2%}, at most {most:+.1%}", worse <= most),
             (f"room {more:+.1%}, at least {LEAST_ROOM:+.0%}", more >= LEAST_ROOM),

@@ -17,12 +17,12 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     name: str
     """Name clients use."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights, activations and KV; auto is bfloat16 where the device computes in it."""
+    """Type of weights and activations; auto is bfloat16 where the device computes in it."""
     quantization: Literal["none", "int8", "int4", "fp8", "w8a8"] = "none"
     """Format that matrices of an unquantised checkpoint are brought to; w8a8 needs a calibration,
     which `ullage quantize` makes. A checkpoint that is quantised itself says so."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of stored keys and values; auto is the computing type."""
+    """Type of stored keys and values: the computing type, or float8 E4M3."""
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None is the model's own limit."""
     deterministic: bool = False

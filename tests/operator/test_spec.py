@@ -98,8 +98,8 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
             "spec.model.quantization: quantization w8a8 needs a calibrated model",
         ),
         (
-            {"model": {"source": "file:///m", "name": "m", "kvDtype": "fp8"}},
-            "spec.model.kvDtype: kvDtype fp8 is not supported",
+            {"model": {"source": "file:///m", "name": "m", "kvDtype": "int8"}},
+            "spec.model.kvDtype: must be one of auto, fp8, not 'int8'",
         ),
         (
             {
@@ -131,6 +131,12 @@ def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: st
     model = {"source": "file:///m", "name": "m", "quantization": quantization}
     made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
     assert (made.quantization, made.kv_dtype) == (quantization, "auto")
+
+
+def test_kv_of_fp8_goes_with_everything(manifest: Make) -> None:
+    model = {"source": "file:///m", "name": "m", "kvDtype": "fp8", "deterministic": True}
+    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
+    assert parse(manifest(model=model, pools=pools)).spec.model.kv_dtype == "fp8"
 
 
 def test_the_large_pool_must_be_reachable(manifest: Make) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from ullage_engine.config import EngineConfig
+from ullage_engine.config import EngineConfig, ModelSection
 from ullage_engine.core.device import StartError, open_ledger, prepare_device
 from ullage_engine.core.limits import SchedulerLimits
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.messages import Loading
-from ullage_engine.models.dtypes import resolve_dtype
+from ullage_engine.models.dtypes import kv_itemsize, resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.parallel.group import RankGroup
 from ullage_engine.parallel.layout import (
@@ -54,7 +54,6 @@ class RankStartup:
     """
 
     def __init__(self, config: EngineConfig, rank: int, report: Report) -> None:
-        _check_kv_dtype(config)
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
@@ -89,12 +88,17 @@ class RankStartup:
 
     @property
     def settings(self) -> RunnerSettings:
-        return _runner_settings(self.limits, self.config.model.deterministic)
+        return _runner_settings(self.limits, self.config.model)
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a stored number of KV, which everything that sizes KV follows."""
+        return kv_itemsize(self.config.model.kv_dtype, self.dtype)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a KV block on all ranks together."""
-        per_token, _ = group_kv_bytes(self.geometry, self.layout, self.dtype.itemsize)
+        per_token, _ = group_kv_bytes(self.geometry, self.layout, self.kv_itemsize)
         return self.settings.block_tokens * per_token
 
     @property
@@ -327,14 +331,6 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
 
 
-def _check_kv_dtype(config: EngineConfig) -> None:
-    if config.model.kv_dtype != "auto":
-        raise StartError(
-            f"spec.model.kvDtype: {config.model.kv_dtype} is not supported by this version's "
-            "attention; set auto"
-        )
-
-
 def _max_model_len(config: EngineConfig, geometry: ModelGeometry) -> int:
     wanted = config.model.max_model_len
     if wanted is None:
@@ -362,12 +358,13 @@ def _scheduler_limits(
     )
 
 
-def _runner_settings(limits: SchedulerLimits, deterministic: bool) -> RunnerSettings:
+def _runner_settings(limits: SchedulerLimits, model: ModelSection) -> RunnerSettings:
     return RunnerSettings(
         max_step_tokens=limits.prompt_tokens + limits.max_sequences,
         max_sequences=limits.max_sequences,
         max_model_len=limits.max_model_len,
         decode_max_batch_tokens=limits.decode_tokens,
         block_tokens=BLOCK_TOKENS,
-        deterministic=deterministic,
+        deterministic=model.deterministic,
+        kv_dtype=model.kv_dtype,
     )

@@ -11,6 +11,7 @@ from ullage_engine.core.plan import Moves, SampledToken, StepPlan
 from ullage_engine.core.sampler import sample
 from ullage_engine.core.warm_up import largest_plans, shape_plans
 from ullage_engine.kernels.buffers import allocate, shaped, storage_bytes
+from ullage_engine.kernels.float8 import HeadScales
 from ullage_engine.kernels.pool import (
     HostPool,
     KVPool,
@@ -30,6 +31,7 @@ from ullage_engine.memory.arena import (
 )
 from ullage_engine.memory.predictor import state_pool_bytes, state_slots
 from ullage_engine.models.decoder import Decoder
+from ullage_engine.models.dtypes import KvDtype, kv_itemsize
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.parallel.microbatch import in_plan_order
 from ullage_engine.parallel.neighbours import Alone, Neighbours, Transfers
@@ -51,6 +53,7 @@ class RunnerSettings:
     block_tokens: int = 16
     deterministic: bool = False
     """A request's tokens do not depend on the steps that they are computed in."""
+    kv_dtype: KvDtype = "auto"
 
 
 class ModelRunner:
@@ -82,6 +85,7 @@ class ModelRunner:
         self._arena: dict[str, torch.Tensor] = {}
         self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
+        self._kv_scales: list[HeadScales] | None = None
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
@@ -107,7 +111,9 @@ class ModelRunner:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block over all layers."""
-        return kv_block_bytes(self.geometry, self._settings.block_tokens, self._dtype.itemsize)
+        settings = self._settings
+        itemsize = kv_itemsize(settings.kv_dtype, self._dtype)
+        return kv_block_bytes(self.geometry, settings.block_tokens, itemsize)
 
     @property
     def state_pool_bytes(self) -> int:
@@ -133,6 +139,8 @@ class ModelRunner:
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
             self._unpacked = self._new_unpacked()
             self._model = self._build()
+            if self._limits.fp8_kv:
+                self._kv_scales = self._model.kv_scales()
 
     def _build(self) -> Decoder:
         parts, near = (self.geometry, self._limits, self._arena), self._neighbours
@@ -155,7 +163,12 @@ class ModelRunner:
         self._pool = self._host = self._state_pool = None
         with torch.inference_mode():
             self._pool = KVPool(
-                self.geometry, num_blocks, self._settings.block_tokens, self._dtype, self._device
+                self.geometry,
+                num_blocks,
+                self._settings.block_tokens,
+                self._dtype,
+                self._device,
+                self._kv_scales,
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
@@ -284,4 +297,5 @@ def step_limits(settings: RunnerSettings, itemsize: int) -> StepLimits:
         block_tokens=settings.block_tokens,
         itemsize=itemsize,
         deterministic=settings.deterministic,
+        fp8_kv=settings.kv_dtype == "fp8",
     )

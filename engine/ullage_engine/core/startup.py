@@ -169,7 +169,7 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 def _profile(own: RankStartup, num_blocks: int) -> Profile:
     settings, runner = own.settings, own.runner
-    per_token, num_ranks = group_kv_bytes(own.geometry, own.layout, own.dtype.itemsize)
+    per_token, num_ranks = group_kv_bytes(own.geometry, own.layout, own.kv_itemsize)
     state_bytes, state_ranks = group_state_bytes(own.geometry, own.layout, own.dtype.itemsize)
     profile = Profile(
         block_tokens=settings.block_tokens,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ullage_engine.core.batch import DecodeGroup, PrefillTile
 from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pages import gather
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.models.geometry import ModelGeometry
 
@@ -27,11 +28,17 @@ class Workspace:
     gathered: torch.Tensor
     scores: torch.Tensor
     mask: torch.Tensor  # [tile, earlier + tile], see fill_mask
+    codes: torch.Tensor | None = None
+    """Bytes of gathered KV, if it is stored as float8."""
 
     def gather_view(self, num_blocks: int) -> torch.Tensor:
         """Room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
         width = self.block_tokens * self.geometry.head_dim
         return shaped(self.gathered, 2 * self.geometry.num_kv_heads, num_blocks, width)
+
+    def gather(self, cache: LayerCache, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills a `gather_view` with blocks of one layer."""
+        gather(cache, slice(None), block_ids, self.codes, out)
 
     def mask_view(self, rows: int, context: int) -> torch.Tensor:
         """Causal mask of the last `rows` of `context` tokens, [rows, context]."""
@@ -65,7 +72,7 @@ class DecodeAttention:
         kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
         rows, padded = group.end - group.start, group.padded_rows
         length = group.num_blocks * workspace.block_tokens
-        self._scale = head_dim**-0.5
+        self._workspace, self._scale = workspace, head_dim**-0.5
         self._block_ids = torch.tensor(group.block_ids, device=rotated.device)
         self._gathered = workspace.gather_view(len(group.block_ids))
         keys, values = self._gathered.view(2, kv_heads * padded, length, head_dim)
@@ -83,7 +90,7 @@ class DecodeAttention:
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
-        torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
+        self._workspace.gather(cache, self._block_ids, self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
         torch.bmm(self._folded, self._keys, out=self._scores)
         self._masked.add_(self._mask)
@@ -149,7 +156,7 @@ class PrefillAttention:
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
-        torch.index_select(cache.blocks, 1, self._block_ids, out=self._gathered)
+        self._workspace.gather(cache, self._block_ids, self._gathered)
         if self._is_fused and sinks is None:
             self._fused()
         else:

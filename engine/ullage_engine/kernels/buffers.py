@@ -12,14 +12,13 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """One allocation, every page touched; flat views of it by name.
 
-    Four-byte buffers are float32, others `dtype`.
+    Four-byte buffers are float32, one-byte buffers uint8, others `dtype`.
     """
+    types = {1: torch.uint8, 4: torch.float32}
     # empty and zero_, because zeros would leave the pages unbacked until first use.
     storage = torch.empty(layout.nbytes, dtype=torch.uint8, device=device).zero_()
     return {
-        buffer.name: storage[buffer.offset : buffer.end].view(
-            torch.float32 if buffer.itemsize == 4 else dtype
-        )
+        buffer.name: storage[buffer.offset : buffer.end].view(types.get(buffer.itemsize, dtype))
         for buffer in layout.buffers
     }
 

@@ -1,10 +1,12 @@
 """The paged KV pool, the host memory that its blocks are swapped to, and convolution states."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ullage_engine.core.plan import Moves
+from ullage_engine.kernels.float8 import HeadScales
 from ullage_engine.models.geometry import ModelGeometry
 
 
@@ -17,6 +19,8 @@ class LayerCache(NamedTuple):
     blocks: torch.Tensor  # [2 * kv_heads, num_blocks, block_tokens * head_dim], keys first
     keys: torch.Tensor  # [kv_heads, num_slots, head_dim]
     values: torch.Tensor  # [kv_heads, num_slots, head_dim]
+    scales: HeadScales | None = None
+    """With them the tensors above are bytes, each a float8 E4M3."""
 
 
 def scratch_blocks(geometry: ModelGeometry) -> int:
@@ -25,7 +29,7 @@ def scratch_blocks(geometry: ModelGeometry) -> int:
 
 
 def kv_block_bytes(geometry: ModelGeometry, block_tokens: int, itemsize: int) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block over all layers; `itemsize` is that of a stored number."""
     return block_tokens * geometry.kv_bytes_per_token(itemsize)
 
 
@@ -43,15 +47,19 @@ class KVPool:
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[HeadScales] | None = None,
     ) -> None:
+        """`scales`, one for each layer that attends: KV is stored as float8, not as `dtype`."""
         heads, width = 2 * geometry.num_kv_heads, block_tokens * geometry.head_dim
         total = num_blocks + scratch_blocks(geometry)
         shape = (geometry.num_attention_layers, heads, total, width)
-        pool = torch.empty(shape, dtype=dtype, device=device).zero_()
+        stored = dtype if scales is None else torch.uint8
+        pool = torch.empty(shape, dtype=stored, device=device).zero_()
         self.num_blocks = num_blocks
         self.blocks = pool.view(shape[0] * heads, total, width)  # keys and values of all layers
         self.layers = [
-            _layer_cache(layer, geometry.num_kv_heads, geometry.head_dim) for layer in pool
+            _layer_cache(layer, geometry, scales[index] if scales is not None else None)
+            for index, layer in enumerate(pool)
         ]
 
     @property
@@ -69,9 +77,12 @@ class KVPool:
         self.blocks[:, destination].copy_(self.blocks[:, source])
 
 
-def _layer_cache(layer: torch.Tensor, kv_heads: int, head_dim: int) -> LayerCache:
-    slots = layer.view(2 * kv_heads, -1, head_dim)
-    return LayerCache(layer, slots[:kv_heads], slots[kv_heads:])
+def _layer_cache(
+    layer: torch.Tensor, geometry: ModelGeometry, scales: HeadScales | None
+) -> LayerCache:
+    kv_heads = geometry.num_kv_heads
+    slots = layer.view(2 * kv_heads, -1, geometry.head_dim)
+    return LayerCache(layer, slots[:kv_heads], slots[kv_heads:], scales)
 
 
 class StatePool:

@@ -13,6 +13,7 @@ import torch
 
 from ullage_engine.core.batch import DecodeGroup, PrefillTile
 from ullage_engine.kernels.buffers import shaped
+from ullage_engine.kernels.pages import gather
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.products import RowProducts
 from ullage_engine.memory.rungs import SPAN_TOKENS, unit_rows
@@ -32,6 +33,8 @@ class SplitWorkspace:
     merged: torch.Tensor  # float32
     scaled: torch.Tensor  # float32
     mask: torch.Tensor  # [tile, span_mask_width()], see fill_span_mask
+    codes: torch.Tensor | None = None
+    """Bytes of gathered KV, if it is stored as float8."""
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -68,8 +71,8 @@ class SplitAttention:
         self.rows_shape = (kv_heads, len(tables), rows, head_dim)
         self.queries = shaped(workspace.queries, *self.rows_shape)
         self.scores = shaped(workspace.scores, num_spans, batch, rows, SPAN_TOKENS)
-        self._kv_heads = kv_heads
-        self._products = workspace.products
+        self._of_keys, self._of_values = slice(kv_heads), slice(kv_heads, None)
+        self._products, self._codes = workspace.products, workspace.codes
         self._spans = [
             torch.tensor(
                 [block for table in tables for block in table[span * blocks : (span + 1) * blocks]],
@@ -100,33 +103,32 @@ class SplitAttention:
     def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         assert sinks is None, "refused at start"
-        keys, values = cache.blocks[: self._kv_heads], cache.blocks[self._kv_heads :]
         torch.mul(self._heads, self._heads.shape[-1] ** -0.5, out=self._placed)
         for block_ids, scores in zip(self._spans, self.scores, strict=True):
-            torch.index_select(keys, 1, block_ids, out=self._gathered)
+            gather(cache, self._of_keys, block_ids, self._codes, self._gathered)
             self._products.multiply_each(self._folded, self._span.transpose(1, 2), scores)
         self._masked.add_(self._mask)
         if len(self._spans) == 1:
             torch.softmax(self.scores, -1, out=self.scores)
-            self._sum_span(values, 0)
+            self._sum_span(cache, 0)
         else:
-            self._sum_spans(values)
+            self._sum_spans(cache)
         self._out.copy_(self._placed)
 
-    def _sum_spans(self, values: torch.Tensor) -> None:
+    def _sum_spans(self, cache: LayerCache) -> None:
         peaks = self.scores.amax(-1)
         torch.softmax(self.scores, -1, out=self.scores)
         shares = span_shares(peaks, self.scores.amax(-1))
         self._merged.zero_()
         for span, share in enumerate(shares):
-            self._sum_span(values, span)
+            self._sum_span(cache, span)
             # Two roundings, not one: whether a fused operation is used depends on the place.
             self._merged.add_(self._scaled.copy_(self._folded).mul_(share[..., None]))
         self._folded.copy_(self._merged)
 
-    def _sum_span(self, values: torch.Tensor, span: int) -> None:
+    def _sum_span(self, cache: LayerCache, span: int) -> None:
         """Writes the span's weighted values over the queries, which are no longer needed."""
-        torch.index_select(values, 1, self._spans[span], out=self._gathered)
+        gather(cache, self._of_values, self._spans[span], self._codes, self._gathered)
         self._products.multiply_each(self.scores[span], self._span, self._folded)
 
 

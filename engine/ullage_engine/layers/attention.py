@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ullage_engine.kernels.pages import write_kv
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.matrix import Matrix
@@ -45,15 +46,19 @@ class AttentionStep:
         by_token = self.qkv[:tokens].view(tokens, -1, geometry.head_dim)
         self.queries, self.keys = by_token[:, :heads], by_token[:, heads:rotated_heads]
         by_head = by_token.transpose(0, 1)
-        self.unrotated, self.values = by_head[:rotated_heads], by_head[rotated_heads:]
-        self.rotated_keys = self.rotated[heads:]
-        self.slots = step.indices(step.batch.slots)
+        self.unrotated, self._values = by_head[:rotated_heads], by_head[rotated_heads:]
+        self._rotated_keys = self.rotated[heads:]
+        self._slots, self._codes = step.indices(step.batch.slots), step.find("kv_codes")
         self.cos, self.sin = tables.at(step)
         # Each window is prepared once, however many layers have it.
         self._attentions = {
             window: compute.attentions(step.batch, self.rotated, self.attended, window)
             for window in {layer.window for layer in geometry.layers if layer.mixer == "attention"}
         }
+
+    def store(self, cache: LayerCache) -> None:
+        """Writes every token's rotated keys and values."""
+        write_kv(cache, self._slots, self._rotated_keys, self._values, self._codes)
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
         for attention in self._attentions[window]:
@@ -84,8 +89,7 @@ class AttentionLayer:
             head_norm(shared.queries, self.q_norm, self.eps)
             head_norm(shared.keys, self.k_norm, self.eps)
         rotate(shared.unrotated, shared.cos, shared.sin, shared.rotated)
-        cache.keys.index_copy_(1, shared.slots, shared.rotated_keys)
-        cache.values.index_copy_(1, shared.slots, shared.values)
+        shared.store(cache)
         shared.attend(cache, self.window, self.sinks)
         self.output.add(shared.attended, step.hidden)
         if self.output_bias is not None:

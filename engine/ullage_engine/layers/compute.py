@@ -73,7 +73,8 @@ class FastCompute:
         mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(limits.max_model_len))
         fill_mask(mask)
         buffers = (arena["queries"], arena["gathered"], arena["scores"])
-        self._workspace = Workspace(geometry, limits.block_tokens, *buffers, mask)
+        codes = arena.get("gathered_codes")
+        self._workspace = Workspace(geometry, limits.block_tokens, *buffers, mask, codes)
 
     def matrix(self, rows: torch.Tensor) -> Matrix:
         return PlainMatrix(rows)
@@ -111,6 +112,7 @@ class DeterministicCompute:
             merged=arena["merged"],
             scaled=arena["scaled"],
             mask=mask,
+            codes=arena.get("gathered_codes"),
         )
 
     def matrix(self, rows: torch.Tensor) -> Matrix:

@@ -31,6 +31,10 @@ class Step:
         """The start of a buffer, in this shape."""
         return shaped(self._arena[name], *shape)
 
+    def find(self, name: str) -> torch.Tensor | None:
+        """A flat buffer that only some steps have."""
+        return self._arena.get(name)
+
     def indices(self, values: list[int]) -> torch.Tensor:
         """Numbers as a tensor on the device."""
         return torch.tensor(values, device=self.device)

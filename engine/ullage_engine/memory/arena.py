@@ -23,6 +23,8 @@ ALIGNMENT = 64
 """Bytes; a cache line, and enough for any vector instruction."""
 
 FLOAT32_BYTES = 4
+CODE_BYTES = 1
+"""Of a float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class StepLimits:
     fused: bool = False
     """GPU kernels read KV and convolution states where they lie, so there is no workspace that
     these are gathered in."""
+    fp8_kv: bool = False
+    """KV is stored as float8, and passes through bytes of its own on the way in and out."""
 
     def product_rows(self, tokens: int) -> int:
         """Rows of the layers' products for a step of `tokens`, padding included."""
@@ -125,6 +129,9 @@ def step_arena(geometry: ModelGeometry, limits: StepLimits) -> ArenaLayout:
     if limits.deterministic:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(geometry, limits))
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
+    if limits.fp8_kv:
+        codes = _code_elements(geometry, limits)
+        attention += _place(codes, _aligned(attention[-1].end), CODE_BYTES)
     mlp = {"gate_up": tokens * 2 * geometry.intermediate, "gated": tokens * geometry.intermediate}
     conv = _place(_conv_elements(geometry, limits), start, itemsize)
     experts = _place(expert_elements(geometry, tokens), start, itemsize)
@@ -164,6 +171,15 @@ def _attention_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str
             _decode_heads(geometry, limits) * limits.max_gather_tokens,
         ),
     }
+
+
+def _code_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:
+    """Bytes of the keys, or values, that a step writes, and of those that it gathers."""
+    width = geometry.num_kv_heads * geometry.head_dim
+    written = {"kv_codes": limits.product_rows(limits.max_tokens) * width}
+    if limits.fused:
+        return written
+    return written | {"gathered_codes": limits.max_gather_tokens * 2 * width}
 
 
 def _conv_elements(geometry: ModelGeometry, limits: StepLimits) -> dict[str, int]:

@@ -13,12 +13,14 @@ import torch
 from ullage_engine.core.batch import StepBatch
 from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.experts import clamped_gate
+from ullage_engine.kernels.float8 import HeadScales
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.layers.attention import AttentionLayer, AttentionStep, RotaryTables
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.conv import ConvLayer, ConvStep
 from ullage_engine.layers.expert_matrices import ExpertMatrices
 from ullage_engine.layers.experts import Experts, ExpertWeights, Reduce
+from ullage_engine.layers.kv_bounds import kv_scales
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.layers.mlp import MlpLayer, MlpStep, gate
 from ullage_engine.layers.norm import rms_norm
@@ -110,6 +112,15 @@ class Decoder:
         """Indices of layers that together do all that the model does."""
         kinds = {spec: index for index, spec in enumerate(self._geometry.layers)}
         return sorted(kinds.values())
+
+    def kv_scales(self) -> list[HeadScales]:
+        """With which each layer's KV can be stored as float8; overwrites the arena."""
+        parts = (self._geometry, self._limits, self._arena)
+        return [
+            kv_scales(layer.mixer, layer.mixer_norm, *parts)
+            for layer in self._layers
+            if isinstance(layer.mixer, AttentionLayer)
+        ]
 
     def prove(self) -> str | None:
         """See `Compute.prove`."""

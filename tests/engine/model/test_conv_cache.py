@@ -59,9 +59,12 @@ def lfm2(
     return load(f"file://{folder}")
 
 
-@pytest.fixture(scope="module")
-def runner(lfm2: LoadedModel, new_runner: Callable[..., ModelRunner]) -> ModelRunner:
-    return new_runner(lfm2, max_step_tokens=72, max_sequences=8, deterministic=True)
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def runner(
+    lfm2: LoadedModel, new_runner: Callable[..., ModelRunner], request: pytest.FixtureRequest
+) -> ModelRunner:
+    sizes = {"max_step_tokens": 72, "max_sequences": 8}
+    return new_runner(lfm2, **sizes, deterministic=True, kv_dtype=request.param)
 
 
 def make_engine(
@@ -73,7 +76,7 @@ def make_engine(
     replay_tokens: int = REPLAY,
 ) -> Engine:
     geometry = runner.geometry
-    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(4))
+    group = CacheGroupSpec(bytes_per_token=runner.kv_block_bytes // 16)
     profile = Profile(
         block_tokens=16,
         groups=[group],

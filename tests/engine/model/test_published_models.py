@@ -99,6 +99,20 @@ MODELS: dict[str, tuple[dict[str, Any], float, int, int]] = {
         12_288,
         81_920,
     ),
+    "LFM2-2.6B": (
+        LFM2
+        | {
+            "num_hidden_layers": 30,
+            "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27],
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "intermediate_size": 10752,
+            "block_auto_adjust_ff_dim": False,
+        },
+        2.57e9,
+        16_384,
+        180_224,
+    ),
     "LFM2-8B-A1B": (LFM2_8B_A1B, 8_339_828_736, 12_288, 147_456),
     "Qwen3-0.6B": (
         {

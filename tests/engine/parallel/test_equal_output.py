@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import SamplingParams
 from ullage_engine.core.runner import ModelRunner, RunnerSettings
 from ullage_engine.core.worker_env import worker_env
+from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.weights.store import load_weights
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
@@ -64,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
-MODELS["llama_int8"] = MODELS["llama"]
+MODELS["llama_int8"] = MODELS["llama_fp8_kv"] = MODELS["llama"]
 MODELS["gpt_oss_mxfp4"] = MODELS["gpt_oss"] | {"quantization_config": {"quant_method": "mxfp4"}}
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
@@ -74,19 +75,26 @@ CASES += [
     ("gpt_oss", "tp2pp2"),
     ("nine_heads", "tp2"),
     ("llama_int8", "pp2"),
+    ("llama_fp8_kv", "tp2pp2"),
     ("gpt_oss_mxfp4", "pp2"),
 ]
 
 
-def quantization(model: str) -> str:
+def quantization(model: str) -> Literal["int8", "none"]:
     return "int8" if model.endswith("int8") else "none"
+
+
+def kv_dtype(model: str) -> KvDtype:
+    return "fp8" if model.endswith("fp8_kv") else "auto"
 
 
 class Recorded:
     """What one process computed: plans, and the tokens of each."""
 
-    def __init__(self, folder: Path, weights: Path, quantization: Any) -> None:
-        section = ModelSection(source=f"file://{folder}", name="tiny", quantization=quantization)
+    def __init__(self, folder: Path, weights: Path, model: str) -> None:
+        section = ModelSection(
+            source=f"file://{folder}", name="tiny", quantization=quantization(model)
+        )
         cpu = torch.device("cpu")
         loaded = load_weights(section, cpu, torch.float32, weights, lambda done, total: None)
         settings = RunnerSettings(
@@ -94,6 +102,7 @@ class Recorded:
             max_sequences=SEQUENCES,
             max_model_len=LENGTH,
             decode_max_batch_tokens=1024,
+            kv_dtype=kv_dtype(model),
         )
         self._runner = ModelRunner(loaded, cpu, torch.float32, settings)
         self._runner.allocate_arena()
@@ -145,7 +154,7 @@ def recorded(
     models = {}
     for name, values in MODELS.items():
         folder = make_checkpoint(seed, **values)
-        models[name] = folder, Recorded(folder, weights, quantization(name))
+        models[name] = folder, Recorded(folder, weights, name)
         prompts = [
             torch.randint(1, 211, (size,)).tolist() for size in (3, 40, 17, 70, 1, 33, 9, 20)
         ]
@@ -192,11 +201,16 @@ def write_case(
         "server": {"weights_dir": str(folder), "threads": 1},
     }
     config["model"] |= {"dtype": "float32", "quantization": quantization(model)}
+    config["model"]["kv_dtype"] = kv_dtype(model)
     config["batching"]["decode_max_batch_tokens"] = 1024
     files = {kind: str(folder / f"{model}-{layout}.{kind}") for kind in ("config", "plans", "out")}
     Path(files["config"]).write_text(yaml.safe_dump(config))
     Path(files["plans"]).write_bytes(msgspec.msgpack.encode(one.plans))
     return {**files, "store": str(folder / f"{model}-{layout}.store")}
+
+
+def flat(steps: list[list[int]]) -> list[int]:
+    return [token for step in steps for token in step]
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -207,6 +221,12 @@ def test_a_group_gives_the_tokens_of_one_process(
     computed: dict[tuple[str, str], list[list[int]]],
 ) -> None:
     expected = recorded[model][1].tokens
-    assert computed[model, layout] == expected
+    if kv_dtype(model) == "fp8":
+        # Partial sums differ in their last bits, which now and then round to another float8.
+        told, wanted = map(flat, (computed[model, layout], expected))
+        alike = [one == other for one, other in zip(told, wanted, strict=True)]
+        assert sum(alike) >= 0.9 * len(alike)
+    else:
+        assert computed[model, layout] == expected
     # A text that repeats one token would hide almost any fault.
-    assert len({token for step in expected for token in step}) > 20
+    assert len(set(flat(expected))) > 20

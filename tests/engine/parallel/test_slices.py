@@ -5,8 +5,13 @@ import secrets
 import pytest
 import torch
 
+from ullage_engine.kernels.buffers import allocate
+from ullage_engine.layers.attention import AttentionLayer
+from ullage_engine.layers.kv_bounds import kv_bounds
+from ullage_engine.layers.matrix import PlainMatrix
+from ullage_engine.memory.arena import StepLimits, step_arena
 from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
-from ullage_engine.parallel.layout import RankLayout, rank_geometry
+from ullage_engine.parallel.layout import RankLayout, kv_heads, rank_geometry
 from ullage_engine.parallel.slices import Slicer
 
 GEOMETRY = ModelGeometry(
@@ -139,6 +144,32 @@ def test_every_head_is_projected_once_and_kv_heads_kept_by_several_are_alike(
     assert torch.equal(torch.cat(queries), whole["layers.0.qkv"][:24])
     kept = keys[:: max(1, tensor // 3)]
     assert torch.equal(torch.cat(kept), whole["layers.0.qkv"][24:36])
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 6])
+def test_ranks_scale_their_heads_kv_as_the_whole_does(
+    whole: dict[str, torch.Tensor], tensor: int
+) -> None:
+    layout = RankLayout(tensor, 1)
+    expected = bounds(whole, GEOMETRY)
+    for rank, part in enumerate(parts_of(whole, layout)):
+        heads = kv_heads(GEOMETRY, layout, rank)
+        own = bounds(part, rank_geometry(GEOMETRY, layout, rank))
+        torch.testing.assert_close(own, expected[:, heads.start : heads.end])
+
+
+def bounds(part: dict[str, torch.Tensor], geometry: ModelGeometry) -> torch.Tensor:
+    """Of keys and values, [2, kv_heads]."""
+    tensors = {name: tensor.float() for name, tensor in part.items()}
+    layer = AttentionLayer(
+        qkv=PlainMatrix(tensors["layers.0.qkv"]),
+        output=PlainMatrix(tensors["layers.0.output"]),
+        qkv_bias=tensors["layers.0.qkv_bias"],
+    )
+    limits = StepLimits(8, 1, 64, 64, 16, itemsize=4)
+    arena = allocate(step_arena(geometry, limits), torch.float32, torch.device("cpu"))
+    found = kv_bounds(layer, tensors["layers.0.mixer_norm"], geometry, limits, arena)
+    return found.view(2, geometry.num_kv_heads)
 
 
 def test_stages_hold_their_layers_and_views_of_the_file(whole: dict[str, torch.Tensor]) -> None:

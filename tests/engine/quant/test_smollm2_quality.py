@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ullage_engine.config import ModelSection
+from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.quant.passes import TextPass
 from ullage_engine.tokenizer import load_tokenizer
 from ullage_engine.weights.source import resolve_source
@@ -38,8 +39,8 @@ def tokens() -> list[int]:
     return encode(TEXT.read_text(encoding="utf-8"))[:WINDOW]
 
 
-def perplexity(loaded: LoadedModel, tokens: list[int]) -> float:
-    logits = TextPass(loaded, torch.float32, WINDOW).logits(tokens)[:-1]
+def perplexity(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype = "auto") -> float:
+    logits = TextPass(loaded, torch.float32, WINDOW, kv_dtype=kv_dtype).logits(tokens)[:-1]
     return math.exp(float(F.cross_entropy(logits, torch.tensor(tokens[1:]))))
 
 
@@ -64,3 +65,11 @@ def test_quality_stays_and_bytes_go(
     assert 1 / most < perplexity(loaded, tokens) / plain[0] < most
     assert loaded.nbytes < share * plain[1]
     assert {each.format for each in loaded.encodings.values()} == {format}
+
+
+def test_keys_and_values_of_float8_cost_little(
+    load: Load, tokens: list[int], plain: tuple[float, int]
+) -> None:
+    narrow = perplexity(load("none"), tokens, "fp8")
+    assert narrow != plain[0]
+    assert 1 / 1.02 < narrow / plain[0] < 1.02

@@ -14,6 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ullage_engine.core.batch import ConvPlan
+from ullage_engine.kernels.float8 import HeadScales, head_scales
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.triton.conv import ConvIndices, gated_conv
 from ullage_engine.kernels.triton.decode import attend_decodes
@@ -56,10 +57,10 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
     return compiled
 
 
-def attention(head_dim: int, kv_dtype: torch.dtype, window: int) -> None:
-    blocks = torch.zeros(4, 8, 16 * head_dim, dtype=HALVES).to(kv_dtype)
+def attention(head_dim: int, scales: HeadScales | None, window: int) -> None:
+    blocks = torch.zeros(4, 8, 16 * head_dim, dtype=BYTES if scales else HALVES)
     slots = blocks.view(4, -1, head_dim)
-    cache = LayerCache(blocks, slots[:2], slots[2:])
+    cache = LayerCache(blocks, slots[:2], slots[2:], scales)
     queries = torch.zeros(8, 4, head_dim, dtype=HALVES)
     tables, lengths = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
     out, sinks = torch.zeros(4, 8 * head_dim, dtype=HALVES), torch.zeros(8, dtype=HALVES)
@@ -101,8 +102,8 @@ def main(archs: list[int]) -> None:
     JITFunction.__getitem__ = compile_only
     for arch in archs:
         driver.set_active(Absent(arch))
-        attention(64, torch.float8_e4m3fn, 0)
-        attention(128, HALVES, 128)
+        attention(64, head_scales([1.0] * 4, HALVES, torch.device("cpu")), 0)
+        attention(128, None, 128)
         products(512)
         experts(512)
         convolutions()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ullage_engine.core.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.float8 import head_scales
 from ullage_engine.kernels.pool import KVPool, LayerCache
 from ullage_engine.kernels.triton import PagedWorkspace, paged_attentions
 from ullage_engine.memory.partials import partial_elements
@@ -33,11 +34,14 @@ class Case:
 
     def dense(self, sequence: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, length, head_dim] of one sequence."""
-        positions = torch.arange(length)
+        positions, heads = torch.arange(length), self.model.num_kv_heads
         blocks = torch.tensor(self.tables[sequence])[positions // BLOCK_TOKENS]
         slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        keys, values = self.cache.keys.float().cpu(), self.cache.values.float().cpu()
-        return keys[:, slots].double(), values[:, slots].double()
+        numbers, scales = self.cache.blocks.cpu(), self.cache.scales
+        if scales is not None:
+            numbers = numbers.view(torch.float8_e4m3fn).float() * scales.values.float().cpu()
+        keys, values = numbers.double().view(2, heads, -1, self.model.head_dim)
+        return keys[:, slots], values[:, slots]
 
 
 def make_case(
@@ -59,10 +63,20 @@ def make_case(
             slot = table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
             cache.keys[:, slot] = torch.randn(model.num_kv_heads, model.head_dim)
             cache.values[:, slot] = torch.randn(model.num_kv_heads, model.head_dim)
-    typed = LayerCache(*(part.to(dtype) for part in cache))
-    heads = model.num_kv_heads
-    slots = typed.blocks.view(2 * heads, -1, model.head_dim)
-    return Case(model, LayerCache(typed.blocks, slots[:heads], slots[heads:]), tables)
+    return Case(model, in_type(cache, dtype), tables)
+
+
+def in_type(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
+    """The same numbers, as float8 with another scale for each head."""
+    heads, _, head_dim = cache.keys.shape
+    if dtype != torch.float8_e4m3fn:
+        blocks, scales = cache.blocks.to(dtype), None
+    else:
+        bounds = [448 * 2.0 ** (head % 5 - 4) for head in range(2 * heads)]
+        scales = head_scales(bounds, torch.float16, cache.blocks.device)
+        blocks = (cache.blocks / scales.values.float()).to(dtype).view(torch.uint8)
+    slots = blocks.view(2 * heads, -1, head_dim)
+    return LayerCache(blocks, slots[:heads], slots[heads:], scales)
 
 
 def attend(
@@ -166,6 +180,28 @@ def test_halves_and_float8_pages(kv_dtype: torch.dtype, device: torch.device) ->
         sequence, length = (0, 40) if row == 0 else (1, row)
         wanted = attend(case, rotated[:4, row], sequence, length, 0, None)
         torch.testing.assert_close(attended[row].cpu().double(), wanted, rtol=0.02, atol=0.01)
+
+
+def test_float8_pages_give_the_bits_of_their_numbers(device: torch.device) -> None:
+    """As torch does that widens them first: scales are powers of two, wherever they are applied."""
+    lengths, model = [300, 60], geometry(4, 2, 16)
+    case = make_case(model, lengths, device, torch.float8_e4m3fn)
+    assert case.cache.scales is not None
+    stored = case.cache.blocks.view(torch.float8_e4m3fn).float()
+    blocks = stored * case.cache.scales.values.float()
+    slots = blocks.view(4, -1, 16)
+    plain = LayerCache(blocks, slots[:2], slots[2:])
+    rotated = torch.randn(6, 61, 16, device=device)
+    group = DecodeGroup(0, 1, 1, 19, case.tables[0], lengths[:1])
+    tile = PrefillTile(1, 61, 64, 0, case.tables[1])
+    results = []
+    for cache in (case.cache, plain):
+        results.append(torch.full((61, 64), torch.nan, device=device))
+        workspace = PagedWorkspace(model, torch.empty(partial_elements(model), device=device))
+        for attention in paged_attentions([group], [tile], rotated, results[-1], workspace):
+            attention.run(cache)
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
 
 
 def test_rows_of_padding_are_zero(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """A step's attention by kernels equals that by torch, for whatever a step is made of."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from ullage_engine.core.batch import build_batch
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.kernels.buffers import allocate
-from ullage_engine.kernels.pool import KVPool
+from ullage_engine.kernels.float8 import head_scales
+from ullage_engine.kernels.pages import write_kv
+from ullage_engine.kernels.pool import KVPool, LayerCache
 from ullage_engine.layers.compute import Attention, Compute, FastCompute
 from ullage_engine.layers.paged_compute import PagedCompute, can_page
 from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
@@ -38,11 +41,21 @@ def step_plan() -> StepPlan:
     return StepPlan(chunks)
 
 
+def filled_cache(arena: dict[str, torch.Tensor], is_fp8: bool, device: torch.device) -> LayerCache:
+    scales = [head_scales([6.0, 0.3, 90.0, 700.0], torch.float32, device)] if is_fp8 else None
+    [cache] = KVPool(GEOMETRY, 60, 16, torch.float32, device, scales).layers
+    for start in range(0, 60 * 16, LIMITS.max_tokens):
+        slots = torch.arange(start, min(start + LIMITS.max_tokens, 60 * 16), device=device)
+        keys, values = torch.randn(2, 2, len(slots), 16, device=device)
+        write_kv(cache, slots, keys, values, arena.get("kv_codes"))
+    return cache
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (30, True)])
-def test_mixed_step(window: int, has_sinks: bool, device: torch.device) -> None:
-    arena = allocate(step_arena(GEOMETRY, LIMITS), torch.float32, device)
-    pool = KVPool(GEOMETRY, 60, 16, torch.float32, device)
-    pool.blocks.normal_()
+def test_mixed_step(window: int, has_sinks: bool, is_fp8: bool, device: torch.device) -> None:
+    arena = allocate(step_arena(GEOMETRY, replace(LIMITS, fp8_kv=is_fp8)), torch.float32, device)
+    cache = filled_cache(arena, is_fp8, device)
     batch = build_batch(step_plan(), 16, LIMITS.max_gather_tokens)
     tokens = len(batch.token_ids)
     rotated = torch.randn(8, tokens, 16, device=device)
@@ -56,7 +69,7 @@ def test_mixed_step(window: int, has_sinks: bool, device: torch.device) -> None:
         attended = torch.full((tokens, 96), torch.nan, device=device)
         attentions: list[Attention] = [*compute.attentions(batch, rotated, attended, window)]
         for attention in attentions:
-            attention.run(pool.layers[0], sinks)
+            attention.run(cache, sinks)
         results.append(attended)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 

@@ -16,7 +16,7 @@ from ullage_engine.kernels.buffers import shaped
 from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.triton import PagedWorkspace
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
-from ullage_engine.kernels.triton.paged import add_sink, attend_range, shift_of
+from ullage_engine.kernels.triton.paged import add_sink, attend_range, scale_of, shift_of
 from ullage_engine.memory.partials import MAX_SPLITS, num_splits
 
 LOG2_E = math.log2(math.e)
@@ -40,6 +40,7 @@ def attend_split(
     tables: tl.tensor,  # [rows, width] block ids
     lengths: tl.tensor,  # [rows] context, the token itself included; 0 for a row of padding
     sinks: tl.tensor,  # [heads]
+    scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
     out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, splits, HEAD_DIM] of float32
     sums: tl.tensor,  # [rows, heads, splits] log2 of the sum of the weights
     scale: tl.tensor,
@@ -79,9 +80,10 @@ def attend_split(
     if WINDOW == 0:
         middle = tl.maximum(begin, end // SPAN * SPAN)
     peak, total, summed = attend_range(
-        query, key, value, tables + row * width, first, last, begin, middle, end, scale,
-        BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
+        query, key, value, tables + row * width, first, last, begin, middle, end,
+        scale * scale_of(scales + kv_head, FP8), BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
     )  # fmt: skip
+    summed = summed * scale_of(scales + tl.num_programs(1) + kv_head, FP8)
     if WHOLE:
         peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
     # An empty split weighs nothing, log2(0), and its result is zero.
@@ -158,12 +160,12 @@ def attend_decodes(
     group, has_sinks = heads // kv_heads, sinks is not None
     launch(
         attend_split, (rows, kv_heads, splits),
-        queries, numbers(cache.keys), numbers(cache.values), tables, lengths,
-        queries if sinks is None else sinks, pieces, sums, head_dim**-0.5 * LOG2_E,
-        queries.stride(0), cache.keys.stride(0), width, splits,
+        queries, cache.keys, cache.values, tables, lengths,
+        queries if sinks is None else sinks, scales_of(cache, queries), pieces, sums,
+        head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), width, splits,
         GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
         BLOCK_TOKENS=block_tokens, SPAN=span, WHOLE=splits == 1, WINDOW=window, SINKS=has_sinks,
-        FP8=is_fp8(cache.keys), num_warps=4, num_stages=3,
+        FP8=cache.scales is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -224,14 +226,9 @@ def padded_table(block_ids: list[int], width: int) -> list[int]:
     return block_ids + block_ids[-1:] * (width - len(block_ids))
 
 
-def is_fp8(cache: torch.Tensor) -> bool:
-    """Whether KV is stored as float8 E4M3."""
-    return cache.dtype == torch.float8_e4m3fn
-
-
-def numbers(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as kernels read it: float8 as bytes."""
-    return cache.view(torch.uint8) if is_fp8(cache) else cache
+def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
+    """Scales of float8, [2 * kv_heads]; of other numbers something that is not read."""
+    return unused if cache.scales is None else cache.scales.values
 
 
 def span_tokens(head_dim: int, itemsize: int) -> int:

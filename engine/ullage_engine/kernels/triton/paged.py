@@ -17,6 +17,14 @@ def shift_of(peak: tl.tensor) -> tl.tensor:
 
 
 @jit
+def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
+    """A head's scale, by which queries or sums are multiplied in place of all that is stored."""
+    if FP8:
+        return tl.load(place).to(tl.float32)
+    return 1.0
+
+
+@jit
 def attend(
     queries: tl.tensor,  # [rows, HEAD_DIM]
     peak: tl.tensor,  # [rows]

@@ -14,13 +14,12 @@ from ullage_engine.kernels.pool import LayerCache
 from ullage_engine.kernels.triton import PagedWorkspace
 from ullage_engine.kernels.triton.decode import (
     LOG2_E,
-    is_fp8,
-    numbers,
     padded_table,
+    scales_of,
     span_tokens,
 )
 from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
-from ullage_engine.kernels.triton.paged import add_sink, attend_range
+from ullage_engine.kernels.triton.paged import add_sink, attend_range, scale_of
 from ullage_engine.memory.rungs import MAX_TILE_ROWS
 
 
@@ -34,6 +33,7 @@ def attend_tile(
     counts: tl.tensor,  # [tiles] rows; 0 for padding
     earlier: tl.tensor,  # [tiles] tokens of the sequence before the tile's first
     sinks: tl.tensor,  # [heads]
+    scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
     out: tl.tensor,  # [tokens, heads * HEAD_DIM]
     scale: tl.tensor,
     head_stride: tl.tensor,
@@ -79,8 +79,10 @@ def attend_tile(
     key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
     peak, total, summed = attend_range(
         query, key, value, tables + tile.to(tl.int64) * width, first, last, 0,
-        middle, end, scale, BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
+        middle, end, scale * scale_of(scales + kv_head, FP8), BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW,
+        FP8,
     )  # fmt: skip
+    summed = summed * scale_of(scales + tl.num_programs(1) + kv_head, FP8)
     peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
     result = summed / tl.where(total == 0, 1.0, total)[:, None]
     where = out + (tokens * tl.num_programs(1) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -112,13 +114,13 @@ def attend_tiles(
     pieces = -(-MAX_TILE_ROWS // tokens)
     launch(
         attend_tile, (tables.shape[0] * pieces, kv_heads),
-        queries, numbers(cache.keys), numbers(cache.values), tables, starts, counts, earlier,
-        queries if sinks is None else sinks, out, head_dim**-0.5 * LOG2_E,
-        queries.stride(0), cache.keys.stride(0), tables.shape[1],
+        queries, cache.keys, cache.values, tables, starts, counts, earlier,
+        queries if sinks is None else sinks, scales_of(cache, queries), out,
+        head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), tables.shape[1],
         GROUP=group, PADDED_GROUP=padded, TOKENS=tokens, PIECES=pieces, HEAD_DIM=head_dim,
         BLOCK_TOKENS=cache.keys.shape[1] // num_blocks,
         SPAN=span_tokens(head_dim, queries.element_size()), WINDOW=window,
-        SINKS=sinks is not None, FP8=is_fp8(cache.keys),
+        SINKS=sinks is not None, FP8=cache.scales is not None,
         num_warps=8 if tokens * padded >= 128 else 4, num_stages=3,
     )  # fmt: skip
 
