@@ -24,6 +24,9 @@ ALIGNMENT = 64
 
 FLOAT32_BYTES = 4
 
+BLOCK_TOKENS = 16
+"""Of a block of KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
