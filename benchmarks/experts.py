@@ -91,7 +91,7 @@ def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
         return {"by pair": layer(looped, most)} | paths | {"grouped": layer(grouped, 0)}
     if can_group(gate_up):
         paths["grouped"] = layer(grouped, 0)
-    if triton.is_available():
+    if triton.runs_on(device):
         paths |= {"picked": layer(packed, most), "triton": layer(packed, 0)}
     return paths
 

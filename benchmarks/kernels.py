@@ -22,9 +22,9 @@ from ullage_engine.kernels.triton import (
     Format,
     PagedAttention,
     PagedWorkspace,
-    is_available,
     paged_attentions,
     quantized_matmul,
+    runs_on,
 )
 from ullage_engine.memory.partials import partial_elements
 from ullage_engine.memory.rungs import MAX_TILE_ROWS
@@ -58,7 +58,7 @@ def main() -> int:
     chosen = parser.parse_args().parts or list(parts)
     if unknown := set(chosen) - set(parts):
         parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(parts)}")
-    if not is_available():
+    if not torch.cuda.is_available() or not runs_on(torch.device(DEVICE)):
         print("error: kernels are measured on a CUDA GPU with triton installed", file=sys.stderr)
         return 2
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import torch
 
 from ullage_engine.config import EngineConfig
 from ullage_engine.cores import usable_cores
+from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_rpc.memory import container_limit, usable_bytes
 
@@ -26,8 +27,9 @@ def prepare_device(config: EngineConfig, rank: int) -> torch.device:
     device = torch.device("cpu")
     if has_cuda and config.device != "cpu":
         device = _cuda_device(config, rank)
-    # Starts the thread pool and the libraries, whose memory is the context.
+    # Starts the thread pool and the libraries, whose memory is the context; then the kernels.
     torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
+    triton.runs_on(device)
     return device
 
 

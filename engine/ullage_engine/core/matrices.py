@@ -7,7 +7,12 @@ import torch
 
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.mxfp4 import decodes, mxfp4_experts
-from ullage_engine.kernels.quantized import quantized_matrix, row_matrix, scratch_bytes
+from ullage_engine.kernels.quantized import (
+    picked_experts,
+    quantized_matrix,
+    row_matrix,
+    scratch_bytes,
+)
 from ullage_engine.layers.compute import Compute
 from ullage_engine.layers.expert_matrices import ExpertMatrices, LoopedExperts, expert_matrices
 from ullage_engine.layers.matrix import Matrix
@@ -22,7 +27,7 @@ from ullage_engine.weights.store import LoadedModel
 def matrix_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
     """Memory that products with quantised matrices are computed in."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
-    device = next(iter(loaded.tensors.values())).device
+    device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
     encodings = [each for each in _encodings_of_products(loaded) if each.format != "mxfp4"]
     others = scratch_bytes(encodings, limits.itemsize, deterministic=limits.deterministic)
@@ -39,7 +44,7 @@ def model_weights(
     """The tensors of a model and its matrices, plain or quantised; `scratch` is uint8 of
     `matrix_scratch_bytes`."""
     tensors, deterministic = loaded.tensors, limits.deterministic
-    fused = triton.quantized_matmul if triton.is_available() else None
+    fused = triton.quantized_matmul if triton.runs_on(_device(loaded)) else None
 
     def quantized(packed: Packed) -> Matrix:
         if deterministic:
@@ -59,8 +64,10 @@ def model_weights(
             blocks = stored.values.view(count, -1, stored.encoding.num_groups, MXFP4_GROUP // 2)
             scales = stored.scales.view(count, -1, stored.encoding.num_groups)
             return mxfp4_experts(blocks, scales, dtype, scratch)
-        parts = stored.split(count)
-        return LoopedExperts([quantized(part) for part in parts], deterministic)
+        picked = picked_experts(stored, count) if fused and not deterministic else None
+        if picked is not None:
+            return picked
+        return LoopedExperts([quantized(part) for part in stored.split(count)], deterministic)
 
     return Weights(tensors, matrix=matrix, experts=experts)
 
@@ -72,6 +79,10 @@ def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
         if ".experts_" in name:
             rows //= _num_experts(loaded)
         yield msgspec.structs.replace(encoding, shape=(rows, columns))
+
+
+def _device(loaded: LoadedModel) -> torch.device:
+    return next(iter(loaded.tensors.values())).device
 
 
 def _num_experts(loaded: LoadedModel) -> int:

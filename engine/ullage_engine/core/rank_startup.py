@@ -16,6 +16,7 @@ from ullage_engine.core.device import StartError, open_ledger, prepare_device
 from ullage_engine.core.limits import SchedulerLimits
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
+from ullage_engine.memory.arena import BLOCK_TOKENS
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.messages import Loading
 from ullage_engine.models.dtypes import kv_itemsize, resolve_dtype
@@ -34,8 +35,6 @@ from ullage_engine.parallel.slices import Slicer
 from ullage_engine.weights.store import ALIGNMENT, Cut, LoadedModel, load_weights
 
 log = logging.getLogger("ullage.engine.worker")
-
-BLOCK_TOKENS = 16
 
 _STAGING_BYTES = 16 << 20
 """For messages, token lists and queues, which come and go with requests."""

@@ -29,7 +29,7 @@ _WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 def decodes(device: torch.device) -> bool:
     """Whether weights are decoded before they are multiplied: not where Triton's kernels do it."""
-    return device.type != "cuda" or not triton.is_available()
+    return not triton.runs_on(device)
 
 
 class Decoder:

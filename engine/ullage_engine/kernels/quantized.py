@@ -10,16 +10,27 @@ from typing import Protocol
 
 import torch
 
+from ullage_engine.kernels import triton
 from ullage_engine.kernels.int_products import IntMatrix, int_scratch_bytes
 from ullage_engine.kernels.panels import halves_bytes, make_panels, panel_bytes, panel_rows
+from ullage_engine.layers.expert_matrices import PickedExperts, packed_experts
 from ullage_engine.layers.matrix import Matrix
-from ullage_engine.quant.formats import Encoding
+from ullage_engine.quant.formats import Encoding, Format
 from ullage_engine.quant.packing import Packed
 
 FEW_ROWS = {"int8": 24, "int4": 40}
 """Most rows that torch's CPU kernels multiply faster than panels do, in bfloat16: they take 11 µs a
 row for 3072 x 576 weights, and a panel's dequantisation as long as 24 or 40 of them. In other types
 they are slower than panels for a single row."""
+
+EXPERT_KERNELS: dict[Format, triton.Format] = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "fp8",
+    "w8a8": "int8",
+}
+"""What experts are multiplied as; for MXFP4 see `ullage_engine.kernels.mxfp4`. Activations of w8a8
+are not rounded: what counts for the few rows of an expert is to read its weights small."""
 
 
 class FusedProduct(Protocol):
@@ -62,9 +73,23 @@ def quantized_matrix(
     encoding = packed.encoding
     if encoding.format == "w8a8":
         return IntMatrix(packed, scratch)
-    if fused is not None and packed.values.is_cuda:
+    if fused is not None and _has_kernel(encoding, encoding.format):
         return FusedMatrix(packed, fused)
     return PanelMatrix(packed, dtype, scratch)
+
+
+def picked_experts(packed: Packed, count: int) -> PickedExperts | None:
+    """All experts' matrices, stored one above the other, by kernels that find each expert's rows on
+    the device; None where no kernel takes such groups."""
+    format = EXPERT_KERNELS[packed.encoding.format]
+    if not _has_kernel(packed.encoding, format):
+        return None
+    values, scales = (
+        each.view(count, -1, each.shape[1]) for each in (packed.values, packed.scales)
+    )
+    zeros = None if packed.zeros is None else packed.zeros.view(scales.shape)
+    matrices = packed_experts(values, scales, format, zeros)
+    return PickedExperts(matrices, matrices)
 
 
 def row_matrix(
@@ -166,6 +191,10 @@ class FusedMatrix:
         packed = self._packed
         stored = (packed.values, packed.scales, packed.zeros)
         self._product(x, *stored, out, packed.encoding.format, adds)
+
+
+def _has_kernel(encoding: Encoding, format: triton.Format) -> bool:
+    return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
 def _few_rows_product(

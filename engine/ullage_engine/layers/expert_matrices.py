@@ -159,20 +159,23 @@ def expert_matrices(
     if deterministic or not weights.is_cuda:
         return LoopedExperts(matrices, deterministic)
     many = GroupedExperts(weights, matrices) if can_group(weights) else LoopedExperts(matrices)
-    if not triton.is_available():
+    if not triton.runs_on(weights.device):
         return many
     return PickedExperts(packed_experts(weights, None, "plain"), many)
 
 
 def packed_experts(
-    packed: torch.Tensor, scales: torch.Tensor | None, format: triton.Format
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    format: triton.Format,
+    zeros: torch.Tensor | None = None,
 ) -> "PackedExperts":
     """All experts' weights in a format of the kernels: [experts, out, ...]."""
     # Imported when needed: only where there is Triton.
     from ullage_engine.kernels.triton.experts import PackedExperts
 
-    inside = packed.shape[2] * (2 if format == "mxfp4" else 1)
-    return PackedExperts(packed, scales, None, (inside, packed.shape[1]), format)
+    inside = packed.shape[2] * (2 if format in ("int4", "mxfp4") else 1)
+    return PackedExperts(packed, scales, zeros, (inside, packed.shape[1]), format)
 
 
 def can_group(weights: torch.Tensor) -> bool:

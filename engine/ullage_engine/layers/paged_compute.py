@@ -5,20 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from ullage_engine.core.batch import StepBatch
-from ullage_engine.kernels.triton import (
-    PagedAttention,
-    PagedWorkspace,
-    attends,
-    is_available,
-    paged_attentions,
-)
+from ullage_engine.kernels import triton
+from ullage_engine.kernels.triton import PagedAttention, PagedWorkspace, paged_attentions
 from ullage_engine.layers.matrix import Matrix, PlainMatrix
 from ullage_engine.models.geometry import ModelGeometry
 
 
 def can_page(geometry: ModelGeometry, block_tokens: int, device: torch.device) -> bool:
     """Whether `PagedCompute` computes such a model there."""
-    return device.type == "cuda" and is_available() and attends(geometry.head_dim, block_tokens)
+    return triton.runs_on(device) and triton.attends(geometry.head_dim, block_tokens)
 
 
 class PagedCompute:

@@ -31,7 +31,7 @@ from ullage_engine.weights.source import ModelFiles, resolve_source
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 """Raise it when prepared files change in any way."""
 
 ALIGNMENT = 4096

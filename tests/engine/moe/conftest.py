@@ -199,6 +199,12 @@ def build() -> Callable[..., Experts]:
     return build_experts
 
 
+@pytest.fixture(scope="session")
+def geometry_with() -> Callable[[ExpertsSpec], ModelGeometry]:
+    """A model of one layer, with such experts."""
+    return geometry_of
+
+
 @pytest.fixture
 def new_packable_layer(new_layer: Callable[..., Layer]) -> Callable[[], Layer]:
     """A layer whose experts are 64 wide, two groups of MXFP4; its matrices are to be replaced."""

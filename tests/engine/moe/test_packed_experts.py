@@ -8,10 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from ullage_engine.core.matrices import matrix_scratch_bytes, model_weights
+from ullage_engine.kernels import triton
+from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.mxfp4 import Decoder
-from ullage_engine.layers.expert_matrices import PickedExperts, packed_experts
+from ullage_engine.layers.compute import FastCompute
+from ullage_engine.layers.expert_matrices import (
+    ExpertMatrices,
+    LoopedExperts,
+    PickedExperts,
+    packed_experts,
+)
 from ullage_engine.layers.experts import Experts
+from ullage_engine.memory.arena import StepLimits, step_arena
 from ullage_engine.memory.experts import mxfp4_scratch_bytes
+from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.quant.formats import Encoding, Format, chosen_encoding
+from ullage_engine.quant.packing import pack
+from ullage_engine.quant.rounding import quantise
+from ullage_engine.weights.store import LoadedModel
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed on this platform"
@@ -53,3 +68,80 @@ def test_weights_stay_packed(
     stores = iter([picked(packed_experts(b.flatten(2), s, "mxfp4")) for b, s in parts])
     build(layer, tokens, lambda weights: next(stores)).run(x, ours)
     assert float((ours - plain).abs().max() / plain.abs().max()) < 1e-4
+
+
+LIMITS = StepLimits(
+    max_tokens=20, max_rows=1, max_model_len=64, max_gather_tokens=64, block_tokens=16, itemsize=4
+)
+
+
+def quantised(layer: Any, geometry: ModelGeometry, format: Format) -> LoadedModel:
+    """A loaded model of which only the experts' matrices are there."""
+    tensors, encodings = {}, {}
+    for name, weights in (("gate_up", layer.gate_up), ("down", layer.down)):
+        rows = weights.flatten(0, 1)
+        encoding = chosen_encoding(format, tuple(rows.shape))
+        pieces = pack(quantise(rows, encoding, torch.float32), encoding, torch.float32)
+        tensors |= {f"layers.0.experts_{name}.{piece}": each for piece, each in pieces.items()}
+        encodings[f"layers.0.experts_{name}"] = encoding
+    return LoadedModel(geometry, tensors, 0, encodings)
+
+
+def matrices(loaded: LoadedModel, deterministic: bool = False) -> list[ExpertMatrices]:
+    """Both of the layer's, as the engine makes them."""
+    limits = replace(LIMITS, deterministic=deterministic)
+    arena = allocate(step_arena(loaded.geometry, limits), torch.float32, torch.device("cpu"))
+    compute = FastCompute(loaded.geometry, limits, arena)
+    scratch = torch.empty(matrix_scratch_bytes(loaded, limits), dtype=torch.uint8)
+    weights = model_weights(loaded, limits, compute, torch.float32, scratch)
+    return [weights.experts(f"layers.0.experts_{name}") for name in ("gate_up", "down")]
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize(
+    ("format", "tolerance"), [("int8", 1e-4), ("int4", 1e-4), ("fp8", 1e-4), ("w8a8", 0.05)]
+)
+@torch.inference_mode()
+def test_quantised_experts_stay_on_the_device(
+    new_packable_layer: Callable[..., Any],
+    geometry_with: Callable[..., ModelGeometry],
+    build: Callable[..., Experts],
+    monkeypatch: pytest.MonkeyPatch,
+    format: Format,
+    tolerance: float,
+    tokens: int,
+) -> None:
+    """Where kernels run nothing is looped over, and the result is that of the loop, but for what
+    w8a8 rounds off activations there."""
+    layer = new_packable_layer()
+    layer = replace(layer, gate_up=torch.randn(8, 128, 64), down=torch.randn(8, 64, 64))
+    loaded = quantised(layer, geometry_with(layer.spec), format)
+    looped = matrices(loaded)
+    monkeypatch.setattr(triton, "runs_on", lambda device: True)
+    ours = matrices(loaded)
+    assert [type(each) for each in (*looped, *ours)] == [LoopedExperts] * 2 + [PickedExperts] * 2
+    results, x = [], torch.randn(tokens, 64) / 8
+    for each in (looped, ours):
+        stores = iter(each)
+        results.append(torch.zeros_like(x))
+        build(layer, tokens, lambda weights, stores=stores: next(stores)).run(x, results[-1])
+    error = (results[1] - results[0]).norm() / results[0].norm()
+    assert error < tolerance
+
+
+def test_what_kernels_cannot_group_is_looped_over(
+    new_packable_layer: Callable[..., Any],
+    geometry_with: Callable[..., ModelGeometry],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checkpoints may have groups of 16; and in deterministic mode rows have to be independent."""
+    layer = new_packable_layer()
+    layer = replace(layer, gate_up=torch.randn(8, 128, 64), down=torch.randn(8, 64, 64))
+    loaded = quantised(layer, geometry_with(layer.spec), "int8")
+    monkeypatch.setattr(triton, "runs_on", lambda device: True)
+    assert isinstance(matrices(loaded, deterministic=True)[0], LoopedExperts)
+    name = "layers.0.experts_down"
+    coarse = loaded.tensors[f"{name}.scales"]
+    loaded.tensors[f"{name}.scales"] = coarse.expand(-1, 4).contiguous()
+    loaded.encodings[name] = Encoding(format="int8", shape=(8 * 64, 64), group=16)
+    assert [type(each) for each in matrices(loaded)] == [PickedExperts, LoopedExperts]

@@ -21,6 +21,7 @@ from ullage_engine.kernels.triton.decode import attend_decodes
 from ullage_engine.kernels.triton.experts import grouped_matmul, picked_matmul
 from ullage_engine.kernels.triton.matmul import quantized_matmul
 from ullage_engine.kernels.triton.prefill import attend_tiles
+from ullage_engine.kernels.triton.probe import SIZE, launch_count
 
 BYTES, INTS, HALVES = torch.uint8, torch.int32, torch.bfloat16
 
@@ -82,13 +83,17 @@ def experts(rows: int) -> None:
     x, out = torch.zeros(rows, 256, dtype=HALVES), torch.zeros(rows, 512, dtype=HALVES)
     packed = torch.zeros(2, 512, 128, dtype=BYTES)
     scales = torch.zeros(2, 512, 8, dtype=BYTES)
-    biases = torch.zeros(2, 512, dtype=HALVES)
+    biases, wide = torch.zeros(2, 512, dtype=HALVES), torch.zeros(2, 512, 2, dtype=HALVES)
     ends = torch.zeros(2, dtype=INTS)
     grouped_matmul(x, ends, packed, scales, None, out, "mxfp4", biases)
     plain = torch.zeros(2, 512, 256, dtype=HALVES)
     grouped_matmul(x, ends, plain, None, None, out, "plain")
     chosen = torch.zeros(rows, dtype=torch.int64)
     picked_matmul(x, chosen, packed, scales, None, out, "mxfp4", biases)
+    grouped_matmul(x, ends, packed, wide, wide, out, "int4")
+    single = torch.zeros(2, 512, 1, dtype=HALVES)
+    grouped_matmul(x, ends, torch.zeros(2, 512, 256, dtype=torch.int8), single, None, out, "int8")
+    picked_matmul(x, chosen, torch.zeros(2, 512, 256, dtype=BYTES), single, None, out, "fp8")
 
 
 def convolutions() -> None:
@@ -107,6 +112,7 @@ def main(archs: list[int]) -> None:
         products(512)
         experts(512)
         convolutions()
+        launch_count(torch.zeros(SIZE, dtype=INTS))
 
 
 if __name__ == "__main__":

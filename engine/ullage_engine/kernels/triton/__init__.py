@@ -1,8 +1,7 @@
 """Kernels for NVIDIA GPUs. Importing this package does not import Triton; calling it does."""
 
 import importlib.util
-import os
-import shutil
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,14 +18,43 @@ Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
 to 7), mxfp4: two values a byte, the even one in the low half."""
 
 
+LEAST_GROUP = 32
+"""Half of one is the least depth that tensor cores multiply."""
+
+MX_GROUP = 32
+"""Values that share a scale in MXFP4."""
+
+log = logging.getLogger("ullage.engine.kernels")
+
+
 @cache
-def is_available() -> bool:
-    """Whether there is a CUDA device, Triton to compile for it, and the C compiler it needs."""
-    return (
-        torch.cuda.is_available()
-        and importlib.util.find_spec("triton") is not None
-        and any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")))
-    )
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels compute on this device; where they do not, torch's operations do.
+
+    Everything that has both asks here, so that one decision holds for all: it is made once, by
+    compiling a kernel and running it, and a GPU that has to do without is logged with the remedy.
+    """
+    if device.type != "cuda":
+        return False
+    found = _obstacle(device)
+    if found is not None:
+        log.warning("%s computes with torch's operations, which are slower: %s", device, found)
+    return found is None
+
+
+def _obstacle(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install the gpu extra (pip install 'ullage[gpu]')"
+    from ullage_engine.kernels.triton.probe import obstacle
+
+    return obstacle(device)
+
+
+def takes_groups(format: Format, depth: int, groups: int) -> bool:
+    """Whether products take weights in which so many groups of a column's have a scale each."""
+    group = depth // groups
+    fits = group == MX_GROUP if format == "mxfp4" else group % LEAST_GROUP == 0 or groups == 1
+    return group * groups == depth and fits
 
 
 def attends(head_dim: int, block_tokens: int) -> bool:

@@ -8,17 +8,9 @@ as they are, which is exact in bfloat16, and scales are applied in float32.
 import torch
 import triton.language as tl
 
-from ullage_engine.kernels.triton import Format
+from ullage_engine.kernels.triton import LEAST_GROUP, Format, takes_groups
 from ullage_engine.kernels.triton.formats import e2m1, e4m3, e8m0
 from ullage_engine.kernels.triton.launch import jit
-
-LEAST_GROUP = 32
-"""Half of one is the least depth that tensor cores multiply."""
-
-MX_GROUP = 32
-"""Values that share a scale in MXFP4."""
-
-INT4_GROUPS = (32, 64, 128, 256)
 
 
 @jit
@@ -179,16 +171,14 @@ def group_of(
     if scales is None:
         raise ValueError(f"scales are missing: {format} weights need them")
     groups = scales.numel() // columns
-    group = depth // groups
     if groups == 1 and format in ("int8", "fp8") and not has_zeros:
         return 0
-    wanted = group == MX_GROUP if format == "mxfp4" else group % LEAST_GROUP == 0 or groups == 1
-    if group * groups != depth or not wanted:
+    if not takes_groups(format, depth, groups):
         raise ValueError(
             f"{groups} groups of scales for {depth} {format} weights a column: a group has to have "
             f"{'' if format == 'mxfp4' else 'a multiple of '}{LEAST_GROUP} weights"
         )
-    return group
+    return depth // groups
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int) -> int:
