@@ -55,6 +55,7 @@ class Loading(Message, frozen=True, kw_only=True):
     stage: str
     done_bytes: int
     total_bytes: int
+    rank: int = 0
 
 
 class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +160,8 @@ class StartFailed(Message, frozen=True, kw_only=True):
     """The worker cannot serve; restarting would not help. One line naming field or file."""
 
     error: str
+    may_retry: bool = False
+    """Nobody foresaw it, so restarting may help: it is a crash of which one line is known."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

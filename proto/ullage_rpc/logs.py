@@ -3,6 +3,8 @@
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TextIO
 
 import msgspec
@@ -13,12 +15,18 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 class JsonFormatter(logging.Formatter):
     """Renders a record with its extra fields; values that JSON lacks are rendered by repr."""
 
+    def __init__(self, fields: Mapping[str, object] = MappingProxyType({})) -> None:
+        """`fields` are part of every line."""
+        super().__init__()
+        self._fields = fields
+
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": _rfc3339(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
         }
         line.update({k: v for k, v in vars(record).items() if k not in _STANDARD})
         if record.exc_info:
@@ -26,10 +34,14 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=repr).decode()
 
 
-def configure(level: str = "info", stream: TextIO = sys.stderr) -> None:
-    """Sends every log record of this process to `stream` as JSON."""
+def configure(
+    level: str = "info",
+    stream: TextIO = sys.stderr,
+    fields: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Sends every log record of this process to `stream` as JSON, with `fields` in each line."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter(fields))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

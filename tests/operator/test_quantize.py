@@ -1,36 +1,41 @@
 """`ullage quantize` hands everything on to the engine's own command."""
 
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-from ullage_operator.cli.main import main, make_parser
-from ullage_operator.cli.quantize import quantize
+from ullage_operator.cli.main import make_parser
+from ullage_operator.cli.quantize import MODULE, quantize
 from ullage_operator.errors import LocalFailure
 
 
 def test_arguments_are_handed_on() -> None:
     given = ["quantize", "--model", "file:///m", "--format", "int8", "--output", "o", "-h"]
     assert make_parser().parse_args(given).arguments == given[1:]
+    assert find_spec(MODULE) is not None
 
 
-def test_the_engines_help_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize", "--help"]) == 0
-    shown = capfd.readouterr().out
-    assert "--calibrate FILE" in shown
-    assert "ullage quantize --model" in shown
+def test_the_engines_own_status_is_that_of_the_command() -> None:
+    for status in (0, 2, 143):
+        assert quantize([sys.executable, "-c", f"raise SystemExit({status})"]) == status
 
 
-def test_a_wrong_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    wanted = ["--model", "file:///nowhere", "--format", "int8", "--output", "/tmp/never-written"]
-    assert main(["quantize", *wanted]) == 2
-    error = capfd.readouterr().err.strip()
-    assert error.startswith("error: model.source 'file:///nowhere'")
-    assert "\n" not in error
+def test_the_engine_is_told_to_end() -> None:
+    """Of SIGTERM, so that it removes what is half written."""
+    script = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
+"""
+    assert quantize([sys.executable, "-c", script]) == 143
 
 
 def test_a_command_that_dies_is_explained() -> None:
-    with pytest.raises(LocalFailure, match="status 3"):
+    with pytest.raises(LocalFailure, match="status 3 for the reason above"):
         quantize([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(LocalFailure, match="by signal 9"):
+        quantize([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     with pytest.raises(LocalFailure, match="cannot run"):
         quantize(["/nowhere/python"])

@@ -78,6 +78,11 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
         ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
         ({"pools": {"large": {"nccl": {"PATH": "/"}}}}, "spec.pools.large.nccl: nccl sets"),
+        *(
+            ({"pools": {pool: {"nccl": {name: "x"}}}}, f"spec.pools.{pool}.nccl: nccl sets no var")
+            for pool in ("single", "large")
+            for name in ("NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "TORCH_NCCL_PATH")
+        ),
         ({"pools": {"large": {"nccl": {"NCCL_DEBUG": 1}}}}, "spec.pools.large.nccl.NCCL_DEBUG: mu"),
         ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
         ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
@@ -131,6 +136,27 @@ def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: st
     model = {"source": "file:///m", "name": "m", "quantization": quantization}
     made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
     assert (made.quantization, made.kv_dtype) == (quantization, "auto")
+
+
+@pytest.mark.parametrize("pool", ["single", "large"])
+def test_a_deterministic_sum_is_over_two_ranks_at_most(manifest: Make, pool: str) -> None:
+    model = {"source": "file:///m", "name": "m", "deterministic": True}
+
+    def with_tensor(tensor: int, pipeline: int) -> dict[str, Any]:
+        parallelism = {"tensor": tensor, "pipeline": pipeline}
+        return {pool: {"gpus": tensor * pipeline, "parallelism": parallelism}}
+
+    assert parse(manifest(model=model, pools=with_tensor(2, 4))).spec.model.deterministic
+    assert parse(manifest(pools=with_tensor(4, 2)))
+    for tensor in (3, 4):
+        (line,) = refusals(manifest(model=model, pools=with_tensor(tensor, 1)))
+        assert line.startswith("spec.model.deterministic: sums over more than 2 tensor ranks")
+
+
+def test_variables_of_nccl_that_only_begin_like_files_are_set(manifest: Make) -> None:
+    nccl = {"NCCL_NET_PLUGIN_MODE": "1", "NCCL_PATHS": "1"}
+    single = parse(manifest(pools={"single": {"nccl": nccl}})).spec.pools.single
+    assert single.nccl == nccl
 
 
 def test_kv_of_fp8_goes_with_everything(manifest: Make) -> None:

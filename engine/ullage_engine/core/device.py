@@ -1,5 +1,6 @@
 """The device of a rank and what of its memory may be used."""
 
+import msgspec
 import torch
 
 from ullage_engine.config import EngineConfig
@@ -52,6 +53,14 @@ def open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
         return Ledger(total, memory.threshold, configurable=True)
     total = int(torch.cuda.mem_get_info(device)[1])
     return Ledger(total, memory.threshold, configurable=False)
+
+
+def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
+    """The configuration of a rank whose CPU budget rank 0 has decided; None: as it was."""
+    if device_bytes is None:
+        return config
+    memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
+    return msgspec.structs.replace(config, memory=memory)
 
 
 def _cpu_bytes(configured: int | None, num_ranks: int) -> int:

@@ -20,7 +20,8 @@ class Chunk:
     """How to choose the next token after the last of `token_ids`; None: a prompt chunk with more
     prompt to come, nothing is sampled."""
     history: list[int]
-    """Prompt and output so far including `token_ids` (penalties need it); never changed."""
+    """Prompt and output so far including `token_ids`; never changed. Only penalties read it: other
+    ranks get none without them."""
     num_prompt_tokens: int
     num_replayed: int = 0
     """The first so many of `token_ids` have their KV already: they are computed again to rebuild

@@ -16,6 +16,7 @@ from ullage_engine.core.device import StartError, open_ledger, prepare_device
 from ullage_engine.core.limits import SchedulerLimits
 from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
 from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
+from ullage_engine.memory.arena import BLOCK_TOKENS
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.messages import Loading
 from ullage_engine.models.dtypes import kv_itemsize, resolve_dtype
@@ -31,11 +32,9 @@ from ullage_engine.parallel.layout import (
 from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
 from ullage_engine.parallel.sizes import group_kv_bytes, transfer_bytes
 from ullage_engine.parallel.slices import Slicer
-from ullage_engine.weights.store import ALIGNMENT, LoadedModel, Tensors, load_weights
+from ullage_engine.weights.store import ALIGNMENT, Cut, LoadedModel, load_weights
 
 log = logging.getLogger("ullage.engine.worker")
-
-BLOCK_TOKENS = 16
 
 _STAGING_BYTES = 16 << 20
 """For messages, token lists and queues, which come and go with requests."""
@@ -114,7 +113,10 @@ class RankStartup:
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Meets the other ranks, at `store` where there are any, and allocates a step's buffers."""
+        """Meets the other ranks, at `store` where there are any, and allocates a step's buffers.
+
+        The last phase before ranks compute together: what one of them may lack it misses here.
+        """
         assert self._loaded is not None, "load comes first"
         settings, neighbours = self.settings, self._meet(store)
         self._runner = ModelRunner(self._loaded, self.device, self.dtype, settings, neighbours)
@@ -129,6 +131,9 @@ class RankStartup:
         self.runner.allocate_arena()
         for name, size in sizes.items():
             self.ledger.allocated(name, size)
+        self._prove()
+        self._reserve_states()
+        self.runner.allocate_kv(1)
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def warm_up(self) -> int:
@@ -138,12 +143,7 @@ class RankStartup:
             KV blocks that fit in what is left; the pool may have no more.
         """
         self._progress("warm_up")(0, 0)
-        error = self.runner.prove()
-        if error is not None:
-            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
         give_back_freed()
-        self._reserve_states()
-        self.runner.allocate_kv(1)
         self.runner.warm_up()
         known = self.ledger.allocated_bytes + self.runner.kv_block_bytes
         self.ledger.record("workspace", max(0, self.meter.used_bytes() - known))
@@ -153,21 +153,23 @@ class RankStartup:
         return self._fitting_blocks()
 
     def allocate_kv(self, num_blocks: int) -> None:
-        """Allocates the pool, as large on every rank, and settles the ledger."""
+        """Allocates the pool, as large on every rank."""
         size = num_blocks * self.runner.kv_block_bytes
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
         self.runner.allocate_kv(num_blocks, self.num_host_slots)
-        # The pool may lie where the first warm-up had its temporaries; give them their place now,
-        # or the first requests would.
-        self.runner.run_largest()
         self.ledger.allocated("kv_pool", size)
         if self.num_host_slots:
             self.ledger.allocated("host_kv", self._host_kv_bytes())
         progress(size, size)
         self._check_prices(size)
-        self._settle()
+
+    def settle(self) -> None:
+        """Runs the largest steps on the pool, which may lie where the first warm-up had its
+        temporaries: they get their place now, or the first requests would. Ends the ledger."""
+        self.runner.run_largest()
+        self._settle_workspace()
 
     def leave(self) -> None:
         """Ends the transfers to other ranks."""
@@ -181,13 +183,13 @@ class RankStartup:
         self._whole = loaded.geometry
         return loaded if part is None else self._own(loaded)
 
-    def _part(self, geometry: ModelGeometry, tensors: Tensors) -> Tensors:
-        """What of the whole model's tensors this rank computes with."""
+    def _part(self, geometry: ModelGeometry) -> Cut:
+        """How this rank's part is cut from the whole model."""
         try:
             check_model(self.config.server.pool, geometry, self.layout)
         except LayoutError as error:
             raise StartError(str(error)) from error
-        return Slicer(geometry, self.layout, self.rank).take(tensors)
+        return Slicer(geometry, self.layout, self.rank).part
 
     def _own(self, loaded: LoadedModel) -> LoadedModel:
         """The model as this rank has it."""
@@ -218,6 +220,11 @@ class RankStartup:
         made = Connected(self._group, rows, hidden, self.dtype, most)
         self.ledger.allocated("transfers", made.nbytes)
         return made
+
+    def _prove(self) -> None:
+        error = self.runner.prove()
+        if error is not None:
+            raise StartError(f"spec.model.deterministic: {error}; set false on this machine")
 
     def _reserve_states(self) -> None:
         """Convolution states are allocated with the first KV pool, all that there can be."""
@@ -279,7 +286,7 @@ class RankStartup:
         if error is not None:
             raise StartError(error)
 
-    def _settle(self) -> None:
+    def _settle_workspace(self) -> None:
         """Records what the workspace holds in the end: the pool may have taken freed parts of it.
 
         What exceeds it, such as the pool's bookkeeping, is staging.

@@ -20,6 +20,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     """Alternatives reported for each token; None reports no log-probabilities at all."""
 
+    @property
+    def is_penalised(self) -> bool:
+        """Whether earlier tokens change the logits of the next."""
+        additive = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return additive or self.repetition_penalty != 1.0
+
 
 class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     """Beam search over one prompt."""

@@ -32,7 +32,10 @@ class Row:
 
     params: SamplingParams
     history: list[int]
+    """Tokens so far; only penalties read it."""
     num_prompt_tokens: int
+    position: int
+    """Of the token to choose."""
 
     @property
     def is_greedy(self) -> bool:
@@ -43,12 +46,6 @@ class Row:
         params = self.params
         return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
-    @property
-    def is_penalised(self) -> bool:
-        params = self.params
-        additive = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        return additive or params.repetition_penalty != 1.0
-
 
 def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
     """One token a row of float32 logits [rows, vocab], which penalties change in place.
@@ -56,14 +53,14 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
     The token is in the vocabulary whatever the logits are: NaN counts as the least likely.
     """
     rows = [
-        Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens)
+        Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens, chunk.end)
         for chunk in chunks
         if chunk.sampling is not None
     ]
     _make_finite(logits)
     raw = _raw_logprobs(logits, rows)
     for index, row in enumerate(rows):
-        if row.is_penalised:
+        if row.params.is_penalised:
             penalise(logits[index], row)
             _make_finite(logits[index])
     tokens = choose(logits, rows)
@@ -154,7 +151,7 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(rows: Sequence[Row], like: torch.Tensor) -> torch.Tensor:
-    return _column([uniform(row.params.seed, len(row.history)) for row in rows], like)
+    return _column([uniform(row.params.seed, row.position) for row in rows], like)
 
 
 def _weights(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

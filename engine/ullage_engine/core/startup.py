@@ -1,7 +1,7 @@
 """From a configuration to an engine that steps: rank 0 starts the others and waits for them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +12,25 @@ from ullage_engine.core.pace import Pace
 from ullage_engine.core.rank_startup import RankStartup, Report
 from ullage_engine.core.scheduler import KvPolicy, Scheduler
 from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.ledger import Ledger
+from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.messages import CacheGroupSpec, Profile
 from ullage_engine.models.dtypes import dtype_name
-from ullage_engine.parallel.commands import Allocate, Done, Join, WarmUp
+from ullage_engine.parallel.commands import Allocate, Done, Join, Settle, WarmUp
 from ullage_engine.parallel.errors import RankFailedError
-from ullage_engine.parallel.followers import FollowerCommand, Followers
+from ullage_engine.parallel.followers import Followers
 from ullage_engine.parallel.layout import RankPlace, device_map
 from ullage_engine.parallel.runner import GroupRunner
 from ullage_engine.parallel.sizes import group_kv_bytes, group_state_bytes
+from ullage_engine.weights.errors import WeightsError
 
 log = logging.getLogger("ullage.engine.worker")
+
+_TOLD_S = 2.0
+"""Within this time of an error on rank 0 another rank has said what caused it."""
+
+RankCommand = Callable[[int, str, int | None], Sequence[str]]
+"""The command line of a rank, by its endpoint and, on a CPU, its budget in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +52,14 @@ class Started:
     ranks: list[RankPlace]
 
 
-def start(
-    config: EngineConfig, report: Report, group_path: Path, follower: FollowerCommand
-) -> Started:
+def start(config: EngineConfig, report: Report, group_path: Path, follower: RankCommand) -> Started:
     """Loads the model and sizes everything.
 
     Sockets of other ranks have paths that begin with `group_path`; `follower` is their command.
 
     Raises:
         StartError, LedgerError, WeightsError: one line saying what to change.
+        RankFailedError: another rank met what nobody foresaw; another start may do better.
     """
     own = RankStartup(config, 0, report)
     if own.layout.world == 1:
@@ -61,17 +67,36 @@ def start(
         own.allocate_arenas()
         num_blocks = own.warm_up()
         own.allocate_kv(num_blocks)
+        own.settle()
         meter = own.meter
         return _started(own, own.runner, num_blocks, own.ledger, meter.used_bytes, own.leave)
-    followers = Followers(own.layout.world, group_path, follower)
+    # Decided before any other rank takes memory, or shares would depend on who loads when.
+    budget = own.ledger.total_bytes if own.device.type == "cpu" else None
+
+    def command(rank: int, endpoint: str) -> Sequence[str]:
+        return follower(rank, endpoint, budget)
+
+    followers = Followers(own.layout.world, group_path, command, report)
     try:
         return _start_group(own, followers, group_path)
-    except RankFailedError as error:
+    except BaseException as error:
+        told = _told(error, followers)
         followers.kill()
-        raise StartError(str(error)) from error
-    except BaseException:
-        followers.kill()
-        raise
+        if told is None:
+            raise
+        raise told from error
+
+
+def _told(error: BaseException, followers: Followers) -> Exception | None:
+    """What another rank says of an error that ended the start: when one is gone the others fail
+    too, in the middle of what they compute together. None: it speaks for itself."""
+    own = (StartError, LedgerError, WeightsError)
+    if isinstance(error, own) or not isinstance(error, Exception):
+        return None
+    failed = error if isinstance(error, RankFailedError) else followers.failure(_TOLD_S)
+    if failed is None or failed.may_retry:
+        return None if failed is error else failed
+    return StartError(str(failed))
 
 
 def _start_group(own: RankStartup, followers: Followers, group_path: Path) -> Started:
@@ -87,6 +112,9 @@ def _start_group(own: RankStartup, followers: Followers, group_path: Path) -> St
     num_blocks = min(own.warm_up(), *(answer.num_blocks for answer in followers.done()))
     followers.tell_all(Allocate(num_blocks))
     own.allocate_kv(num_blocks)
+    followers.done()
+    followers.tell_all(Settle())
+    own.settle()
     ledger = group_ledger(own.ledger, followers.done())
 
     def used_bytes() -> int:

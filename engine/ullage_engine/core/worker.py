@@ -3,7 +3,8 @@
 It connects to the server's socket, loads, says Ready, and steps as long as it has work. It ends
 with the server: by Shutdown, or killed by the kernel when the server is gone.
 
-exit status: 0 told to stop or the server is gone, 2 wrong configuration or model
+exit status: 0 told to stop or the server is gone, 1 an error that nobody foresaw, 2 wrong
+configuration or model
 """
 
 import argparse
@@ -23,7 +24,7 @@ import zmq
 from ullage_engine.config import BatchingSection, EngineConfig, read_config
 from ullage_engine.core.device import StartError
 from ullage_engine.core.parent import die_with_parent
-from ullage_engine.core.startup import Started, start
+from ullage_engine.core.startup import RankCommand, Started, start
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.memory.predictor import block_bytes
 from ullage_engine.memory.pressure import PressureController
@@ -42,7 +43,7 @@ from ullage_engine.messages import (
     ToWorker,
     WorkerState,
 )
-from ullage_engine.parallel.followers import FollowerCommand
+from ullage_engine.parallel.errors import one_line
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
 from ullage_rpc.config import ConfigError
@@ -258,12 +259,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, link: Link) -> int:
     try:
         config = read_config(options.config)
-        logs.configure(config.server.log_level)
+        logs.configure(config.server.log_level, fields={"rank": 0} if config.gpus > 1 else {})
         group_path = Path(options.endpoint.removeprefix("ipc://"))
         started = start(config, link.send, group_path, _follower(options.config))
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(StartFailed(error=str(error)))
         return 2
+    except ServerGoneError:
+        raise
+    except Exception as error:
+        log.exception("the worker cannot start")
+        link.send(StartFailed(error=one_line(error), may_retry=True))
+        return 1
     _log_start(config, started)
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
@@ -272,10 +279,15 @@ def _serve(options: argparse.Namespace, link: Link) -> int:
     return 0
 
 
-def _follower(config: Path) -> FollowerCommand:
+def _follower(config: Path) -> RankCommand:
     base = [sys.executable, "-m", "ullage_engine.parallel.follower", "--config", str(config)]
     base += ["--parent", str(os.getpid())]
-    return lambda rank, endpoint: [*base, "--rank", str(rank), "--endpoint", endpoint]
+
+    def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
+        budget = [] if device_bytes is None else ["--device-bytes", str(device_bytes)]
+        return [*base, "--rank", str(rank), "--endpoint", endpoint, *budget]
+
+    return command
 
 
 def _log_start(config: EngineConfig, started: Started) -> None:

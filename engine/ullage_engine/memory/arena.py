@@ -26,6 +26,9 @@ FLOAT32_BYTES = 4
 CODE_BYTES = 1
 """Of a float8."""
 
+BLOCK_TOKENS = 16
+"""Of a block of KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:

@@ -9,6 +9,19 @@ GroupLostError    another rank is gone
 class RankFailedError(Exception):
     """Another rank cannot serve; one line with its rank and its reason."""
 
+    def __init__(self, message: str, may_retry: bool = False) -> None:
+        """`may_retry`: nobody foresaw the reason, so another start may do better."""
+        super().__init__(message)
+        self.may_retry = may_retry
+
 
 class GroupLostError(RuntimeError):
     """Another rank is gone, or out of step with this one; only a new group helps."""
+
+
+def one_line(error: Exception) -> str:
+    """An error that nobody foresaw, for a message: its class, and the first line that it says."""
+    if isinstance(error, RankFailedError):
+        return str(error)
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -4,13 +4,16 @@ It loads its part of the model, answers each command of the start, and then comp
 every step. It ends with rank 0, killed by the kernel if need be. Whatever it cannot do while
 serving ends it, and with it the group.
 
-exit status: 0 told to stop, 2 it has told rank 0 why it cannot serve
+exit status: 0 told to stop, 2 it has told rank 0 why it cannot serve, 4 the same of what nobody
+foresaw in its start
 """
 
 import argparse
 import gc
+import logging
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +21,11 @@ import msgspec
 import zmq
 
 from ullage_engine.config import read_config
-from ullage_engine.core.device import StartError
+from ullage_engine.core.device import StartError, with_budget
 from ullage_engine.core.parent import die_with_parent
 from ullage_engine.core.rank_startup import RankStartup
 from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.messages import Loading
 from ullage_engine.parallel.commands import (
     Allocate,
     Done,
@@ -30,18 +34,24 @@ from ullage_engine.parallel.commands import (
     Join,
     Move,
     Sampled,
+    Settle,
     Stop,
     ToFollower,
     ToLeader,
     WarmUp,
 )
+from ullage_engine.parallel.errors import one_line
+from ullage_engine.parallel.followers import CANNOT_SERVE, START_FAILED
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.runner import RankRunner
 from ullage_engine.weights.errors import WeightsError
 from ullage_rpc import logs
 from ullage_rpc.config import ConfigError
 
+log = logging.getLogger("ullage.engine.group")
+
 _LINGER_MS = 2_000
+_PROGRESS_S = 1.0
 
 
 class LeaderLink:
@@ -65,6 +75,23 @@ class LeaderLink:
         self._socket.close()
 
 
+class Reporter:
+    """Tells rank 0 how far this one's start is: its stages, their ends, and once a second."""
+
+    def __init__(self, rank: int, link: LeaderLink) -> None:
+        self._rank = rank
+        self._link = link
+        self._told = ("", 0.0)
+
+    def __call__(self, loading: Loading) -> None:
+        stage, told_at = self._told
+        now, is_done = time.monotonic(), loading.done_bytes >= loading.total_bytes
+        if loading.stage == stage and now - told_at < _PROGRESS_S and not is_done:
+            return
+        self._told = (loading.stage, now)
+        self._link.send(msgspec.structs.replace(loading, rank=self._rank))
+
+
 def prepare(rank: RankStartup, link: LeaderLink) -> None:
     """Carries out the commands of the start, up to the one that ends it."""
     rank.load()
@@ -78,6 +105,9 @@ def prepare(rank: RankStartup, link: LeaderLink) -> None:
                 link.send(Done(num_blocks=rank.warm_up()))
             case Allocate(num_blocks=num_blocks):
                 rank.allocate_kv(num_blocks)
+                link.send(Done())
+            case Settle():
+                rank.settle()
                 ledger = rank.ledger
                 link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
                 return
@@ -109,21 +139,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = LeaderLink(context, options.endpoint)
     try:
-        return _serve(options.config, options.rank, link)
+        return _serve(options, link)
     finally:
         link.close()
         context.term()
 
 
-def _serve(path: Path, number: int, link: LeaderLink) -> int:
+def _serve(options: argparse.Namespace, link: LeaderLink) -> int:
+    number: int = options.rank
     try:
-        config = read_config(path)
-        logs.configure(config.server.log_level)
-        rank = RankStartup(config, number, lambda loading: None)
+        config = with_budget(read_config(options.config), options.device_bytes)
+        logs.configure(config.server.log_level, fields={"rank": number})
+        rank = RankStartup(config, number, Reporter(number, link))
         prepare(rank, link)
     except (ConfigError, StartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
-        return 2
+        return CANNOT_SERVE
+    except Exception as error:
+        log.exception("the rank cannot start")
+        link.send(Failed(one_line(error), may_retry=True))
+        return START_FAILED
     gc.freeze()
     follow(rank.runner, _samples(rank.layout, number), link)
     rank.leave()
@@ -142,6 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
     parser.add_argument("--rank", type=int, required=True, help="which part to compute, from 1")
     parser.add_argument("--endpoint", required=True, help="ZeroMQ address of rank 0")
+    parser.add_argument("--device-bytes", type=int, help="budget of the rank's CPU device")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     return parser.parse_args(arguments)
 

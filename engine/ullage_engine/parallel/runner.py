@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ullage_engine.core.plan import Moves, SampledToken, StepPlan
-from ullage_engine.parallel.commands import Execute, Move, without_history
+from ullage_engine.parallel.commands import Execute, Move, for_rank
 from ullage_engine.parallel.errors import GroupLostError
 from ullage_engine.parallel.followers import Followers
 from ullage_engine.parallel.layout import RankLayout
@@ -45,9 +45,9 @@ class GroupRunner:
         Raises:
             GroupLostError: the group is of no more use.
         """
-        lean = Execute(without_history(plan))
+        plans = {samples: Execute(for_rank(plan, samples)) for samples in (True, False)}
         for rank in self._followers.ranks:
-            self._followers.tell(rank, Execute(plan) if rank == self._sampling_rank else lean)
+            self._followers.tell(rank, plans[rank == self._sampling_rank])
         try:
             tokens = self._own.execute(plan)
         except Exception as error:

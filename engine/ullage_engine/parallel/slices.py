@@ -6,7 +6,6 @@ its ranks after each. Norms and the router are small and whole; so is the vocabu
 first and the last stage hold.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,9 +68,9 @@ class Slicer:
         pieces = [tensor.narrow(cut.axis, run.start, run.count) for run in cut.runs]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, cut.axis)
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All parts of the rank, under the names of the whole model."""
-        return {name: self.cut(name, each) for name, each in tensors.items() if self.holds(name)}
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The rank's part of a tensor; None where it computes with none of it."""
+        return self.cut(name, tensor) if self.holds(name) else None
 
 
 def _cuts(geometry: ModelGeometry, layout: RankLayout, rank: int) -> dict[str, Cut]:

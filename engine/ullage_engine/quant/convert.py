@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ullage_engine.config import ModelSection
 from ullage_engine.models.dtypes import resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.quant.directory import STATISTICS, ModelDirectory, quantization_config
+from ullage_engine.quant.directory import (
+    STATISTICS,
+    ModelDirectory,
+    quantization_config,
+    unfinished_folder,
+)
 from ullage_engine.quant.formats import Format, Quantized, chosen_encoding
 from ullage_engine.quant.rounding import quantise
 from ullage_engine.quant.smoothing import FED_BY, Maxima, calibrate, smoothing
@@ -58,16 +64,17 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     """
     files = resolve_source(conversion.model)
     reader = open_checkpoint(files)
-    _check(conversion, reader, files)
-    maxima = _maxima(conversion, files, progress)
+    _check_model(conversion, reader, files)
     try:
-        conversion.output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=conversion.output.parent) as folder:
-            _write(conversion, files, reader, maxima, Path(folder), progress)
-            _publish(Path(folder), conversion.output)
-    except OSError as error:
+        _check_output(conversion.output)
+        with unfinished_folder(conversion.output) as folder:
+            maxima = _maxima(conversion, files, folder, progress)
+            _write(conversion, files, reader, maxima, folder, progress)
+            _publish(folder, conversion.output)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise WeightsError(
-            f"--output {conversion.output}: {error.strerror or error}; "
+            f"--output {conversion.output}: {reason}; "
             "name a folder that can be written and has room"
         ) from error
     return sum(each.stat().st_size for each in conversion.output.glob("*.safetensors"))
@@ -81,9 +88,14 @@ def _publish(folder: Path, output: Path) -> None:
         file.replace(output / file.name)
 
 
-def _check(conversion: Conversion, reader: CheckpointReader, files: ModelFiles) -> None:
-    if conversion.output.exists() and any(conversion.output.iterdir()):
-        raise WeightsError(f"--output {conversion.output}: not empty; name a folder that is new")
+def _check_output(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise WeightsError(f"--output {output}: is a file; name a folder that is new")
+    if output.exists() and any(output.iterdir()):
+        raise WeightsError(f"--output {output}: not empty; name a folder that is new")
+
+
+def _check_model(conversion: Conversion, reader: CheckpointReader, files: ModelFiles) -> None:
     if reader.formats:
         raise WeightsError(
             f"--model {conversion.model}: quantised as {', '.join(sorted(reader.formats))} "
@@ -93,6 +105,12 @@ def _check(conversion: Conversion, reader: CheckpointReader, files: ModelFiles) 
         raise WeightsError(
             f"--model {conversion.model}: its rotary factors have no place in config.json; "
             "name the model's directory of safetensors"
+        )
+    if any(part.rearrange for plan in plan_tensors(reader.geometry) for part in plan.parts):
+        raise WeightsError(
+            f"--model {conversion.model}: no checkpoint format holds the experts of "
+            f"{reader.geometry.architecture} in {conversion.format}; serve the unquantised model "
+            f"with spec.model.quantization: {conversion.format}"
         )
     if conversion.format == "w8a8":
         _check_calibration(conversion, reader.geometry)
@@ -107,7 +125,7 @@ def _check_calibration(conversion: Conversion, geometry: ModelGeometry) -> None:
         )
 
 
-def _maxima(conversion: Conversion, files: ModelFiles, progress: Progress) -> Maxima:
+def _maxima(conversion: Conversion, files: ModelFiles, folder: Path, progress: Progress) -> Maxima:
     if conversion.text is None or conversion.format != "w8a8":
         return {}
     try:
@@ -120,9 +138,9 @@ def _maxima(conversion: Conversion, files: ModelFiles, progress: Progress) -> Ma
     if not tokens:
         raise WeightsError(f"--calibrate {conversion.text}: no text in it; name another file")
     dtype = resolve_dtype("auto", _CPU)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=folder) as prepared:
         section = ModelSection(source=conversion.model, name="calibration")
-        loaded = load_weights(section, _CPU, dtype, Path(folder), lambda done, total: None)
+        loaded = load_weights(section, _CPU, dtype, Path(prepared), lambda done, total: None)
         return calibrate(loaded, dtype, tokens, lambda *counts: progress("calibrated", *counts))
 
 
@@ -139,13 +157,13 @@ def _write(
     for index, plan in enumerate(plans):
         progress("quantised", index, len(plans))
         for part in plan.parts:
-            if is_matrix(plan) and part.rearrange is None:
+            if is_matrix(plan):
                 matrix = _matrix(conversion.format, reader, smoothed, plan, part)
                 directory.add_matrix(part.source, matrix)
             else:
                 directory.add(part.source, _plain(smoothed.read(plan, part)))
     config = _config(files, reader)
-    config["quantization_config"] = quantization_config(conversion.format)
+    config["quantization_config"] = quantization_config(conversion.format, directory.plain_linears)
     directory.finish(config, files.path)
     if maxima:
         save_file(maxima, folder / STATISTICS)

@@ -44,6 +44,8 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     has_zeros: bool = False
     is_tiled: bool = False
     """int4 in the layout of torch's CPU kernel instead of row by row."""
+    count: int = 1
+    """Of tiled matrices one above the other, so many have their scales to themselves."""
 
     @property
     def num_groups(self) -> int:

@@ -28,6 +28,11 @@ class IntegerMatrices:
     def __init__(self, reader: SafetensorsReader, config: ModelConfig, bits: int) -> None:
         self._reader, self._bits = reader, bits
         self._group = config.int("group_size", 128)
+        if self._group != -1 and self._group < 1:
+            raise WeightsError(
+                f"{config.path}: quantization_config.group_size is {self._group}; "
+                "use a model with groups of at least one column, or -1"
+            )
 
     @property
     def formats(self) -> frozenset[Format]:
@@ -60,7 +65,16 @@ class IntegerMatrices:
 
     def _scales(self, stem: str) -> torch.Tensor:
         """float32 [out, groups]."""
-        return self._reader.read(f"{stem}.scales").to(torch.float32).t()
+        scales = self._reader.read(f"{stem}.scales").to(torch.float32).t()
+        rows, columns = self._shape(stem)
+        groups = 1 if self._group == -1 else -(-columns // self._group)
+        if tuple(scales.shape) != (rows, groups):
+            raise WeightsError(
+                f"tensor '{stem}.scales' has {list(scales.shape[::-1])} scales, but "
+                f"quantization_config.group_size {self._group} needs {[groups, rows]}; "
+                "download the model again"
+            )
+        return scales
 
     def _groups(self, stem: str) -> torch.Tensor:
         """The group of each column."""
@@ -91,9 +105,17 @@ class GptqMatrices(IntegerMatrices):
             raise WeightsError(
                 f"{config.path}: quantization_config.bits is {bits}; use a model of 4 or 8 bits"
             )
+        _require(
+            config,
+            checkpoint_format=("gptq", "gptq_v2", None),
+            is_marlin_format=(False, None),
+            pack_dtype=("int32", None),
+            dynamic=({}, None),
+        )
         super().__init__(reader, config, bits)
         # The second version of the format stores zero points as they are.
         self._less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        self._path, self._desc_act = config.path, config.bool("desc_act", False)
 
     def _shape(self, stem: str) -> tuple[int, int]:
         packed = self._reader.shape(f"{stem}.qweight")
@@ -109,20 +131,27 @@ class GptqMatrices(IntegerMatrices):
 
     def _groups(self, stem: str) -> torch.Tensor:
         name = f"{stem}.g_idx"
-        return self._reader.read(name).long() if name in self._reader else super()._groups(stem)
+        if name in self._reader:
+            return self._reader.read(name).long()
+        if self._desc_act:
+            raise WeightsError(
+                f"{self._path}: quantization_config.desc_act is true, but tensor {name!r} is "
+                "missing; download the model again"
+            )
+        return super()._groups(stem)
 
 
 class AwqMatrices(IntegerMatrices):
     """`quant_method: awq`."""
 
     def __init__(self, reader: SafetensorsReader, config: ModelConfig) -> None:
-        for key, expected in (("bits", 4), ("version", "gemm")):
-            value = config.get(key, expected)
-            if value != expected and str(value).lower() != expected:
-                raise WeightsError(
-                    f"{config.path}: quantization_config.{key} is {value!r}; "
-                    f"use a model with {expected!r}"
-                )
+        _require(
+            config,
+            bits=(4, None),
+            version=("gemm", "GEMM", None),
+            backend=("autoawq", None),
+            zero_point=(True, None),
+        )
         super().__init__(reader, config, 4)
 
     def _shape(self, stem: str) -> tuple[int, int]:
@@ -139,3 +168,14 @@ class AwqMatrices(IntegerMatrices):
         codes = unpack_last(self._reader.read(name), 4)
         words = codes.view(codes.shape[0], -1, len(AWQ_ORDER))
         return torch.index_select(words, 2, torch.tensor(AWQ_ORDER).argsort()).flatten(1)
+
+
+def _require(config: ModelConfig, **known: tuple[object, ...]) -> None:
+    """Refuses other values of what changes the numbers' meaning."""
+    for key, values in known.items():
+        if config.get(key) not in values:
+            names = ", ".join("none" if each is None else repr(each) for each in values)
+            raise WeightsError(
+                f"{config.path}: quantization_config.{key} is {config.get(key)!r}; "
+                f"use a model with one of {names}"
+            )

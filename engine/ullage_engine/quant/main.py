@@ -1,10 +1,13 @@
 """`python -m ullage_engine.quant.main`: quantises a model; `ullage quantize` runs it."""
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -21,7 +24,7 @@ examples:
 
 Serve the result with model.source: file:///... and model.quantization: none.
 w8a8 needs a text of the kind that the model is used for; 16,384 tokens of it are read.
-exit status: 0 written, 2 wrong model, text or folder
+exit status: 0 written, 2 wrong model, text or folder, 130 and 143 interrupted
 """
 
 _REPORT_S = 1.0
@@ -39,12 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alpha=options.alpha,
     )
     try:
-        nbytes = convert(conversion, reporter())
+        with ended_by_exit():
+            nbytes = convert(conversion, reporter())
+    except KeyboardInterrupt:
+        return 130
     except (WeightsError, TokenizerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {nbytes / 2**20:.0f} MiB of weights to {options.output}")
     return 0
+
+
+@contextmanager
+def ended_by_exit() -> Iterator[None]:
+    """Turns SIGTERM into an exit that removes what is half written."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def reporter() -> Progress:
@@ -74,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--alpha", type=_share, default=0.5, help="how far w8a8 smooths activations, 0 to 1 (0.5)"
     )
-    parser.add_argument("--threads", type=int, help="CPU threads (every core)")
+    parser.add_argument("--threads", type=_count, help="CPU threads (every core)")
     return parser
 
 
@@ -82,6 +102,13 @@ def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return value
 
 

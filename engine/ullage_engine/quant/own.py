@@ -27,6 +27,7 @@ class OwnMatrices:
     """See the module."""
 
     def __init__(self, reader: SafetensorsReader, config: ModelConfig) -> None:
+        config.require(format="int4")
         self._reader = reader
 
     @property

@@ -3,7 +3,8 @@
 int4, row by row: two columns a byte, the even one in the low half; mxfp4 the same, and its scales
 are a byte each. int4, tiled: for each 64 rows
 and column 32 bytes, row r in the low half and row r + 32 in the high half of byte r, which is what
-torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs [groups, out, 2].
+torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs [groups, out, 2],
+of experts one expert's after another's.
 """
 
 from functools import cache
@@ -41,7 +42,8 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """[out, groups], or [groups, out, 2] with the zeros where tiled."""
+        """[out, groups], or [count, groups, out / count, 2] with the zeros where tiled and of more
+        than one matrix; [groups, out, 2] of one."""
         return self.pieces[SCALES]
 
     @property
@@ -50,16 +52,18 @@ class Packed(NamedTuple):
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
-        """So many matrices that lie one above the other."""
+        """So many matrices that lie one above the other, all of them this one's memory."""
+        assert not self.encoding.is_tiled or self.encoding.count == count, "scales lie together"
         rows, columns = self.encoding.shape
-        part = msgspec.structs.replace(self.encoding, shape=(rows // count, columns))
-        pairs = self.encoding.is_tiled
-        # Only the scales of tiles lie side by side; the kernel wants each matrix's together.
+        part = msgspec.structs.replace(self.encoding, shape=(rows // count, columns), count=1)
         chunks = {
-            name: [each.contiguous() for each in tensor.chunk(count, int(pairs and name == SCALES))]
+            name: tensor if self._is_apart(name) else tensor.view(count, -1, *tensor.shape[1:])
             for name, tensor in self.pieces.items()
         }
         return [Packed(part, {n: each[i] for n, each in chunks.items()}) for i in range(count)]
+
+    def _is_apart(self, name: str) -> bool:
+        return self.encoding.count > 1 and name == SCALES
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
@@ -69,7 +73,9 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
     scales = Piece(SCALES, (rows, encoding.num_groups), scale_type)
     if encoding.is_tiled:
         tiles = (rows // TILE_ROWS, columns, _HALF)
-        pairs = (encoding.num_groups, rows, 2)
+        pairs: tuple[int, ...] = (encoding.num_groups, rows, 2)
+        if encoding.count > 1:
+            pairs = (encoding.count, encoding.num_groups, rows // encoding.count, 2)
         return [Piece(VALUES, tiles, torch.uint8), Piece(SCALES, pairs, scale_type)]
     width = columns // 2 if encoding.format in ("int4", "mxfp4") else columns
     byte = torch.int8 if encoding.format in ("int8", "w8a8") else torch.uint8
@@ -82,6 +88,8 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
     if encoding.is_tiled:
         assert quantized.zeros is not None, "tiles hold scales and zeros in pairs"
         pairs = torch.stack([quantized.scales.t(), quantized.zeros.t()], dim=2)
+        if encoding.count > 1:
+            pairs = pairs.view(pairs.shape[0], encoding.count, -1, 2).transpose(0, 1).contiguous()
         return {VALUES: pack_tiles(_codes(quantized.values)), SCALES: pairs.to(dtype)}
     scale_type = _scale_type(encoding, dtype)
     pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(scale_type)}
@@ -94,7 +102,10 @@ def unpack(packed: Packed) -> Quantized:
     """The opposite of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
-        scales, zeros = packed.scales.unbind(dim=2)
+        pairs = packed.scales
+        if encoding.count > 1:
+            pairs = pairs.transpose(0, 1).flatten(1, 2)
+        scales, zeros = pairs.unbind(dim=2)
         values = unpack_tiles(packed.values).view(torch.int8) + LEAST["int4"]
         return Quantized("int4", values, scales.t(), zeros.t())
     values = packed.values
@@ -160,7 +171,8 @@ def laid_out_for(
     is_cpu = device.type == "cpu" and dtype == torch.bfloat16
     known_group = encoding.group in (32, 64, 128)
     is_tiled = fits and is_cpu and known_group and cpu_reads_tiles()
-    return msgspec.structs.replace(encoding, is_tiled=is_tiled)
+    count = num_matrices if is_tiled else 1
+    return msgspec.structs.replace(encoding, is_tiled=is_tiled, count=count)
 
 
 @cache

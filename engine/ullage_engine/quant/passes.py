@@ -12,12 +12,10 @@ from ullage_engine.kernels.buffers import allocate
 from ullage_engine.kernels.pool import KVPool, StatePool
 from ullage_engine.layers.compute import FastCompute
 from ullage_engine.layers.matrix import Matrix
-from ullage_engine.memory.arena import StepLimits, gather_tokens, step_arena
+from ullage_engine.memory.arena import BLOCK_TOKENS, StepLimits, gather_tokens, step_arena
 from ullage_engine.models.decoder import Decoder
 from ullage_engine.models.dtypes import KvDtype
 from ullage_engine.weights.store import LoadedModel
-
-BLOCK_TOKENS = 16
 
 Wrap = Callable[[str, Matrix], Matrix]
 

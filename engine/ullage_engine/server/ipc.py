@@ -1,6 +1,7 @@
 """The server's end of the wire to its worker: a ZeroMQ PAIR, one msgpack message a frame."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -10,10 +11,23 @@ from ullage_engine.messages import ToServer, ToWorker
 
 # Longest path of a Unix socket, less the terminating zero.
 MAX_PATH_BYTES = 107
+_PREFIX = "worker-"
 
 
 class EndpointError(Exception):
     """The socket cannot be made; one line naming server.run_dir."""
+
+
+def endpoint(run_dir: Path, number: int) -> str:
+    """Where the worker with this number connects; sockets of its ranks have longer names."""
+    return f"ipc://{run_dir}/{_PREFIX}{number}.ipc"
+
+
+def clear_endpoints(run_dir: Path) -> None:
+    """Removes what workers that were killed left behind. Call it while there is none."""
+    for path in run_dir.glob(f"{_PREFIX}*"):
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 class ServerLink:

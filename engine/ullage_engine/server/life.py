@@ -31,7 +31,9 @@ class WorkerLife:
         self.served = False
         """It has done a step."""
         self.start_error = ""
-        self._logged = ("", 0.0)
+        self.may_retry = True
+        """Another start may do better."""
+        self._logged = (("", 0), 0.0)
         self._watch = watch
         self._looked_at = self.started_at
         self._asked_at = self.started_at
@@ -74,16 +76,18 @@ class WorkerLife:
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def progress(self, loading: Loading) -> None:
-        """Logs how far the start is: each stage's beginning and end, and once a second."""
+        """Logs how far the start is: a rank's stages, their ends, and once a second."""
         stage, logged_at = self._logged
+        loading_stage = loading.stage, loading.rank
         now = time.monotonic()
         is_done = loading.done_bytes >= loading.total_bytes
-        if loading.stage == stage and now - logged_at < _PROGRESS_S and not is_done:
+        if loading_stage == stage and now - logged_at < _PROGRESS_S and not is_done:
             return
-        self._logged = (loading.stage, now)
+        self._logged = (loading_stage, now)
         log.info(
             "loading",
             extra={
+                "rank": loading.rank,
                 "stage": loading.stage,
                 "done_bytes": loading.done_bytes,
                 "total_bytes": loading.total_bytes,

@@ -32,7 +32,7 @@ from ullage_engine.messages import (
 )
 from ullage_engine.server.board import Board
 from ullage_engine.server.child import ChildProcess
-from ullage_engine.server.ipc import ServerLink
+from ullage_engine.server.ipc import ServerLink, clear_endpoints, endpoint
 from ullage_engine.server.journal import Entry, Journal, Submission
 from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
@@ -171,10 +171,11 @@ class Supervisor:
         return life
 
     async def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
-        endpoint = f"ipc://{self._run_dir}/worker-{self._num_lives}.ipc"
-        link = ServerLink(context, endpoint)
+        clear_endpoints(self._run_dir)
+        address = endpoint(self._run_dir, self._num_lives)
+        link = ServerLink(context, address)
         try:
-            process = ChildProcess(self._command(endpoint), self._environment)
+            process = ChildProcess(self._command(address), self._environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise
@@ -237,8 +238,8 @@ class Supervisor:
                 life.progress(message)
             case Ready():
                 self._ready(life, message)
-            case StartFailed(error=error):
-                life.start_error = error
+            case StartFailed(error=error, may_retry=may_retry):
+                life.start_error, life.may_retry = error, may_retry
 
     def _ready(self, life: WorkerLife, ready: Ready) -> None:
         life.ready_at = time.monotonic()
@@ -285,7 +286,7 @@ class Supervisor:
         """Decides what a worker's end means, and waits as long as the policy says."""
         status = life.exited.result()
         log.warning("worker ended", extra={"pid": life.process.pid, "status": status})
-        if self._board.ready is None and (life.start_error or status == 2):
+        if self._board.ready is None and (status == 2 or not life.may_retry):
             raise StartError(life.start_error or "the worker could not start; see its log above")
         self._board.worker_lost()
         self._metrics.worker_restarts.inc()

@@ -23,6 +23,9 @@ MATRICES = frozenset(
 """Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
 computing type."""
 
+_NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""Types whose elements are what they say, without a scale."""
+
 FLOAT32 = frozenset({"router_bias"})
 """What stays float32 in any computing type: rounded, it would choose other experts."""
 
@@ -92,6 +95,11 @@ class PreparedTensor:
     def _read(self, part: Part) -> torch.Tensor:
         tensor = self.reader.read(part.source)
         self._check_shape(part, tuple(tensor.shape), part.shape)
+        if tensor.dtype not in _NUMBERS:
+            raise WeightsError(
+                f"{self.source}: tensor {part.source!r} is {tensor.dtype} and has no scale that is "
+                "known; use a model of another quantisation, or the unquantised one"
+            )
         return tensor if part.rearrange is None else part.rearrange(tensor)
 
 

@@ -48,6 +48,10 @@ class SafetensorsReader(PlainMatrices):
         """Of one tensor, without reading it."""
         return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
+    def dtype(self, name: str) -> str:
+        """Of one tensor as safetensors name it (BF16, I8), without reading it."""
+        return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor as stored."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]

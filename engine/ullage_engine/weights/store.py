@@ -31,7 +31,7 @@ from ullage_engine.weights.source import ModelFiles, resolve_source
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 """Raise it when prepared files change in any way."""
 
 ALIGNMENT = 4096
@@ -44,10 +44,11 @@ STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
 
-Tensors = dict[str, torch.Tensor]
+Cut = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""What one of several ranks needs of a tensor; None: nothing."""
 
-Part = Callable[[ModelGeometry, Tensors], Tensors]
-"""Of a whole model's tensors, those that one of several ranks needs, or what it needs of them."""
+Part = Callable[[ModelGeometry], Cut]
+"""How a whole model is cut for one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,8 @@ def load_weights(
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
-    On a CPU the tensors are the file's pages; elsewhere they are copied to the device. With `part`
-    only its result is; everything else said of the model is said of the whole.
+    On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
+    the other. With `part` only what it cuts is; all else said of the model is said of the whole.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -250,12 +251,18 @@ def _aligned(offset: int) -> int:
 def _map(path: Path, header: Header, device: torch.device, part: Part | None) -> LoadedModel:
     # Private and never written: pages stay shared with every other process that maps the file.
     storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
-    tensors = {}
+    cut: Cut = part(header.geometry) if part is not None else lambda name, tensor: tensor
+    placed = {}
     for stored in header.tensors:
-        dtype = STORED_DTYPES[stored.dtype]
-        end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
-        tensors[stored.name] = storage[stored.offset : end].view(dtype).view(stored.shape)
-    if part is not None:
-        tensors = part(header.geometry, tensors)
-    placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+        # Cut and placed before the next one, so that copies of parts never fill host memory.
+        own = cut(stored.name, _stored(storage, stored))
+        if own is not None:
+            placed[stored.name] = own.to(device)
     return LoadedModel(header.geometry, placed, header.nbytes, header.encodings)
+
+
+def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """A view of the file's bytes."""
+    dtype = STORED_DTYPES[stored.dtype]
+    end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
+    return storage[stored.offset : end].view(dtype).view(stored.shape)

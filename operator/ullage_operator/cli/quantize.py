@@ -4,6 +4,7 @@ The engine's package does the work in a process of its own: the operator does no
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 
@@ -35,14 +36,29 @@ def quantize(command: list[str]) -> int:
         LocalFailure: it could not run at all.
     """
     try:
-        status = subprocess.run(command, check=False).returncode
+        status = _run(command)
     except OSError as error:
         raise LocalFailure(f"cannot run {command[0]}: {error.strerror}") from error
     except KeyboardInterrupt:
         return 130
-    if status not in (0, 2):
+    if status < 0:
         raise LocalFailure(
-            f"quantize ended with status {status}; it needs ullage[engine] installed "
-            "and memory for the largest matrix and a shard of 2 GiB"
+            f"quantize was ended by signal {-status}; if that was for memory, it needs room for "
+            "the largest matrix and a shard of 2 GiB"
+        )
+    if status not in (0, 2, 130, 143):
+        raise LocalFailure(
+            f"quantize ended with status {status} for the reason above; "
+            "if a module is missing, install ullage[engine]"
         )
     return status
+
+
+def _run(command: list[str]) -> int:
+    """Waits for the command to clean up, however this process is told to end."""
+    with subprocess.Popen(command) as process:
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, previous)

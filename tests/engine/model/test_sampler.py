@@ -155,7 +155,7 @@ def test_penalties_are_the_naive_formula(
     params = SamplingParams(
         repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
     )
-    penalise(logits, Row(params, history, prompt))
+    penalise(logits, Row(params, history, prompt, len(history)))
     assert logits.tolist() == pytest.approx(expected, abs=1e-5)
 
 

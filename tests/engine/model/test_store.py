@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,28 @@ def test_an_unusable_folder_is_named(save_llama: Save, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match=r"server\.weights_dir"):
         load_into(tmp_path / "file" / "prepared", source)
+
+
+def test_parts_are_on_their_device_before_more_of_them_are_cut(
+    save_llama: Save, tmp_path: Path
+) -> None:
+    _, source = save_llama()
+    section, meta = ModelSection(source=f"file://{source}", name="test"), torch.device("meta")
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if name == "norm":
+            return None
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        alive.append(sum(each() is not None for each in copies))
+        return copy
+
+    loaded = load_weights(
+        section, meta, torch.float32, tmp_path, lambda done, total: None, lambda geometry: cut
+    )
+    assert len(loaded.tensors) == len(copies) > 5
+    assert "norm" not in loaded.tensors and "embedding" in loaded.tensors
+    assert {each.device for each in loaded.tensors.values()} == {meta}
+    assert max(alive) <= 2  # the one being cut and the one before

@@ -33,7 +33,7 @@ class OutOfMemory:
 def test_a_step_that_fails_on_one_rank_is_never_tried_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    followers = Followers(1, tmp_path_factory.mktemp("g") / "g", lambda rank, endpoint: [])
+    followers = Followers(1, tmp_path_factory.mktemp("g") / "g", lambda rank, endpoint: [], print)
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(followers.kill)
         runner = GroupRunner(OutOfMemory(), followers, RankLayout(2, 1))

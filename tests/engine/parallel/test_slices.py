@@ -71,7 +71,11 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def parts_of(whole: dict[str, torch.Tensor], layout: RankLayout) -> list[dict[str, torch.Tensor]]:
-    return [Slicer(GEOMETRY, layout, rank).take(whole) for rank in range(layout.world)]
+    slicers = [Slicer(GEOMETRY, layout, rank) for rank in range(layout.world)]
+    return [
+        {name: part for name in whole if (part := each.part(name, whole[name])) is not None}
+        for each in slicers
+    ]
 
 
 @pytest.mark.parametrize("tensor", [2, 3, 6])

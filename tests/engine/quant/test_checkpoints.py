@@ -44,6 +44,7 @@ SHAPES = {
     LAYER + "mlp.down_proj": (HIDDEN, WIDTH),
 }
 Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
 Pack = Callable[[str, tuple[int, int]], tuple[Tensors, torch.Tensor]]
 """Packs a random matrix; its tensors, and the weights they stand for."""
 
@@ -223,16 +224,111 @@ def test_fp8(tmp_path: Path, seed: int, kind: str) -> None:
     check(tmp_path, save(tmp_path, scaled(seed, torch.float8_e4m3fn, kind), config), "fp8")
 
 
+def compressed(rounded: bool = False, format: str = "int-quantized", **weights: Any) -> Config:
+    """A quantization_config as llm-compressor writes it; `weights` changes that of weights."""
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    activations = {**numbers, "dynamic": True, "strategy": "token"} if rounded else None
+    stored = {**numbers, "strategy": "channel", "dynamic": False, "observer": "minmax", **weights}
+    group = {"targets": ["Linear"], "weights": stored, "input_activations": activations}
+    groups = {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
 @pytest.mark.parametrize("rounded", [False, True])
 def test_int8_of_compressed_tensors(tmp_path: Path, seed: int, rounded: bool) -> None:
-    activations = {"num_bits": 8, "dynamic": True, "strategy": "token"} if rounded else None
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": {"input_activations": activations}},
-    }
-    weights = save(tmp_path, scaled(seed, torch.int8, "row"), config)
+    weights = save(tmp_path, scaled(seed, torch.int8, "row"), compressed(rounded))
     check(tmp_path, weights, "w8a8" if rounded else "int8")
+
+
+def with_points(pack: Pack, seed: int, rows: bool = True) -> Pack:
+    """The same matrices with zero points."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pack_points(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        tensors, weights = pack(stem, shape)
+        points = torch.randint(-128, 128, (shape[0] if rows else 1, 1), generator=generator)
+        tensors[f"{stem}.weight_zero_point"] = points.to(torch.int8)
+        return tensors, weights - points * tensors[f"{stem}.weight_scale"]
+
+    return pack_points
+
+
+@pytest.mark.parametrize("kind", ["row", "tensor"])
+def test_int8_with_zero_points(tmp_path: Path, seed: int, kind: str) -> None:
+    pack = with_points(scaled(seed, torch.int8, kind), seed, kind == "row")
+    check(tmp_path, save(tmp_path, pack, compressed(symmetric=False)), "int8")
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_zero_points_that_the_configuration_denies_are_refused(
+    tmp_path: Path, seed: int, rounded: bool
+) -> None:
+    save(tmp_path, with_points(scaled(seed, torch.int8, "row"), seed), compressed(rounded))
+    with pytest.raises(WeightsError, match=r"weight_zero_point' .* use a symmetric model"):
+        load(tmp_path)
+
+
+def test_small_numbers_without_a_scale_are_refused(tmp_path: Path, seed: int) -> None:
+    save(tmp_path, scaled(seed, torch.int8, "row"), {})
+    with pytest.raises(WeightsError, match=r"torch.int8 and has no scale"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (compressed(rounded=True, symmetric=False), "weights.symmetric is False"),
+        (compressed(symmetric=False, type="float"), "weights.symmetric is False"),
+        (compressed(num_bits=4), "config_groups.group_0.weights.num_bits is 4"),
+        (compressed(strategy="group", group_size=32), "weights.strategy is 'group'"),
+        (compressed(actorder="group"), "weights.actorder is 'group'"),
+        (compressed(dynamic=True), "weights.dynamic is True"),
+        (compressed(twist=1), "weights.twist 1 is not known"),
+        (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (compressed() | {"transform_config": {"config_groups": {}}}, "transform_config is"),
+        (compressed() | {"sparsity_config": {"format": "bitmask"}}, "format is 'bitmask'"),
+        (compressed() | {"config_groups": {}}, "config_groups has 0"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'"),
+        ({"quant_method": "fp8", "rotation": 1}, "rotation 1 is not known"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"x": {}}}, "dynamic is"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point is False"),
+        ({"quant_method": "ullage", "format": "int2"}, "format is 'int2'"),
+    ],
+)
+def test_settings_that_change_the_numbers_are_refused(
+    tmp_path: Path, seed: int, config: Config, words: str
+) -> None:
+    save(tmp_path, scaled(seed, torch.int8, "row"), config)
+    with pytest.raises(WeightsError) as caught:
+        load(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_static_activations_are_refused(tmp_path: Path, seed: int) -> None:
+    config = compressed(rounded=True)
+    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    save(tmp_path, scaled(seed, torch.int8, "row"), config)
+    with pytest.raises(WeightsError, match=r"input_activations.dynamic is False"):
+        load(tmp_path)
+
+
+def test_gptq_without_the_order_or_with_other_groups_is_refused(tmp_path: Path, seed: int) -> None:
+    pack = gptq(seed, 4, desc_act=False, sym=True)
+
+    def without_order(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        tensors, weights = pack(stem, shape)
+        return {key: each for key, each in tensors.items() if "g_idx" not in key}, weights
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}
+    save(tmp_path, without_order, config)
+    with pytest.raises(WeightsError, match="g_idx' is missing"):
+        load(tmp_path)
+    save(tmp_path, without_order, config | {"desc_act": False, "group_size": 2 * GROUP})
+    with pytest.raises(WeightsError, match="group_size 64 needs"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models quantised offline load as what they say, and w8a8 is smoothed without changing results."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from ullage_engine.config import ModelSection
 from ullage_engine.quant.convert import Conversion, convert
-from ullage_engine.quant.directory import STATISTICS
+from ullage_engine.quant.directory import STATISTICS, ModelDirectory, unfinished_folder
 from ullage_engine.quant.formats import Format
-from ullage_engine.quant.main import main
+from ullage_engine.quant.main import ended_by_exit, main
 from ullage_engine.quant.packing import unpack
 from ullage_engine.quant.passes import TextPass
 from ullage_engine.quant.smoothing import calibrate, smoothing
@@ -34,6 +35,15 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
+}
+GPT_OSS = CONFIG | {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "sliding_window": 24,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
 }
 ROWS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -158,9 +168,13 @@ def test_mistakes_are_one_line(
 ) -> None:
     uri, new = f"file://{source}", str(tmp_path / "new")
     int8 = converted(source, "int8")
+    before = set(tmp_path.iterdir())
     for arguments, words in (
         (["--model", uri, "--format", "w8a8", "--output", new], "add --calibrate FILE"),
         (["--model", uri, "--format", "int8", "--output", str(int8)], "not empty"),
+        (["--model", uri, "--format", "int8", "--output", str(text)], f"{text}: is a file"),
+        (["--model", uri, "--format", "int8", "--output", f"{text}/in"], f"{text}/in: "),
+        (["--model", "file:///none", "--format", "int8", "--output", new], "'file:///none'"),
         (["--model", f"file://{int8}", "--format", "int4", "--output", new], "int8 already"),
         (
             ["--model", uri, "--format", "w8a8", "--output", new, "--calibrate", "/none"],
@@ -168,10 +182,78 @@ def test_mistakes_are_one_line(
         ),
     ):
         assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert words in error.strip().splitlines()[-1]
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("error: ")
+        assert words in error.splitlines()[-1]
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("threads", ["-2", "0"])
+def test_threads_are_counted_from_one(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--model", "file:///none", "--format", "int8", "--output", "o", "--threads", threads]
+    with pytest.raises(SystemExit, match="2"):
+        main(wanted)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith(f"argument --threads: {threads} is less than 1")
+
+
+def test_what_a_killed_run_left_is_removed(source: Path) -> None:
+    left = source.parent / "int8.unfinished"
+    (left / "prepared").mkdir(parents=True)
+    (left / "model-00007.safetensors").write_text("half")
+    output = converted(source, "int8")
+    assert not left.exists()
+    assert not (output / "model-00007.safetensors").exists()
+
+
+def test_two_runs_do_not_write_one_folder(source: Path) -> None:
+    with (
+        unfinished_folder(source.parent / "int8"),
+        pytest.raises(WeightsError, match="another run writes it"),
+    ):
+        converted(source, "int8")
+    assert load(converted(source, "int8")).encodings
+
+
+def test_a_terminated_run_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SystemExit, match="143"),
+        ended_by_exit(),
+        unfinished_folder(tmp_path / "int8") as folder,
+    ):
+        (folder / "shard").write_text("half")
+        signal.raise_signal(signal.SIGTERM)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stays_plain_is_named(source: Path) -> None:
+    """So that other engines do not look for scales of it."""
+    config = json.loads((converted(source, "int8") / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    directory = ModelDirectory(source.parent)
+    for name in ("model.embed_tokens", "model.norm", "model.layers.2.feed_forward.gate"):
+        directory.add(f"{name}.weight", torch.zeros(*([4] if "norm" in name else [4, 4])))
+    directory.add("model.layers.0.conv.conv.weight", torch.zeros(4, 1, 3))
+    assert directory.plain_linears == ["lm_head", "model.layers.2.feed_forward.gate"]
+
+
+def test_experts_that_no_checkpoint_format_holds_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "oss"
+    folder.mkdir()
+    save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(GPT_OSS))
+    with pytest.raises(WeightsError, match=r"experts of gpt_oss in .*quantization: int8"):
+        converted(folder, "int8")
 
 
 def test_a_plain_model_is_not_w8a8(source: Path) -> None:
     with pytest.raises(WeightsError, match="not calibrated"):
         load(source, "w8a8")
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--calibrate FILE" in shown
+    assert "ullage quantize --model" in shown

@@ -85,10 +85,17 @@ def test_matrices_one_above_the_other_come_apart(
 ) -> None:
     """As the experts of a layer are stored."""
     rounded = quantise(new_weights(256, 192), chosen_encoding("int4", (256, 192)), torch.float32)
-    encoding = msgspec.structs.replace(rounded.encoding, is_tiled=tiled)
+    count = 4 if tiled else 1
+    encoding = msgspec.structs.replace(rounded.encoding, is_tiled=tiled, count=count)
     whole = Packed(encoding, pack(rounded, encoding, torch.float32))
     parts = whole.split(4)
-    assert all(tensor.is_contiguous() for part in parts for tensor in part.pieces.values())
+    planned = {piece.name: piece.shape for piece in pieces_of(encoding, torch.float32)}
+    assert planned == {name: tensor.shape for name, tensor in whole.pieces.items()}
+    assert torch.equal(unpack(whole).dequantise(), rounded.dequantise())
+    stored = {tensor.untyped_storage().data_ptr() for tensor in whole.pieces.values()}
+    for tensor in (tensor for part in parts for tensor in part.pieces.values()):
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().data_ptr() in stored, "counted once, so held once"
     found = torch.cat([unpack(part).dequantise() for part in parts])
     assert torch.equal(found, rounded.dequantise())
     assert parts[0].encoding.shape == (64, 192)

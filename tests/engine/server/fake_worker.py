@@ -59,6 +59,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """Between two steps."""
     load_s: float = 0.0
     start_failed: str = ""
+    may_retry: bool = False
+    """A failed start is a crash, not a wrong configuration."""
     exit_code: int | None = None
     """Exits with it before saying anything."""
     crashes: int = 0
@@ -139,9 +141,10 @@ class FakeWorker:
         if any(self._once(f"crash-{number}") for number in range(self._options.crashes)):
             return 1
         if self._options.start_failed:
-            self._send(StartFailed(error=self._options.start_failed))
+            options = self._options
+            self._send(StartFailed(error=options.start_failed, may_retry=options.may_retry))
             self._socket.close(linger=1000)
-            return 2
+            return 1 if options.may_retry else 2
         self._send(self._ready())
         while os.getppid() == self._parent:
             wait_s = self._options.step_s if self._sequences else 0.2

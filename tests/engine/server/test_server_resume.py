@@ -252,6 +252,37 @@ def test_workers_that_keep_dying_end_the_server(serve: Serve) -> None:
         asyncio.run(scenario())
 
 
+def test_what_killed_workers_left_is_cleared_before_the_next(serve: Serve, run_dir: Path) -> None:
+    left = [run_dir / "worker-1.ipc-1", run_dir / "worker-9.ipc.store"]
+
+    async def scenario() -> None:
+        for path in left:
+            path.touch()
+        async with serve(step_s=0.05) as engine:
+            assert not any(path.exists() for path in left)
+            left[0].touch()
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await engine.admin.InjectFault(KILL)
+            assert (await answer).finished.resumes == 1
+            assert not left[0].exists()
+            assert (run_dir / "worker-2.ipc").exists()
+
+    asyncio.run(scenario())
+
+
+def test_starts_that_nobody_foresaw_to_fail_are_tried_again_and_told(serve: Serve) -> None:
+    said = "rank 1: RuntimeError: no kernel image"
+
+    async def scenario() -> None:
+        options = {"start_failed": said, "may_retry": True}
+        async with serve(ready=False, policy=EAGER, **options) as engine:
+            await engine.running
+
+    with pytest.raises(GaveUpError, match=rf"4 workers in a row ended early \({said}\)"):
+        asyncio.run(scenario())
+
+
 def test_a_request_that_no_worker_took_is_sent_again_as_new(
     serve: Serve, fake: ModuleType, run_dir: Path
 ) -> None:

@@ -127,6 +127,24 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_start_that_failed_unforeseen_is_a_crash_of_which_a_line_is_known(
+    launch_worker: StartWorker, capfd: Any
+) -> None:
+    script = """
+import sys
+from ullage_engine.core import worker
+def fail(*arguments):
+    raise RuntimeError("no kernel image\\nfor this device")
+worker.start = fail
+sys.exit(worker.main(sys.argv[4:]))
+"""
+    worker = launch_worker(prefix=[sys.executable, "-c", script])
+    message = worker.receive()
+    assert message == StartFailed(error="RuntimeError: no kernel image", may_retry=True)
+    assert worker.process.wait(20) == 1
+    assert "for this device" in capfd.readouterr().err
+
+
 def test_it_dies_with_the_server(launch_worker: StartWorker) -> None:
     starter = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid); input()"
     worker = launch_worker(prefix=[sys.executable, "-u", "-c", starter])

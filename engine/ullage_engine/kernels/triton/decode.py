@@ -43,21 +43,13 @@ def attend_split(
     scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
     out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, splits, HEAD_DIM] of float32
     sums: tl.tensor,  # [rows, heads, splits] log2 of the sum of the weights
-    scale: tl.tensor,
-    head_stride: tl.tensor,
-    cache_stride: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    scale: tl.tensor, head_stride: tl.tensor, cache_stride: tl.tensor,
+    width: tl.tensor, splits: tl.tensor,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     SPAN: tl.constexpr,
     WHOLE: tl.constexpr,  # there is one split
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    FP8: tl.constexpr,
-) -> None:
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the result of one split; with one split, the result."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)

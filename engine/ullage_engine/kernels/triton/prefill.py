@@ -35,21 +35,12 @@ def attend_tile(
     sinks: tl.tensor,  # [heads]
     scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
     out: tl.tensor,  # [tokens, heads * HEAD_DIM]
-    scale: tl.tensor,
-    head_stride: tl.tensor,
-    cache_stride: tl.tensor,
-    width: tl.tensor,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    scale: tl.tensor, head_stride: tl.tensor, cache_stride: tl.tensor, width: tl.tensor,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, TOKENS: tl.constexpr,
     PIECES: tl.constexpr,  # programs for each tile
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    FP8: tl.constexpr,
-) -> None:
+    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
     """Writes the result of TOKENS tokens of one tile for the heads of one KV head."""
     # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
     tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
