@@ -20,7 +20,6 @@ from ullage_engine.memory.predictor import (
     demand,
     group_blocks,
     num_blocks,
-    sequence_bytes,
     state_pool_bytes,
 )
 from ullage_engine.messages import CacheGroupSpec, Profile
@@ -67,7 +66,7 @@ def test_the_scheduler_promises_and_allocates_the_price(
     profile: Profile, prompt: int, output: int, is_chunked: bool
 ) -> None:
     price = demand(profile, RequestShape(prompt, output))
-    assume(sequence_bytes(profile, prompt + output) <= profile.kv_pool_bytes)
+    assume(demand(profile, RequestShape(prompt + output)).total <= profile.kv_pool_bytes)
     limits = SchedulerLimits(LONGEST, 8, 512 if not is_chunked else 96, is_chunked, 8192)
     scheduler = Scheduler(profile, limits, Pace(), ExpectedOutput(LONGEST, start=LONGEST))
     request = EngineRequest(

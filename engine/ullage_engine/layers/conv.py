@@ -7,23 +7,14 @@ matrix: those the step computes, then each chunk's state (see `ConvPlan`).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ullage_engine.core.batch import ConvPlan
-from ullage_engine.kernels.triton import fused_convolution
+from ullage_engine.kernels.triton import Convolution, fused_convolution
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.layers.step import Step
 from ullage_engine.models.geometry import ModelGeometry
-
-
-class Convolution(Protocol):
-    """Convolves the rows of one step."""
-
-    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step."""
-        ...
 
 
 class ConvStep:

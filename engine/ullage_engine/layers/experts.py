@@ -10,12 +10,8 @@ from ullage_engine.kernels.experts import add_biases, choose, combine, sort_pair
 from ullage_engine.layers.expert_matrices import ExpertMatrices
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.memory.experts import SLICE_TOKENS, padding_rows
-from ullage_engine.memory.rungs import UNIT_ROWS
+from ullage_engine.memory.rungs import SERIAL_ELEMENTS, UNIT_ROWS
 from ullage_engine.models.geometry import ExpertsSpec
-
-SERIAL_ELEMENTS = 32_767
-"""Most that torch computes with one thread; where more are shared out, the last of a share may
-differ in the last bit (docs/decisions/0007-determinism.md)."""
 
 Gate = Callable[[torch.Tensor, torch.Tensor], None]
 """Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]; may change gate_up."""

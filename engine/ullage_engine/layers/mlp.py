@@ -7,12 +7,8 @@ import torch.nn.functional as F
 
 from ullage_engine.layers.matrix import Matrix
 from ullage_engine.layers.step import Step
+from ullage_engine.memory.rungs import SERIAL_ELEMENTS
 from ullage_engine.models.geometry import ModelGeometry
-
-_SERIAL_ELEMENTS = 32_767
-"""torch computes at most so many elements with one thread (ATen/Parallel.h, GRAIN_SIZE). More are
-shared out in the middle of rows, and the sigmoid of the last elements of a share is computed by
-other instructions than that of the others: it may differ in the last bit."""
 
 
 class MlpStep:
@@ -24,7 +20,7 @@ class MlpStep:
         self.rows_at_once = step.rows
         """Rows gated by one operation."""
         if deterministic:
-            self.rows_at_once = max(1, _SERIAL_ELEMENTS // geometry.intermediate)
+            self.rows_at_once = max(1, SERIAL_ELEMENTS // geometry.intermediate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,11 +147,6 @@ def group_blocks(
     return min(capped, num_blocks(profile, num_tokens))
 
 
-def sequence_bytes(profile: Profile, num_tokens: int) -> int:
-    """Bytes of a sequence of `num_tokens` tokens that shares nothing."""
-    return demand(profile, RequestShape(num_tokens)).total
-
-
 def state_slots(max_sequences: int) -> int:
     """Slots of convolution states: the one that a sequence's step reads and the one it writes."""
     return 2 * max_sequences

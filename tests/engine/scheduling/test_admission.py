@@ -11,12 +11,19 @@ from ullage_engine.core.request import EngineRequest
 from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
 from ullage_engine.memory.expected import ExpectedOutput
 from ullage_engine.memory.predictor import (
+    Profile,
+    RequestShape,
     block_bytes,
+    demand,
     expected_length,
     num_blocks,
-    sequence_bytes,
 )
 from ullage_engine.messages import Rejected
+
+
+def sequence_bytes(profile: Profile, num_tokens: int) -> int:
+    """Of a sequence that shares nothing."""
+    return demand(profile, RequestShape(num_tokens)).total
 
 
 def refused(scheduler: Scheduler, request: EngineRequest) -> Rejected:

@@ -108,7 +108,10 @@ class Convolution(Protocol):
     """The short convolutions of one step's rows."""
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """See `ullage_engine.kernels.triton.conv.gated_conv`."""
+        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step.
+
+        taps [kernel, channels], the oldest first; state [slots, kernel - 1, channels].
+        """
         ...
 
 
