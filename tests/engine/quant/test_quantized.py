@@ -180,6 +180,30 @@ def test_a_fused_kernel_gets_the_stored_numbers(new_weights: Callable[..., torch
     check(FusedMatrix(packed, product), unpack(packed).dequantise(), new_weights(4, 256), 1e-5)
 
 
+def test_groups_that_no_kernel_takes(new_weights: Callable[..., torch.Tensor]) -> None:
+    """A GPTQ checkpoint may have groups of 16, which tensor cores do not multiply."""
+    fine = quantise(
+        new_weights(64 * 16, 16), Encoding(format="int8", shape=(64 * 16, 16), group=16),
+        torch.float32,
+    )  # fmt: skip
+    rounded = Quantized("int8", fine.values.view(64, 256), fine.scales.view(64, 16))
+    packed = Packed(rounded.encoding, pack(rounded, rounded.encoding, torch.float32))
+
+    def refuse(
+        x: torch.Tensor,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        out: torch.Tensor,
+        format: str,
+        adds: bool = False,
+    ) -> None:
+        raise ValueError("16 groups of scales for 256 int8 weights a column")
+
+    matrix = quantized_matrix(packed, torch.float32, scratch_for(packed, torch.float32), refuse)
+    check(matrix, rounded.dequantise(), new_weights(3, 256), 1e-5)
+
+
 def test_deterministic_products_take_room_for_the_largest_matrix() -> None:
     encodings = [chosen_encoding("int8", (4096, 1024)), chosen_encoding("int8", (64, 64))]
     assert scratch_bytes(encodings, 2) < scratch_bytes(encodings, 2, deterministic=True)
