@@ -40,7 +40,7 @@ FORMS = ("none", "int8", "int4", "int4 afresh", "fp8", "w8a8")
 
 WORST = {"int8": 0.005, "int4": 0.05, "int4 afresh": 0.21}
 """Most by which perplexity may grow. `int4` cannot tell how well anything is rounded here, because
-the file's blocks are kept; `int4 afresh` can, and its gate is what was measured and a little more."""
+the file's blocks are kept; `int4 afresh` can: its gate is what was measured and a little more."""
 WANTED = {"int4 afresh": 0.05}
 """What is asked of it and missed."""
 LEAST_ROOM = 0.15

@@ -34,17 +34,13 @@ def quantise_symmetric(weights: torch.Tensor, format: Format, dtype: torch.dtype
     return Quantized(format, values.to(torch.int8), scales)
 
 
-def quantise_fp8(
-    weights: torch.Tensor, dtype: torch.dtype, *, per_tensor: bool = False
-) -> Quantized:
-    """E4M3, one scale for each row, or the same for all.
+def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """E4M3, one scale for each row.
 
     |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 bits, and half
     of the smallest subnormal step 2^-9. Values beyond 448 scales are cut, by the scale's rounding.
     """
-    largest = weights.abs()
-    most = largest.amax().expand(weights.shape[0], 1) if per_tensor else largest.amax(1, True)
-    scales = _stored(most / E4M3_MOST, dtype)
+    scales = _stored(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
     return Quantized("fp8", values.to(torch.float8_e4m3fn), scales)
 

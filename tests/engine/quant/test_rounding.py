@@ -41,15 +41,12 @@ def test_int8_errs_by_half_a_step(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FEW
-@given(SHAPES, TYPES, st.booleans())
-def test_fp8_errs_by_half_of_its_last_bit(
-    x: torch.Tensor, dtype: torch.dtype, per_tensor: bool
-) -> None:
-    rounded = quantise_fp8(x, dtype, per_tensor=per_tensor)
+@given(SHAPES, TYPES)
+def test_fp8_errs_by_half_of_its_last_bit(x: torch.Tensor, dtype: torch.dtype) -> None:
+    rounded = quantise_fp8(x, dtype)
     step = rounded.scales.float() / 1024
     error = (rounded.dequantise() - x).abs()
     assert (error <= torch.maximum(x.abs() / 16, step) * (1 + 1e-5)).all()
-    assert not per_tensor or rounded.scales.unique().numel() == 1
 
 
 @FEW
