@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(names, dict):
         raise WeightsError(f"{index}: no 'weight_map'; download the model again")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise WeightsError(f"{index}: {name!r} is no file of this folder; check the source")
     files = [folder / name for name in sorted(set(names.values()))]
     missing = [path.name for path in files if not path.is_file()]

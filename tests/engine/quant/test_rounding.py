@@ -41,30 +41,26 @@ def test_int8_errs_by_half_a_step(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FEW
-@given(SHAPES, TYPES, st.booleans())
-def test_fp8_errs_by_half_of_its_last_bit(
-    x: torch.Tensor, dtype: torch.dtype, per_tensor: bool
-) -> None:
-    rounded = quantise_fp8(x, dtype, per_tensor=per_tensor)
+@given(SHAPES, TYPES)
+def test_fp8_errs_by_half_of_its_last_bit(x: torch.Tensor, dtype: torch.dtype) -> None:
+    rounded = quantise_fp8(x, dtype)
     step = rounded.scales.float() / 1024
     error = (rounded.dequantise() - x).abs()
     assert (error <= torch.maximum(x.abs() / 16, step) * (1 + 1e-5)).all()
-    assert not per_tensor or rounded.scales.unique().numel() == 1
 
 
 @FEW
 @given(SHAPES, TYPES)
-def test_int4_errs_less_than_by_steps_of_the_full_range(
-    x: torch.Tensor, dtype: torch.dtype
-) -> None:
+def test_int4_errs_by_half_a_step(x: torch.Tensor, dtype: torch.dtype) -> None:
     group = int4_group(x.shape[1])
     assert group is not None
     rounded = quantise_int4(x, group, dtype)
     grouped = x.view(x.shape[0], -1, group)
     span = grouped.amax(2).clamp(min=0) - grouped.amin(2).clamp(max=0)
-    error = (rounded.dequantise().view_as(grouped) - grouped).square().mean(2).sqrt()
-    # A step is a fifteenth of the range, and the scale's own rounding adds at most 15 * 2^-9 of it.
-    assert (error <= span / 15 * (1 if dtype == torch.float32 else 1.03)).all()
+    error = (rounded.dequantise().view_as(grouped) - grouped).abs().amax(2)
+    # A step is a fifteenth of the range. bfloat16's rounding of scale and zero adds to it: 2^-9 of
+    # 15 steps each.
+    assert (error <= span / 15 * (0.501 if dtype == torch.float32 else 0.57)).all()
     assert rounded.values.min() >= -8
     assert rounded.values.max() <= 7
 

