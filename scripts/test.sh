@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs all tests: those that mostly wait beside those that only compute, then, by themselves, those
-# that do both and have deadlines. With arguments: pytest with these, and nothing else.
+# that do both and have deadlines. What fails is run once more with nothing beside it, so that a
+# busy moment of the machine is told from a fault; a test that fails twice fails the run.
+# With arguments: pytest with these, and nothing else.
 #
 # usage: scripts/test.sh PYTHON [pytest argument ...]
 set -uo pipefail
@@ -15,16 +17,40 @@ waiting=(tests/router tests/operator tests/kubeapi tests/charts tests/proto test
 alone=(tests/e2e tests/engine/worker tests/engine/parallel)
 ignored=("${waiting[@]/#/--ignore=}" "${alone[@]/#/--ignore=}")
 
-log=$(mktemp)
-"$python" -m pytest -p no:cacheprovider "${waiting[@]}" > "$log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2> /dev/null; rm -f "$log"' EXIT
-
+logs=$(mktemp -d)
 failed=0
+
+# lane NAME PYTEST-ARGUMENT ...: one run of pytest, which notes in $logs/NAME what failed.
+lane() {
+    "$python" -m pytest -o cache_dir="$logs/$1" "${@:2}"
+}
+
+# once_more NAME STATUS PYTEST-ARGUMENT ...: what failed in the lane, by itself.
+once_more() {
+    [ "$2" = 0 ] && return
+    if [ "$2" != 1 ]; then # pytest itself broke off, and has no list of what failed
+        failed=1
+        return
+    fi
+    echo "the tests that failed in the lane '$1', once more:"
+    lane "$1" --last-failed --last-failed-no-failures none "${@:3}" || failed=1
+}
+
+lane waiting "${waiting[@]}" > "$logs/waiting.log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2> /dev/null; rm -rf "$logs"' EXIT
+
 echo "tests that compute, and beside them tests that wait:"
-"$python" -m pytest "${ignored[@]}" || failed=1
-wait "$beside" || failed=1
-cat "$log"
+lane computing "${ignored[@]}"
+computing=$?
+wait "$beside"
+beside_status=$?
+cat "$logs/waiting.log"
 echo "tests of whole services and groups of processes:"
-"$python" -m pytest "${alone[@]}" || failed=1
+lane alone "${alone[@]}"
+alone_status=$?
+
+once_more computing "$computing" "${ignored[@]}"
+once_more waiting "$beside_status" "${waiting[@]}"
+once_more alone "$alone_status" "${alone[@]}"
 exit "$failed"
