@@ -9,19 +9,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import errors, validate
 from ullage_router.admission import Admission, Grant, Wish
+from ullage_router.answer import Answer, Call, Event, EventStream, read, timed_out
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
 from ullage_router.prompts import Prompts
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
-from ullage_rpc.errors import ServiceError, from_rpc_error
+from ullage_rpc.errors import ServiceError
 
 MAX_ENGINE_FAILURES = 3
 # A request at which engines break may be the cause, and must not go on to break them all.
@@ -39,25 +39,6 @@ ANOTHER_ENGINE_MAY = frozenset(
     }
 )
 
-Event = inference_pb2.GenerateResponse
-EngineCall = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request with what came along with it."""
-
-    request: inference_pb2.GenerateRequest
-    record: Record
-    timeout_s: float
-    """From arrival to the last token."""
-    metadata: tuple[tuple[str, str], ...] = ()
-    """Passed on to the engine: the trace."""
-
-    @property
-    def remaining_s(self) -> float:
-        return self.record.arrived + self.timeout_s - time.monotonic()
-
 
 class Generation:
     """An answer that has begun.
@@ -69,7 +50,7 @@ class Generation:
         ServiceError
     """
 
-    def __init__(self, grant: Grant, stream: EngineCall, call: Call, first: Event) -> None:
+    def __init__(self, grant: Grant, stream: EventStream, call: Call, first: Event) -> None:
         self.accepted = inference_pb2.Accepted()
         self._grant = grant
         self._stream = stream
@@ -104,19 +85,11 @@ class Generation:
 
     async def _next(self) -> Event | None:
         try:
-            return await _read(self._stream)
+            return await read(self._stream)
         except ServiceError as error:
             if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
-        return self._timed_out()
-
-    def _timed_out(self) -> Event:
-        usage = inference_pb2.Usage(
-            prompt_tokens=self.accepted.prompt_tokens,
-            completion_tokens=self._call.record.output_tokens,
-        )
-        reason = inference_pb2.FINISH_REASON_TIMEOUT
-        return Event(finished=inference_pb2.Finished(reason=reason, usage=usage))
+        return timed_out(self.accepted.prompt_tokens, self._call.record.output_tokens)
 
     def close(self) -> None:
         """Ends the engine's work on it; harmless when it has ended."""
@@ -178,7 +151,7 @@ class Pipeline:
         return self._engines.model
 
     @contextlib.asynccontextmanager
-    async def serve(self, call: Call) -> AsyncIterator[Generation]:
+    async def serve(self, call: Call) -> AsyncIterator[Answer]:
         """An answer that has its first token; leaving the block ends it.
 
         Raises:
@@ -317,20 +290,11 @@ def _fill(
         accepted.prompt_token_ids.extend(grant.prompt.token_ids)
 
 
-async def _expect(stream: EngineCall) -> Event:
-    event = await _read(stream)
+async def _expect(stream: EventStream) -> Event:
+    event = await read(stream)
     if event is None:
         raise errors.broken_stream("the engine ended it before its first token")
     return event
-
-
-async def _read(stream: EngineCall) -> Event | None:
-    """The engine's next message; None when it has no more."""
-    try:
-        event = await stream.read()
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    return event if isinstance(event, Event) else None
 
 
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_router.answer import Answer, Call
 from ullage_router.errors import retry_after_s
 from ullage_router.stats import Record
-from ullage_router.stream import Call, Generation, Pipeline
+from ullage_router.stream import Pipeline
 from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError, abort
 from ullage_rpc.limits import MAX_REQUEST_ID_BYTES
@@ -60,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return self._timeout_s if remaining is None else min(self._timeout_s, remaining)
 
 
-async def _responses(generation: Generation) -> AsyncIterator[Response]:
+async def _responses(generation: Answer) -> AsyncIterator[Response]:
     yield Response(accepted=generation.accepted)
     async for event in generation.events():
         yield event

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.answer import Answer, Call
 from ullage_router.http import convert
 from ullage_router.http.answers import (
     JSON,
@@ -25,7 +26,7 @@ from ullage_router.http.body import ClientGone, discard, read_body, while_connec
 from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
 from ullage_router.stats import Record
-from ullage_router.stream import Call, Generation, Pipeline
+from ullage_router.stream import Pipeline
 from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError
 
@@ -139,7 +140,7 @@ class GenerateEndpoint:
         )
 
 
-async def _stream(generation: Generation, form: Format, writer: Writer) -> None:
+async def _stream(generation: Answer, form: Format, writer: Writer) -> None:
     await writer.start_stream()
     opening = form.opening(generation.accepted)
     async for event in generation.events():
@@ -159,7 +160,7 @@ def _chunks(event: inference_pb2.GenerateResponse, form: Format) -> list[JSON]:
             return form.piece(event.delta)
 
 
-async def _whole(generation: Generation, form: Format, writer: Writer, n: int) -> None:
+async def _whole(generation: Answer, form: Format, writer: Writer, n: int) -> None:
     parts, finished = [Collected() for _ in range(n)], inference_pb2.Finished()
     async for event in generation.events():
         match event.WhichOneof("event"):
