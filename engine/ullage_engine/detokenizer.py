@@ -54,17 +54,23 @@ class Detokenizer:
     """The text of one answer, token by token.
 
     The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the first
-    stop string to be completed (of two completed by the same character, the longer).
+    stop string to be completed (of two completed by the same character, the longer). With
+    `special_tokens` these are text too.
     """
 
-    def __init__(self, token_bytes: TokenBytes, stop_strings: Sequence[str] = ()) -> None:
-        self._token_bytes = token_bytes
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        stop_strings: Sequence[str] = (),
+        special_tokens: bool = False,
+    ) -> None:
+        self._bytes_of = token_bytes.spelling if special_tokens else token_bytes.text_bytes
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
         """Takes a token; after a piece with a stop string nothing more may be pushed."""
-        return self._stops.push(self._characters.decode(self._token_bytes.text_bytes(token_id)))
+        return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
         """What was held back; an incomplete character becomes U+FFFD."""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Turn = dict[str, str]
+from ullage_rpc.tool_formats import Turn
+
 KEPT_ROLES = frozenset({"system"})
 
 _INVISIBLE = re.compile("[\u200b\u200c\u2060\ufeff\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -37,8 +38,17 @@ def cleanse(text: str) -> str:
 
 
 def droppable(turns: Sequence[Turn]) -> list[int]:
-    """Places of the turns that may go, oldest first."""
-    return [i for i, turn in enumerate(turns[:-1]) if turn["role"] not in KEPT_ROLES]
+    """Places of the turns that may go, oldest first: those before the last question.
+
+    What follows it, calls and what they returned, is the work on its answer.
+    """
+    return [i for i in range(_last_question(turns)) if turns[i]["role"] not in KEPT_ROLES]
+
+
+def _last_question(turns: Sequence[Turn]) -> int:
+    """The place of the user's last turn, or of the last one."""
+    places = range(len(turns) - 1, -1, -1)
+    return next((i for i in places if turns[i]["role"] == "user"), max(0, len(turns) - 1))
 
 
 def compress(

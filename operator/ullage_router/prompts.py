@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import validate
-from ullage_router.compress import Turn, droppable
+from ullage_router.compress import droppable
 from ullage_router.engines import Engines
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_rpc.errors import invalid
+from ullage_rpc.tool_formats import Turn
+from ullage_rpc.turns import make_turns, num_characters
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """Sixteen times the usual: what a conversation may have for each token of the context."""
@@ -63,10 +65,10 @@ class Prompts:
     async def _conversation(
         self, model: Model, messages: Iterable[inference_pb2.Message]
     ) -> Prompt:
-        turns = tuple({"role": m.role, "content": m.content} for m in messages)
+        turns = tuple(make_turns(messages))
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
-        size = sum(len(turn["content"]) for turn in turns)
+        size = num_characters(turns)
         self._check_whole(size)
         try:
             ids = await self._threads.run(size, lambda: model.render(turns))

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.heap import give_back_heap
+from ullage_rpc.tool_formats import Turn
 
 # Encoding this many characters takes about a millisecond; longer texts leave the event loop.
 INLINE_CHARACTERS = 4096
@@ -40,7 +41,7 @@ class Model:
     """The most that one token can stand for; 0 when the tokenizer does not let one say."""
     description: inference_pb2.GetModelResponse
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def render(self, messages: Sequence[Turn]) -> list[int]:
         """Token ids of a conversation.
 
         Raises:

@@ -7,6 +7,7 @@ from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.limits import (
     MAX_BEAM_STOP_TOKENS,
     MAX_BEAM_WIDTH,
+    MAX_CALLS,
     MAX_LENGTH_PENALTY,
     MAX_PRIORITY,
     MAX_REQUEST_ID_BYTES,
@@ -58,7 +59,18 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
 def _check_messages(messages: inference_pb2.Messages) -> None:
     _require(bool(messages.messages), "messages", "an empty list", "at least one message")
     for i, message in enumerate(messages.messages):
-        _require(message.role in ROLES, f"messages[{i}].role", message.role, ", ".join(ROLES))
+        _check_message(f"messages[{i}]", message)
+
+
+def _check_message(field: str, message: inference_pb2.Message) -> None:
+    _require(message.role in ROLES, f"{field}.role", message.role, ", ".join(ROLES))
+    calls = len(message.tool_calls)
+    is_right = not calls or (message.role == "assistant" and calls <= MAX_CALLS)
+    wanted = f"at most {MAX_CALLS}, and those of an assistant"
+    _require(is_right, f"{field}.tool_calls", f"{calls} calls of {message.role}", wanted)
+    is_named = message.role != "tool" or bool(message.tool_call_id or message.name)
+    wanted = "the id of the call that it answers"
+    _require(is_named, f"{field}.tool_call_id", "missing", wanted)
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:

@@ -7,12 +7,15 @@ nor change what it is given.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ullage_rpc.tool_formats import Turn, tool_format, with_calls_as_text, with_tools_as_text
 
 
 class ChatTemplateError(Exception):
@@ -34,35 +37,48 @@ class ChatTemplate:
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         if not source:
             raise ChatTemplateError("the model has no chat template; send text or token ids")
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = environment.parse(source).find_all(nodes.Name)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"chat template, line {error.lineno}: {error.message}"
             ) from error
-        # Templates ask `tools is not none`, which holds for a variable that is merely undefined.
-        self._variables = {
-            "bos_token": bos_token,
-            "eos_token": eos_token,
-            "tools": None,
-            "documents": None,
-        }
+        self.tool_format = tool_format(source)
+        self._knows_tools = any(name.name == "tools" for name in names)
+        self._knows_calls = "tool_calls" in source
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Turn],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text of a conversation; special tokens appear in it as text.
 
+        A template that knows no tools, or no calls, is given them as words of the conversation.
+
         Args:
-            messages: turns, oldest first, with the keys `role` and `content`.
+            messages: turns, oldest first.
             add_generation_prompt: end with the opening of the assistant's turn.
+            tools: functions that the model may call, as OpenAI has them.
 
         Raises:
             ChatTemplateError: the template rejects the messages or fails on them.
         """
+        if not self._knows_calls:
+            messages = with_calls_as_text(messages, self.tool_format)
+        if not self._knows_tools:
+            messages = with_tools_as_text(messages, tools)
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                # Templates ask `tools is not none`, which an undefined variable is not either.
+                tools=list(tools) or None,
+                **self._variables,
             )
         except Exception as error:  # a stranger's code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
 MAX_PRIORITY = 100
@@ -13,6 +13,10 @@ MAX_STOP_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 16
 MAX_BEAM_WIDTH = 8
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20
+MAX_CALLS = 128
+"""Calls that one turn of a conversation made."""
 MAX_BEAM_STOP_TOKENS = 16
 """Each is a candidate more that every step of a search must look at."""
 MAX_LENGTH_PENALTY = 10

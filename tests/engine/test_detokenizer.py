@@ -114,6 +114,7 @@ def test_special_tokens_have_no_text_but_a_spelling() -> None:
     assert stream([eos])[0] == ["", ""]
     assert BYTES.spelling(eos) == b"<|im_end|>"
     assert BYTES.spelling(10_000_000 % 2**31) == b""
+    assert Detokenizer(BYTES, special_tokens=True).push(eos).text == "<|im_end|>"
 
 
 def test_emoji_cut_into_bytes_comes_in_one_piece() -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.compress import Turn, cleanse, compress, droppable
+from ullage_router.compress import cleanse, compress, droppable
+from ullage_rpc.tool_formats import Turn
 
 
 def render(turns: Sequence[Turn]) -> list[int]:

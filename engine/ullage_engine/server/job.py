@@ -46,6 +46,8 @@ class Job:
     stop_strings: tuple[str, ...]
     return_token_ids: bool
     echo: bool
+    special_tokens: bool = False
+    """Special tokens are text too."""
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """What was lowered because memory is short; see `ullage_engine.server.degrade`."""
@@ -124,6 +126,7 @@ def build_job(
         stop_strings=tuple(request.stop.stop_strings),
         return_token_ids=request.output.return_token_ids,
         echo=request.output.echo,
+        special_tokens=request.output.special_tokens,
         samples=samples,
     )
 
@@ -209,6 +212,9 @@ def _check_messages(messages: pb.Messages) -> None:
         if message.role not in ROLES:
             field = f"messages.messages[{place}].role"
             raise invalid(field, f"{field} is {message.role!r}; give {', '.join(ROLES)}")
+    if messages.HasField("tools"):
+        text = "messages.tools is not served by an engine; ask a router, or send none"
+        raise invalid("messages.tools", text)
 
 
 def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -80,7 +80,7 @@ class Entry:
         self.last_token_at: float | None = None
         self._preemptions_before = 0
         self._preemptions_now = 0
-        self._detokenizer = Detokenizer(token_bytes, job.stop_strings)
+        self._detokenizer = Detokenizer(token_bytes, job.stop_strings, job.special_tokens)
         self._update = Update(text=prefix)
         self._news = news
 

@@ -24,6 +24,7 @@ from ullage_engine.server.supervisor import Supervisor
 from ullage_engine.tokenizer import ModelTokenizer
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.errors import ServiceError, abort, invalid
+from ullage_rpc.turns import make_turns
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -232,9 +233,8 @@ async def _prompt_ids(request: pb.GenerateRequest, language: Language) -> list[i
 def _render(messages: pb.Messages, language: Language) -> str:
     if language.chat is None:
         raise invalid("messages", "the model has no chat template; send text or token_ids")
-    turns = [{"role": turn.role, "content": turn.content} for turn in messages.messages]
     try:
-        return language.chat.render(turns)
+        return language.chat.render(make_turns(messages.messages))
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 

@@ -245,8 +245,14 @@ INVALID = {
     "token beyond vocabulary": (ask(49152), "token_ids.ids"),
     "no messages": (pb.GenerateRequest(messages=pb.Messages()), "messages.messages"),
     "role": (
-        pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="tool")])),
+        pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="wizard")])),
         "messages.messages[0].role",
+    ),
+    "tools": (
+        pb.GenerateRequest(
+            messages=pb.Messages(messages=[pb.Message(role="user")], tools=pb.Tools(functions="[]"))
+        ),
+        "messages.tools",
     ),
     "temperature": (ask(sampling={"temperature": 2.5}), "sampling.temperature"),
     "NaN": (ask(sampling={"temperature": float("nan")}), "sampling.temperature"),

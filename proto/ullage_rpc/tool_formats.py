@@ -1,0 +1,108 @@
+"""How a model writes calls of functions: one of a few formats, told from its chat template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+Turn = dict[str, Any]
+"""`role` and `content`, both text; where there are any: `tool_calls` (each {"id", "type":
+"function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
+`thinking`, which are one text under the two names that templates use."""
+
+
+class ToolFormat(Enum):
+    """A way to write calls."""
+
+    HERMES = "hermes"
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen too."""
+    LLAMA = "llama"
+    """The whole answer is {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>."""
+    LFM2 = "lfm2"
+    """<|tool_call_start|>[name(argument=value), ...]<|tool_call_end|>, in Python's syntax."""
+    HARMONY = "harmony"
+    """Channels: a message on `commentary` to=functions.name is a call, `analysis` is thought."""
+    PLAIN = "plain"
+    """The whole answer is {"name": ..., "arguments": {...}}."""
+
+
+_MARKS = (
+    (ToolFormat.HARMONY, ("<|channel|>",)),
+    (ToolFormat.LFM2, ("<|tool_list_start|>", "<|tool_call_start|>")),
+    (ToolFormat.HERMES, ("<tool_call>",)),
+    (ToolFormat.LLAMA, ("<|python_tag|>", "ipython")),
+)
+
+
+def tool_format(template: str) -> ToolFormat:
+    """The format that the source of a chat template tells the model to write."""
+    for found, marks in _MARKS:
+        if any(mark in template for mark in marks):
+            return found
+    return ToolFormat.PLAIN
+
+
+def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
+    """The same conversation for templates that do not write calls: they become content."""
+    return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
+
+
+def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """The same conversation for templates that know no tools.
+
+    The functions are told in the system's turn and what they returned in the user's.
+    """
+    told = [_as_result(turn) for turn in _joined_results(turns)]
+    if not tools:
+        return told
+    text = _instruction(tools)
+    if told and told[0]["role"] == "system":
+        return [told[0] | {"content": f"{told[0]['content']}\n\n{text}"}, *told[1:]]
+    return [{"role": "system", "content": text}, *told]
+
+
+def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:
+    functions = "\n".join(_json(tool.get("function", tool)) for tool in tools)
+    form = '{"name": the function\'s name, "arguments": {its arguments}}'
+    return (
+        f"These functions can be called:\n{functions}\n"
+        f"To call one, answer with nothing but a JSON object: {form}"
+    )
+
+
+def _as_text(turn: Turn, form: ToolFormat) -> Turn:
+    calls = [call["function"] for call in turn["tool_calls"]]
+    if form is ToolFormat.LFM2:
+        listed = ", ".join(map(_python_call, calls))
+        text = f"<|tool_call_start|>[{listed}]<|tool_call_end|>"
+    else:
+        text = "\n".join(_json(call) for call in calls)
+    content = "\n".join(filter(None, (turn["content"], text)))
+    return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": content}
+
+
+def _python_call(call: Mapping[str, Any]) -> str:
+    arguments = call["arguments"] if isinstance(call["arguments"], dict) else {}
+    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+
+
+def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Groups of one turn; results that follow one another are one group."""
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    return groups
+
+
+def _as_result(group: Sequence[Turn]) -> Turn:
+    if group[0]["role"] != "tool":
+        return group[0]
+    lines = [f"{turn.get('name') or 'The function'} returned: {turn['content']}" for turn in group]
+    return {"role": "user", "content": "\n".join(lines)}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

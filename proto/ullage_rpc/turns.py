@@ -1,0 +1,60 @@
+"""Conversations: from the wire's messages to what chat templates are given."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ullage.inference.v1 import inference_pb2
+from ullage_rpc.tool_formats import Turn
+
+# Newer OpenAI clients say developer where templates say system.
+_ROLES = {"developer": "system"}
+
+
+def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
+    """One turn a message; what a message does not have, its turn does not have either."""
+    names: dict[str, str] = {}
+    turns = []
+    for message in messages:
+        names.update({call.id: call.name for call in message.tool_calls})
+        turns.append(_turn(message, message.name or names.get(message.tool_call_id, "")))
+    return turns
+
+
+def num_characters(turns: Iterable[Turn]) -> int:
+    """Characters of all that is told, calls included."""
+    return sum(map(_num_characters, turns))
+
+
+def _num_characters(turn: Turn) -> int:
+    calls = turn.get("tool_calls", ())
+    size = len(turn["content"]) + len(turn.get("thinking", ""))
+    return size + (len(json.dumps(calls)) if calls else 0)
+
+
+def _turn(message: inference_pb2.Message, name: str) -> Turn:
+    role = _ROLES.get(message.role, message.role)
+    turn: Turn = {"role": role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if name:
+        turn["name"] = name
+    if message.reasoning:
+        turn["reasoning_content"] = turn["thinking"] = message.reasoning
+    return turn
+
+
+def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> object:
+    """Templates print a mapping; what a model wrote wrongly is told to it as it was."""
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed if isinstance(parsed, dict) else text
