@@ -32,6 +32,8 @@ class Wish:
     """max_tokens of the request; None when it names none."""
     samples: int
     """Answers to the prompt that are generated."""
+    max_tokens: int | None
+    """Longest output that the tenant may have; None: as the service's."""
     priority: int
     deadline: float
     """When the answer must have ended, on the monotonic clock."""
@@ -96,7 +98,8 @@ class Admission:
         self, wish: Wish, ticket: Ticket | None, state: QueueState, refused: frozenset[str]
     ) -> Facts:
         """The request as `decide` sees it at this moment."""
-        most = min(wish.asked_tokens or self._max_output_tokens, self._max_output_tokens)
+        limit = min(wish.max_tokens or self._max_output_tokens, self._max_output_tokens)
+        most = min(wish.asked_tokens or limit, limit)
         if state is QueueState.OPEN and ticket is None and self._room.is_full:
             state = QueueState.FULL
         return Facts(

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.stats import Record
+from ullage_router.tenants import Visit, everybody
 from ullage_rpc.errors import from_rpc_error
 
 Event = inference_pb2.GenerateResponse
@@ -25,6 +26,8 @@ class Call:
     """From arrival to the last token."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Passed on to the engine: the trace."""
+    visit: Visit = field(default_factory=everybody)
+    """Who asks, and what of their quota this takes."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed it on to here."""
 

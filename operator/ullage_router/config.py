@@ -9,8 +9,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from ullage_rpc.config import Strict, read_file
+from ullage_rpc.keys import TENANT_NAME
+from ullage_rpc.limits import MAX_PRIORITY
 
 LARGE_POOL = "large"
+OTHER_TENANTS = "other"
+"""Metrics' label of tenants with a key that are not listed."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkContext", "shrinkOutput", "queue", "route", "reject")
@@ -19,6 +23,7 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -84,6 +89,58 @@ class MemorySection(Strict, frozen=True, kw_only=True):
     safety_reserve: Count = 2 << 30
 
 
+class TenantRules(Strict, frozen=True, kw_only=True):
+    """What a tenant may do; what is unset is unlimited."""
+
+    enabled: bool = True
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    """Prompt and output together."""
+    concurrency: Positive | None = None
+    """Requests at once, those that wait included."""
+    priority: Priority = 0
+    """Of requests that ask for none."""
+    max_priority: Priority | None = None
+    """Highest that a request may ask for; unset: `priority`."""
+    weight: Seconds = 1.0
+    """Share of the queue among tenants of equal priority."""
+    tokens_per_second: Seconds | None = None
+    """Pace of each stream."""
+    max_tokens: Positive | None = None
+    """Longest output of an answer."""
+    models: tuple[Text, ...] = ()
+    """Names that its requests may use; none named: all."""
+
+
+class NamedTenant(TenantRules, frozen=True, kw_only=True):
+    name: Text
+
+
+class TenantsSection(Strict, frozen=True, kw_only=True):
+    keys_dir: Text
+    """One file a tenant, with a key or `sha256:` entry in each line; read again when it changes."""
+    anonymous: Literal["allow", "deny"] = "deny"
+    """Whether requests without a key are served, under the rules of the tenant `anonymous`."""
+    protect_stats: bool = False
+    """/stats needs a key, too."""
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """Part of every limit that this process lets through: others let through the rest."""
+    defaults: TenantRules = TenantRules()
+    """Of tenants with a key that are not listed."""
+    tenants: tuple[NamedTenant, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [tenant.name for tenant in self.tenants]
+        for name in names:
+            if not TENANT_NAME.fullmatch(name) or name == OTHER_TENANTS:
+                raise ValueError(
+                    f"tenant {name!r} cannot be named so; use lower-case letters, digits, "
+                    f"'-', '_' and '.', and not {OTHER_TENANTS!r}"
+                )
+        if len(set(names)) != len(names):
+            raise ValueError(f"tenants {names} share a name; give each its own")
+
+
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
     """Served name; requests for another are answered 404."""
@@ -95,6 +152,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     routing: RoutingSection = RoutingSection()
     limits: LimitsSection = LimitsSection()
     memory: MemorySection = MemorySection()
+    tenants: TenantsSection | None = None
+    """Unset: everybody may do everything."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:

@@ -64,6 +64,11 @@ class Engines:
         return max((e.description.max_model_len for e in self.all() if e.description), default=0)
 
     @property
+    def expected_output(self) -> int:
+        """Tokens that an answer is expected to have, where it has most."""
+        return max((e.headroom.expected_output_tokens for e in self.all() if e.headroom), default=0)
+
+    @property
     def is_ready(self) -> bool:
         return any(engine.state == "ready" for engine in self._engines.values())
 

@@ -2,8 +2,10 @@
 
 gRPC status         HTTP  type
 INVALID_ARGUMENT    400   invalid_request_error
+UNAUTHENTICATED     401   invalid_request_error   no key or a wrong one
+PERMISSION_DENIED   403   permission_error
 NOT_FOUND           404   not_found_error
-RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After
+RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After; of a quota: requests or tokens
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
 CANCELLED           499   the client has gone; only seen in logs and metrics
@@ -15,13 +17,18 @@ import math
 import grpc
 
 from ullage_router.decide import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S, Refuse
+from ullage_router.quota import Shortage
 from ullage_rpc.errors import ServiceError
 
 CLIENT_CLOSED = 499
+RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
+INVALID_API_KEY = "INVALID_API_KEY"
 
 _STATUSES = {
     grpc.StatusCode.OK: (200, ""),
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "invalid_request_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
     grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable"),
@@ -42,11 +49,15 @@ def http_status(error: ServiceError) -> int:
 
 def error_type(error: ServiceError) -> str:
     """`type` of the OpenAI envelope."""
+    if error.reason == RATE_LIMIT_EXCEEDED:
+        return "tokens" if error.metadata.get("limit") == "tokens_per_minute" else "requests"
     return _STATUSES.get(error.code, (500, "server_error"))[1]
 
 
 def retry_after_s(error: ServiceError) -> int | None:
     """Whole seconds for Retry-After; a refusal that may pass always has one."""
+    if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
+        return max(1, math.ceil(error.retry_after_s))  # a bucket's time is known, not a forecast
     if error.retry_after_s is not None:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(error.retry_after_s)))
     if http_status(error) in (429, 503):
@@ -110,3 +121,36 @@ def unknown_model(name: str, served: str) -> ServiceError:
 
 def broken_stream(reason: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")
+
+
+def unauthenticated(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, INVALID_API_KEY, message)
+
+
+def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
+    metadata = {"field": field} if field else {}
+    return ServiceError(grpc.StatusCode.PERMISSION_DENIED, reason, message, metadata=metadata)
+
+
+def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
+    """Which limit, how large it is and when there is room again."""
+    what = shortage.limit.replace("_", " ")
+    wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        RATE_LIMIT_EXCEEDED,
+        f"rate limit of tenant {tenant} reached: {what} {shortage.allowed:g}; "
+        f"retry in {max(1, math.ceil(wait_s))} s",
+        metadata={"limit": shortage.limit, "allowed": f"{shortage.allowed:g}"},
+        retry_after_s=wait_s,
+    )
+
+
+def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "PROMPT_ABOVE_QUOTA",
+        f"the prompt has {prompt_tokens} tokens, more than the tokens per minute of this key "
+        f"({allowed:g}); shorten it",
+        metadata={"field": "input", "limit": "tokens_per_minute", "allowed": f"{allowed:g}"},
+    )

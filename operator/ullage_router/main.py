@@ -75,12 +75,16 @@ class Router:
         """Returns when both protocols are served.
 
         Raises:
+            ConfigError: tenants' keys cannot be read; no port was taken.
             CannotListen: a port cannot be used.
         """
         config = self._config
+        await self.service.tenants.start()
         listener = _listen(config.http.host, config.http.port)
         self.http_port = listener.getsockname()[1]
-        servicer = InferenceServicer(self.service.pipeline, config.limits.request_timeout)
+        servicer = InferenceServicer(
+            self.service.pipeline, self.service.tenants, config.limits.request_timeout
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
         await self._health.attach(self._grpc, [name])

@@ -1,9 +1,10 @@
 """The router's Prometheus metrics; every label has few values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ullage_router.config import OTHER_TENANTS
 from ullage_router.stats import Record
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
@@ -49,6 +50,56 @@ class Metrics:
             self._e2e.observe(record.duration_s)
         if record.queued_s:
             self._queue_wait.observe(record.queued_s)
+
+
+class TenantMetrics:
+    """Counts by tenant.
+
+    Args:
+        named: tenants that have a label of their own; the others share one.
+    """
+
+    def __init__(self, registry: CollectorRegistry, named: Collection[str]) -> None:
+        self._named = frozenset(named)
+        self._requests = Counter(
+            "ullage_router_tenant_requests",
+            "Requests by tenant and HTTP status",
+            ["tenant", "code"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "ullage_router_tenant_tokens",
+            "Tokens served by tenant",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+        self._limited = Counter(
+            "ullage_router_tenant_limited",
+            "Requests refused by tenant and the limit that was reached",
+            ["tenant", "limit"],
+            registry=registry,
+        )
+        self._refused = Counter(
+            "ullage_router_auth_failures",
+            "Requests refused for their key, by what was wrong",
+            ["reason"],
+            registry=registry,
+        )
+
+    def ended(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
+        label = self._label(tenant)
+        self._requests.labels(label, str(status)).inc()
+        self._tokens.labels(label, "prompt").inc(prompt_tokens)
+        self._tokens.labels(label, "output").inc(output_tokens)
+
+    def limited(self, tenant: str, limit: str) -> None:
+        self._limited.labels(self._label(tenant), limit).inc()
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._named else OTHER_TENANTS
 
 
 def largest(values: Iterable[float]) -> float:

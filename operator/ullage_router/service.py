@@ -6,11 +6,12 @@ from ullage_router.admission import Admission
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
-from ullage_router.metrics import Metrics, largest
+from ullage_router.metrics import Metrics, TenantMetrics, largest
 from ullage_router.prompts import Prompts
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record, Stats, route_of
 from ullage_router.stream import Pipeline
+from ullage_router.tenants import ANONYMOUS, Tenants
 from ullage_router.tokenize import TokenizerThreads
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class RouterService:
         self._threads = TokenizerThreads()
         prompts = Prompts(self.engines, self._threads)
         admission = Admission(config, self.engines, self.room, self._threads)
+        self.tenants = Tenants(config.tenants, self._tenant_metrics())
         self.pipeline = Pipeline(config, self.engines, admission, prompts, self._ended)
         self._watch()
 
@@ -36,6 +38,7 @@ class RouterService:
 
     async def close(self) -> None:
         await self.engines.close()
+        await self.tenants.close()
         self._threads.close()
 
     @property
@@ -63,7 +66,15 @@ class RouterService:
             },
             "decisions": self.stats.counts(),
             "latest": self.stats.latest(),
+            **self.tenants.snapshot(),
         }
+
+    def _tenant_metrics(self) -> TenantMetrics | None:
+        section = self.config.tenants
+        if section is None:
+            return None
+        named = (ANONYMOUS, *(tenant.name for tenant in section.tenants))
+        return TenantMetrics(self.metrics.registry, named)
 
     def _ended(self, record: Record) -> None:
         self.stats.ended(record)
@@ -93,6 +104,11 @@ class RouterService:
             "credit_bytes",
             "Bytes reserved for requests that no report includes yet",
             lambda: sum(engine.credit_bytes for engine in all_engines()),
+        )
+        watch(
+            "key_problems",
+            "Files of tenants' keys that cannot be read, while those before stay valid",
+            lambda: len(self.tenants.problems),
         )
 
 

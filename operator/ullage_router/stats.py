@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ullage_router.config import LARGE_POOL
@@ -25,6 +25,10 @@ class Record:
     request_id: str
     arrived: float = field(default_factory=time.monotonic)
     arrived_unix: float = field(default_factory=time.time)
+    tenant: str = ""
+    """Empty where no tenants are configured, or the key is nobody's."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """x-ratelimit-* headers: what is left of the tenant's quota."""
     prompt_tokens: int = 0
     predicted_bytes: int | None = None
     """None until a prediction could be made."""
@@ -64,6 +68,7 @@ class Record:
         speed = (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
         return {
             "request_id": self.request_id,
+            "tenant": self.tenant,
             "arrived": self.arrived_unix,
             "prompt_tokens": self.prompt_tokens,
             "predicted_bytes": self.predicted_bytes,

@@ -158,6 +158,7 @@ class Pipeline:
             ServiceError: the request is refused or failed before the first token.
         """
         record = call.record
+        record.tenant = call.visit.tenant
         self._inflight += 1
         try:
             generation = await self._begin(call)
@@ -178,6 +179,7 @@ class Pipeline:
         finally:
             self._inflight -= 1
             record.ended = time.monotonic()
+            call.visit.end(record)
             self._on_end(record)
 
     def refused(self, record: Record, error: ServiceError) -> None:
@@ -198,10 +200,14 @@ class Pipeline:
     async def _first_token(self, call: Call) -> Generation:
         model = self.model(call.request.model)
         validate.check(call.request)
+        call.visit.begin(call.request, self._config.model, call.record)
+        prompt = await self._prompts.make(model, call.request)
+        self._charge(call, len(prompt.token_ids))
         wish = Wish(
-            prompt=await self._prompts.make(model, call.request),
+            prompt=prompt,
             asked_tokens=_asked_tokens(call.request),
             samples=_num_samples(call.request.samples),
+            max_tokens=call.visit.rules.max_tokens,
             priority=call.request.priority,
             deadline=call.record.arrived + call.timeout_s,
         )
@@ -218,6 +224,14 @@ class Pipeline:
                     raise _as_told(error, call, len(failures)) from error
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
+
+    def _charge(self, call: Call, prompt_tokens: int) -> None:
+        """Takes the prompt and what answers are expected to have from the tenant's tokens."""
+        limits = (_asked_tokens(call.request), call.visit.rules.max_tokens)
+        most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
+        answers = _num_samples(call.request.samples)
+        output = min(most, self._engines.expected_output) * answers
+        call.visit.charge(prompt_tokens, output, call.record)
 
     async def _send(self, call: Call, grant: Grant) -> Generation:
         """Sends the request and waits for its first token.

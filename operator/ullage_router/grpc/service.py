@@ -12,6 +12,7 @@ from ullage_router.answer import Answer, Call
 from ullage_router.errors import retry_after_s
 from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
+from ullage_router.tenants import Tenants, Visit
 from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError, abort
 from ullage_rpc.limits import MAX_REQUEST_ID_BYTES
@@ -28,18 +29,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     Args:
         pipeline: serves requests.
+        tenants: who may send them.
         timeout_s: time limit of a request; a client's own deadline may be sooner.
     """
 
-    def __init__(self, pipeline: Pipeline, timeout_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, tenants: Tenants, timeout_s: float) -> None:
         self._pipeline = pipeline
+        self._tenants = tenants
         self._timeout_s = timeout_s
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[Response]:
         record = Record(_record_id(request.request_id))
-        call = Call(request, record, self._limit_s(context), _trace(context))
+        visit = await self._visit(context, record)
+        call = Call(request, record, self._limit_s(context), _trace(context), visit)
         try:
             async with self._pipeline.serve(call) as generation:
                 async for response in _responses(generation):
@@ -52,8 +56,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         try:
+            self._tenants.visit(_text(context).get("authorization"))
             return self._pipeline.model(request.model).description
         except ServiceError as error:
+            await abort(context, error)
+
+    async def _visit(self, context: Context, record: Record) -> Visit:
+        try:
+            return self._tenants.visit(_text(context).get("authorization"))
+        except ServiceError as error:
+            self._pipeline.refused(record, error)
             await abort(context, error)
 
     def _limit_s(self, context: Context) -> float:
@@ -74,5 +86,10 @@ def _record_id(wanted: str) -> str:
 
 
 def _trace(context: Context) -> tuple[tuple[str, str], ...]:
+    return trace_context(_text(context))
+
+
+def _text(context: Context) -> dict[str, str]:
+    """The metadata without its binary values."""
     metadata = context.invocation_metadata() or ()
-    return trace_context({key: value for key, value in metadata if isinstance(value, str)})
+    return {key: value for key, value in metadata if isinstance(value, str)}

@@ -21,8 +21,8 @@ def build_app(service: RouterService) -> Starlette:
     """The application that serves `service`."""
     pages = _Pages(service)
     timeout_s, model = service.config.limits.request_timeout, service.config.model
-    chat = GenerateEndpoint(service.pipeline, model, timeout_s, CHAT)
-    completion = GenerateEndpoint(service.pipeline, model, timeout_s, COMPLETION)
+    chat = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, CHAT)
+    completion = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, COMPLETION)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
@@ -44,15 +44,18 @@ class _Pages:
         self._service = service
 
     async def models(self, request: Request) -> Response:
+        self._service.tenants.visit(request.headers.get("authorization"))
         return JSONResponse({"object": "list", "data": [self._describe()]})
 
     async def model(self, request: Request) -> Response:
+        self._service.tenants.visit(request.headers.get("authorization"))
         name, served = request.path_params["name"], self._service.config.model
         if name != served:
             raise unknown_model(name, served)
         return JSONResponse(self._describe())
 
     async def stats(self, request: Request) -> Response:
+        self._service.tenants.check_stats(request.headers.get("authorization"))
         return JSONResponse(self._service.snapshot())
 
     async def metrics(self, request: Request) -> Response:

@@ -2,11 +2,19 @@
 
 import msgspec
 
-from ullage_router.errors import error_type, retry_after_s
+from ullage_router.errors import (
+    INVALID_API_KEY,
+    RATE_LIMIT_EXCEEDED,
+    error_type,
+    retry_after_s,
+)
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
 Headers = list[tuple[bytes, bytes]]
+
+_CODES = {INVALID_API_KEY: "invalid_api_key", RATE_LIMIT_EXCEEDED: "rate_limit_exceeded"}
+"""OpenAI's words where it has the same meaning."""
 
 
 def envelope(error: ServiceError) -> bytes:
@@ -15,7 +23,7 @@ def envelope(error: ServiceError) -> bytes:
         "message": error.message,
         "type": error_type(error),
         "param": error.metadata.get("field"),
-        "code": error.reason,
+        "code": _CODES.get(error.reason, error.reason),
     }
     return msgspec.json.encode({"error": body})
 
@@ -24,6 +32,8 @@ def error_headers(error: ServiceError) -> Headers:
     """Retry-After where coming back helps."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
+    if error.reason == INVALID_API_KEY:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.reason == "BODY_TOO_LARGE":  # the rest of it is never read
         headers.append((b"connection", b"close"))
     return headers
@@ -32,6 +42,7 @@ def error_headers(error: ServiceError) -> Headers:
 def decision_headers(record: Record) -> Headers:
     """The request's id, and what was decided when something was."""
     headers = [(b"x-request-id", record.request_id.encode())]
+    headers += [(name.encode(), value.encode()) for name, value in record.limits.items()]
     if not record.action:
         return headers
     headers += [

@@ -27,6 +27,7 @@ from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
 from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
+from ullage_router.tenants import Tenants
 from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError
 
@@ -70,13 +71,17 @@ class GenerateEndpoint:
 
     Args:
         pipeline: serves requests.
+        tenants: who may send them.
         model: the served name, which answers carry.
         timeout_s: time limit of a request.
         dialect: chat or completions.
     """
 
-    def __init__(self, pipeline: Pipeline, model: str, timeout_s: float, dialect: Dialect) -> None:
+    def __init__(
+        self, pipeline: Pipeline, tenants: Tenants, model: str, timeout_s: float, dialect: Dialect
+    ) -> None:
         self._pipeline = pipeline
+        self._tenants = tenants
         self._model = model
         self._timeout_s = timeout_s
         self._dialect = dialect
@@ -85,25 +90,27 @@ class GenerateEndpoint:
         headers = Headers(scope=scope)
         record = Record(request_id(headers))
         writer = Writer(send, record)
+        is_read = False
         try:
+            visit = self._tenants.visit(headers.get("authorization"))
             body = await read_body(headers, receive)
+            is_read = True
             parsed = self._dialect.parse(body)
         except ClientGone:
             return
         except ServiceError as error:
             self._pipeline.refused(record, error)
-            await self._refuse(writer, error, receive)
+            await self._refuse(writer, error, None if is_read else receive)
             return
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
-        call = Call(parsed.request, record, self._timeout_s, trace_context(headers))
+        call = Call(parsed.request, record, self._timeout_s, trace_context(headers), visit)
         await while_connected(receive, self._answer(call, parsed.body, writer))
 
-    async def _refuse(self, writer: Writer, error: ServiceError, receive: Receive) -> None:
-        is_unread = error.reason == "BODY_TOO_LARGE"
-        await writer.error(error, more_body=is_unread)
-        if is_unread:
-            await discard(receive)
+    async def _refuse(self, writer: Writer, error: ServiceError, unread: Receive | None) -> None:
+        await writer.error(error, more_body=unread is not None)
+        if unread:
+            await discard(unread)
             await writer.finish()
 
     async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
