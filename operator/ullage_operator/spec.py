@@ -92,10 +92,37 @@ class Queue(Section, frozen=True, kw_only=True):
     timeout: Seconds
 
 
+class ShrinkContext(Section, frozen=True, kw_only=True):
+    max_dropped_share: float
+    keep_turns: int
+
+
+class ShrinkOutput(Section, frozen=True, kw_only=True):
+    min_tokens: int
+    min_share: float
+
+
+class Route(Section, frozen=True, kw_only=True):
+    pools: tuple[str, ...]
+
+
+class Reject(Section, frozen=True, kw_only=True):
+    min_retry_after: int
+    max_retry_after: int
+
+
+class Rungs(Section, frozen=True, kw_only=True):
+    shrink_context: ShrinkContext
+    shrink_output: ShrinkOutput
+    route: Route
+    reject: Reject
+
+
 class Routing(Section, frozen=True, kw_only=True):
     large_request_tokens: int
     large_request_kv: Bytes
     ladder: tuple[str, ...]
+    rungs: Rungs
     queue: Queue
 
 

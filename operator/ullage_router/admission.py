@@ -72,6 +72,7 @@ class Admission:
             routing.large_request_tokens,
             routing.large_request_kv,
             routing.ladder,
+            routing.rungs,
         )
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
@@ -98,6 +99,7 @@ class Admission:
         self, wish: Wish, ticket: Ticket | None, state: QueueState, refused: frozenset[str]
     ) -> Facts:
         """The request as `decide` sees it at this moment."""
+        rungs = self._policy.rungs
         limit = min(wish.max_tokens or self._max_output_tokens, self._max_output_tokens)
         most = min(wish.asked_tokens or limit, limit)
         if state is QueueState.OPEN and ticket is None and self._room.is_full:
@@ -105,9 +107,9 @@ class Admission:
         return Facts(
             prompt_tokens=len(wish.prompt.token_ids),
             max_tokens=most,
-            min_tokens=min_output(most if wish.asked_tokens else None, most),
+            min_tokens=min_output(most if wish.asked_tokens else None, most, rungs.shrink_output),
             samples=wish.samples,
-            droppable=wish.prompt.can_shrink,
+            droppable=wish.prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=state,
             ahead=self._room.ahead(ticket),
             refused_by=refused,
@@ -133,16 +135,18 @@ class Admission:
     async def shrink(self, prompt: Prompt, decision: ShrinkContext, record: Record) -> Prompt:
         """The prompt shortened as decided, or the same marked as spent."""
         characters = sum(len(turn["content"]) for turn in prompt.turns)
+        keep, most = self._policy.rungs.shrink_context.keep_turns, decision.prompt_tokens
         try:
             result = await self._threads.run(
                 characters,
-                lambda: compress(prompt.turns, decision.prompt_tokens, prompt.model.render),
+                lambda: compress(prompt.turns, most, prompt.model.render, keep),
             )
         except PromptError:  # the template refuses the turns that are left
             return replace(prompt, is_spent=True)
-        is_short = len(result.token_ids) <= decision.prompt_tokens
-        if not is_short and decision.reason != "CONTEXT_TOO_LONG":
+        is_short = len(result.token_ids) <= most or decision.reason == "CONTEXT_TOO_LONG"
+        if not is_short or len(result.token_ids) < decision.fewest:
             return replace(prompt, is_spent=True)
+        record.step("shrinkContext", decision.reason)
         record.degraded.extend(result.degraded)
         return Prompt(prompt.model, result.token_ids, tuple(result.turns), is_spent=True)
 
@@ -203,6 +207,7 @@ class _Climb:
         record.prompt_tokens = len(wish.prompt.token_ids)
         record.action = self._action(run)
         record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
+        record.step(run.step, run.reason)
         self._log(logging.INFO)
         credit = engine.reserve(run.demand.total, record.prompt_tokens)
         return Grant(engine, credit, wish.prompt, run.max_tokens)
@@ -238,6 +243,7 @@ class _Climb:
         self.leave_queue()
         record = self._record
         record.action, record.reason, record.route = "queue", wait.reason, route_of(wait.pool)
+        record.step("queue", wait.reason)
         record.predict(wait.demand)
         self._log(logging.INFO)
         self._pool = wait.pool
@@ -247,6 +253,7 @@ class _Climb:
     def _refusal(self, refuse: Refuse) -> ServiceError:
         record = self._record
         record.action, record.reason = "reject", refuse.reason
+        record.step("reject", refuse.reason)
         record.route = route_of(refuse.pool)
         record.prompt_tokens = len(self._wish.prompt.token_ids)
         if refuse.demand:

@@ -37,12 +37,13 @@ def cleanse(text: str) -> str:
     return _BLANK_LINES.sub("\n\n", text)
 
 
-def droppable(turns: Sequence[Turn]) -> list[int]:
+def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
     """Places of the turns that may go, oldest first: those before the last question.
 
-    What follows it, calls and what they returned, is the work on its answer.
+    The `keep` newest stay as well. What follows it, calls and what they returned, is the work on its answer.
     """
-    return [i for i in range(_last_question(turns)) if turns[i]["role"] not in KEPT_ROLES]
+    end = min(_last_question(turns), len(turns) - keep)
+    return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
 
 
 def _last_question(turns: Sequence[Turn]) -> int:
@@ -52,7 +53,10 @@ def _last_question(turns: Sequence[Turn]) -> int:
 
 
 def compress(
-    turns: Sequence[Turn], budget: int, render: Callable[[Sequence[Turn]], list[int]]
+    turns: Sequence[Turn],
+    budget: int,
+    render: Callable[[Sequence[Turn]], list[int]],
+    keep: int = 1,
 ) -> Compressed:
     """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
     clean = [{**turn, "content": cleanse(turn["content"])} for turn in turns]
@@ -60,15 +64,18 @@ def compress(
     ids = render(clean)
     if len(ids) <= budget:
         return Compressed(clean, ids, words)
-    dropped, kept = _fewest_dropped(clean, budget, render)
+    dropped, kept = _fewest_dropped(clean, budget, render, keep)
     return Compressed(kept, render(kept), (*words, f"dropped_messages={dropped}"))
 
 
 def _fewest_dropped(
-    turns: Sequence[Turn], budget: int, render: Callable[[Sequence[Turn]], list[int]]
+    turns: Sequence[Turn],
+    budget: int,
+    render: Callable[[Sequence[Turn]], list[int]],
+    keep: int,
 ) -> tuple[int, list[Turn]]:
     """By bisection: every turn more that goes makes the prompt shorter."""
-    choices = _choices(turns)
+    choices = _choices(turns, keep)
     low, high = 0, len(choices) - 1
     while low < high:
         middle = (low + high) // 2
@@ -79,9 +86,9 @@ def _fewest_dropped(
     return len(choices[low]), _without(turns, choices[low])
 
 
-def _choices(turns: Sequence[Turn]) -> list[list[int]]:
+def _choices(turns: Sequence[Turn], keep: int) -> list[list[int]]:
     """What may be dropped together, fewest first: what remains begins with a user's turn."""
-    places = droppable(turns)
+    places = droppable(turns, keep)
     cuts = [n for n in range(1, len(places) + 1) if _begins_well(turns, places[n:])]
     return [places[:n] for n in cuts] or [places]
 

@@ -24,6 +24,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -62,6 +64,45 @@ class QueueSection(Strict, frozen=True, kw_only=True):
     """Longest wait of one request."""
 
 
+class ShrinkContextSection(Strict, frozen=True, kw_only=True):
+    max_dropped_share: Share = 1.0
+    """Of the prompt's tokens, what may go at most."""
+    keep_turns: Positive = 1
+    """Newest turns that always stay, as system prompts do."""
+
+
+class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
+    min_tokens: Positive = 16
+    """The output is not shrunk below this."""
+    min_share: Share = 0.25
+    """Of what was asked for, nor below this."""
+
+
+class RouteSection(Strict, frozen=True, kw_only=True):
+    pools: tuple[Text, ...] = ()
+    """Where else a request may go, preferred first; empty: every other pool in its order."""
+
+
+class RejectSection(Strict, frozen=True, kw_only=True):
+    min_retry_after: RetryAfter = 1
+    max_retry_after: RetryAfter = 30
+    """Bounds of Retry-After, seconds."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_retry_after, self.max_retry_after
+        if low > high:
+            raise ValueError(f"min_retry_after {low} is above max_retry_after {high}; lower it")
+
+
+class RungsSection(Strict, frozen=True, kw_only=True):
+    """The thresholds of each rung; those of waiting are in `queue`."""
+
+    shrink_context: ShrinkContextSection = ShrinkContextSection()
+    shrink_output: ShrinkOutputSection = ShrinkOutputSection()
+    route: RouteSection = RouteSection()
+    reject: RejectSection = RejectSection()
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Prompts longer than this take the large pool."""
@@ -69,11 +110,14 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     """Requests predicted above this many KV bytes take the large pool."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
     """What is tried, in this order, when a request does not fit; its end is always a refusal."""
+    rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
 
     def __post_init__(self) -> None:
         if len(set(self.ladder)) != len(self.ladder):
             raise ValueError(f"ladder {list(self.ladder)} names a rung twice; name each once")
+        if "reject" in self.ladder[:-1]:
+            raise ValueError(f"ladder {list(self.ladder)} goes on after reject; put reject last")
 
 
 class LimitsSection(Strict, frozen=True, kw_only=True):
@@ -160,6 +204,9 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools {names} share a name; give each its own")
+        unknown = sorted(set(self.routing.rungs.route.pools) - set(names))
+        if unknown:
+            raise ValueError(f"routing.rungs.route.pools {unknown} are none of the pools {names}")
 
 
 def read_config(path: Path) -> RouterConfig:

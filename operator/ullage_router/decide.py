@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ullage_router.config import LARGE_POOL, Rung
+from ullage_router.config import LARGE_POOL, Rung, ShrinkOutputSection
 from ullage_router.predict import Demand, most_tokens, predict
+from ullage_router.retry import UNKNOWN_RETRY_AFTER_S, retry_after
 from ullage_router.views import EngineView, Facts, Policy, QueueState, Standing
 
-MAX_RETRY_AFTER_S = 30
-UNKNOWN_RETRY_AFTER_S = 5
-MIN_OUTPUT_TOKENS = 16
-
+Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
 
 
@@ -35,6 +33,8 @@ class Run:
     engine: str
     max_tokens: int
     demand: Demand
+    step: Step
+    """What brought it there: its home had room, a shorter output, or another pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class ShrinkContext:
 
     reason: str
     prompt_tokens: int
+    fewest: int
+    """A prompt of fewer tokens than this would have lost too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Wait:
     reason: str
     pool: str
     demand: Demand
+    least_s: float
+    """Seconds that the answer takes at least: with less left, waiting is in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,16 @@ class Refuse:
 
 Decision = Run | ShrinkContext | Wait | Refuse
 
+_WAITED = {
+    QueueState.FULL: "QUEUE_FULL",
+    QueueState.SPENT: "QUEUE_TIMEOUT",
+    QueueState.LATE: "DEADLINE",
+}
 
-def min_output(asked: int | None, max_tokens: int) -> int:
-    """How far the output may be shrunk: to a quarter of what was asked for, not below 16 tokens."""
-    return min(max_tokens, max(MIN_OUTPUT_TOKENS, (asked or 0) // 4))
+
+def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) -> int:
+    """How far the output may be shrunk, tokens."""
+    return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
 
 
 def decide(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
@@ -146,7 +156,8 @@ class _Ladder:
         engine = max(free, key=lambda e: e.available)
         output = min(self.facts.max_tokens, max(1, engine.expected_output))
         target = self._most_tokens(engine) - output
-        return ShrinkContext("KV_HEADROOM", target) if target > 0 else None
+        fewest = _fewest(self.facts, self.policy)
+        return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
         """The longest output, not below the least that makes an answer, that fits the freest."""
@@ -167,27 +178,35 @@ class _Ladder:
         if not hopeful:
             return None
         reason = self._lack() if self._usable(self.home) else "NOT_READY"
-        return Wait(reason, self.home, self._least(hopeful))
+        least_s = min(e.least_s(self.facts.prompt_tokens) for e in hopeful)
+        return Wait(reason, self.home, self._least(hopeful), least_s)
 
     def _spill(self) -> Run | None:
         """Another pool that has room now, shrunk there only where shrinking comes before."""
         ladder = self.policy.ladder
         shrink = "shrinkOutput" in ladder[: ladder.index("route")]
-        for pool in dict.fromkeys(e.pool for e in self.engines if e.pool != self.home):
+        for pool in self._others():
             if run := self._full(pool, "SPILL") or (self._shrunk(pool) if shrink else None):
                 return run
         return None
+
+    def _others(self) -> list[str]:
+        """Pools that the ladder may leave home for, preferred first."""
+        return [
+            pool
+            for pool in self.policy.rungs.route.pools or self.policy.pools
+            if pool != self.home and self._pool(pool)
+        ]
 
     def _reject(self) -> Refuse:
         engines = self._usable(self.home)
         if not engines:
             return self._unavailable()
         demand, available = self._least(engines), max(e.available for e in engines)
-        reason = {QueueState.FULL: "QUEUE_FULL", QueueState.SPENT: "QUEUE_TIMEOUT"}.get(
-            self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN, self._lack()
-        )
-        needed = demand.total + self.facts.ahead.get(self.home, 0)
-        retry = min(retry_after(e, needed) for e in engines)
+        ahead, bounds = self.facts.ahead.get(self.home, 0), self.policy.rungs.reject
+        retry = retry_after(engines, demand.total, ahead, bounds)
+        queue = self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN
+        reason = _WAITED.get(queue, self._lack())
         message = _busy(reason, demand, available, retry)
         return Refuse("busy", reason, message, demand, available, retry, self.home)
 
@@ -205,8 +224,11 @@ class _Ladder:
         action: Action = "shrink" if is_short else "accept"
         if engine.pool != self.policy.pools[0]:
             action = "route4"
+        step: Step = "shrinkOutput" if is_short else "accept"
+        if engine.pool != self.home:
+            step = "route"
         demand = _price(self.facts, engine, max_tokens)
-        return Run(action, reason, engine.pool, engine.id, max_tokens, demand)
+        return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step)
 
     def _most_tokens(self, engine: EngineView) -> int:
         """The longest sequence that fits the engine now."""
@@ -242,26 +264,6 @@ class _Ladder:
         """What the home pool is short of: time where prompts pile up, memory otherwise."""
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
-
-
-def retry_after(engine: EngineView, needed: int) -> int:
-    """Whole seconds, 1 to 30, until `needed` bytes are predicted to be available.
-
-    Not before the prompts that wait on the engine have been computed, either.
-    """
-    seconds = max(_release_s(engine, needed), engine.backlog_s)
-    return max(1, min(MAX_RETRY_AFTER_S, math.ceil(seconds)))
-
-
-def _release_s(engine: EngineView, needed: int) -> float:
-    available = engine.available
-    if available >= needed:
-        return 0.0
-    for release in sorted(engine.releases, key=lambda r: r.after_s):
-        available += release.size
-        if available >= needed:
-            return release.after_s
-    return MAX_RETRY_AFTER_S if engine.releases else UNKNOWN_RETRY_AFTER_S
 
 
 def _home(facts: Facts, able: Sequence[EngineView], policy: Policy) -> tuple[str, str]:
@@ -310,7 +312,9 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
     longest = facts.prompt_tokens + max(_room(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
         wish = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
-        return ShrinkContext("CONTEXT_TOO_LONG", max(1, longest - wish))
+        target, fewest = max(1, longest - wish), _fewest(facts, policy)
+        if target >= fewest:
+            return ShrinkContext("CONTEXT_TOO_LONG", target, fewest)
     context = max(e.max_model_len for e in engines)
     if facts.prompt_tokens + facts.min_tokens > context:
         message = (
@@ -329,11 +333,17 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
     return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
 
 
+def _fewest(facts: Facts, policy: Policy) -> int:
+    """Tokens that dropping turns must leave of a prompt."""
+    kept = 1 - policy.rungs.shrink_context.max_dropped_share
+    return max(1, math.ceil(facts.prompt_tokens * kept))
+
+
 def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
     why = {
         "QUEUE_FULL": ", and the queue is full",
         "QUEUE_TIMEOUT": " after the longest wait",
-        "DEADLINE": ", but prompts before it would take too long",
+        "DEADLINE": ", but the answer could not end in time",
     }.get(reason, "")
     return (
         f"the request needs {demand.total} bytes of KV and {max(0, available)} are available{why}; "

@@ -16,8 +16,9 @@ import math
 
 import grpc
 
-from ullage_router.decide import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S, Refuse
+from ullage_router.decide import Refuse
 from ullage_router.quota import Shortage
+from ullage_router.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
 from ullage_rpc.errors import ServiceError
 
 CLIENT_CLOSED = 499

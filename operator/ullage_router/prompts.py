@@ -27,9 +27,9 @@ class Prompt:
     is_spent: bool = False
     """Shrinking it was tried."""
 
-    @property
-    def can_shrink(self) -> bool:
-        return not self.is_spent and bool(droppable(self.turns))
+    def can_shrink(self, keep_turns: int) -> bool:
+        """Turns other than the newest may be dropped, and that was not tried before."""
+        return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
 
 class Prompts:

@@ -10,6 +10,7 @@ from ullage_router.predict import Demand
 
 MIB = 1 << 20
 KEPT_DECISIONS = 50
+KEPT_STEPS = 12
 LARGE_ROUTE = "tp2pp2"
 
 
@@ -38,6 +39,8 @@ class Record:
     reason: str = ""
     engine: str = ""
     degraded: list[str] = field(default_factory=list)
+    trail: list[str] = field(default_factory=list)
+    """Steps taken with their reasons, such as `queue=KV_HEADROOM`, oldest first."""
     status: int = 0
     """HTTP status that the client was told, or would be; 499 when it had gone."""
     error: str = ""
@@ -47,6 +50,12 @@ class Record:
     output_tokens: int = 0
     ended: float | None = None
 
+    def step(self, name: str, reason: str) -> None:
+        """A step down the ladder; of very many the first ones and the last are kept."""
+        self.trail.append(f"{name}={reason}")
+        if len(self.trail) > KEPT_STEPS:
+            self.trail[KEPT_STEPS - 2 : KEPT_STEPS] = ["..."]
+
     def degrade(self, changes: Iterable[str]) -> None:
         """Takes over what an engine lowered, such as `max_tokens=64`; its word is the last."""
         for change in changes:
@@ -55,6 +64,7 @@ class Record:
             self.degraded.append(change)
         if self.degraded and self.action == "accept":
             self.action, self.reason = "shrink", "PRESSURE"
+            self.step("engine", "PRESSURE")
 
     def predict(self, demand: Demand) -> None:
         self.predicted_bytes = demand.total
@@ -77,6 +87,7 @@ class Record:
             "reason": self.reason,
             "engine": self.engine,
             "degraded": list(self.degraded),
+            "trail": list(self.trail),
             "status": self.status,
             "error": self.error,
             "queued_s": round(self.queued_s, 4),

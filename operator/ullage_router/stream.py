@@ -224,6 +224,7 @@ class Pipeline:
                     raise _as_told(error, call, len(failures)) from error
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
+                call.record.step("engine", error.reason)
 
     def _charge(self, call: Call, prompt_tokens: int) -> None:
         """Takes the prompt and what answers are expected to have from the tenant's tokens."""
@@ -298,8 +299,9 @@ def _fill(
     accepted.max_tokens = min(grant.max_tokens, told.max_tokens or grant.max_tokens)
     accepted.action = record.action
     accepted.route = record.route
-    del accepted.degraded[:], accepted.prompt_token_ids[:]
+    del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
     accepted.degraded.extend(record.degraded)
+    accepted.trail.extend(record.trail)
     if call.request.output.return_token_ids:
         accepted.prompt_token_ids.extend(grant.prompt.token_ids)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ullage_router.config import Rung
+from ullage_router.config import Rung, RungsSection
 from ullage_router.predict import Profile, most_tokens
 
 # Share of the time left that the prompts before and its own may take: the answer needs the rest.
@@ -28,6 +28,8 @@ class QueueState(Enum):
     FULL = "full"
     SPENT = "spent"
     """It has waited as long as it may."""
+    LATE = "late"
+    """Its answer could not end in time any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class EngineView:
         """Seconds until a new request's prompt is begun; 0 when the speed is unknown."""
         return self.backlog_tokens / self.prefill_speed if self.prefill_speed else 0.0
 
+    def least_s(self, prompt_tokens: int) -> float:
+        """Seconds that an answer to such a prompt takes at least; 0 when the speed is unknown."""
+        return prompt_tokens / self.prefill_speed / PREFILL_SHARE if self.prefill_speed else 0.0
+
     def is_in_time(self, prompt_tokens: int, patience_s: float) -> bool:
         """A prompt would be computed in time. An idle engine always may try."""
         if not self.backlog_s:
@@ -110,3 +116,4 @@ class Policy:
     large_request_tokens: int
     large_request_kv: int
     ladder: tuple[Rung, ...]
+    rungs: RungsSection = field(default_factory=RungsSection)

@@ -87,6 +87,23 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
         ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
         ({"routing": {"ladder": ["queue", "queue"]}}, "spec.routing.ladder: ladder must name"),
+        ({"routing": {"ladder": ["reject", "queue"]}}, "spec.routing.ladder: nothing is tried"),
+        (
+            {"routing": {"rungs": {"reject": {"minRetryAfter": 9, "maxRetryAfter": 3}}}},
+            "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
+        ),
+        (
+            {"routing": {"rungs": {"route": {"pools": ["large"]}}}},
+            "spec.routing.rungs.route.pools: routing.rungs.route.pools must name pools of this",
+        ),
+        (
+            {"routing": {"rungs": {"route": {"pools": ["single", "single"]}}}},
+            "spec.routing.rungs.route.pools: route.pools must name each pool once",
+        ),
+        (
+            {"routing": {"rungs": {"shrinkContext": {"maxDroppedShare": 0}}}},
+            "spec.routing.rungs.shrinkContext.maxDroppedShare: must be at least 0.01",
+        ),
         ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
         ({"routing": {"queue": {"timeout": "10"}}}, "spec.routing.queue.timeout: must be a durat"),
         ({"routing": {"queue": {"timeout": "0s"}}}, "spec.routing.queue.timeout: timeout must be"),

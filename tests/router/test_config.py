@@ -19,6 +19,7 @@ routing:
   large_request_tokens: 8000
   large_request_kv: 6291456000
   ladder: [shrinkContext, shrinkOutput, queue, route, reject]
+  rungs: {}
   queue: {max_requests: 256, timeout: 10.0}
 limits: {max_output_tokens: 4096, request_timeout: 30.0}
 memory: {threshold: 0.85, safety_reserve: 2147483648}
@@ -47,6 +48,10 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("threshold", "treshold", ["treshold"]),
         ("queue, route", "queue, rout", ["rout", "$.routing.ladder"]),
         ("queue, route", "queue, queue", ["twice"]),
+        ("queue, route, reject", "queue, reject, route", ["put reject last"]),
+        ("rungs: {}", "rungs: {route: {pools: [huge]}}", ["huge", "none of the pools"]),
+        ("rungs: {}", "rungs: {reject: {min_retry_after: 9, max_retry_after: 2}}", ["9", "2"]),
+        ("rungs: {}", "rungs: {shrink_output: {min_share: 1.5}}", ["shrink_output.min_share"]),
         ("name: large", "name: single", ["share a name"]),
         ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
         ("pools:", "pools: [", ["not YAML"]),

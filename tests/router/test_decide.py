@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.config import DEFAULT_LADDER, Rung
+from ullage_router.config import DEFAULT_LADDER, Rung, ShrinkOutputSection
 from ullage_router.decide import (
     Decision,
     Refuse,
@@ -16,11 +16,11 @@ from ullage_router.decide import (
     Wait,
     decide,
     min_output,
-    retry_after,
 )
 from ullage_router.predict import Profile, predict
 from ullage_router.views import EngineView, Facts, Policy, QueueState, Release, Standing
 
+SHRINK = ShrinkOutputSection()
 PROFILE = Profile(block_tokens=16, bytes_per_token=1000)
 BLOCK = PROFILE.block_bytes
 POLICY = Policy(("single", "large"), 1000, 10_000_000, DEFAULT_LADDER)
@@ -46,7 +46,7 @@ def large(free: int = 200, **more: Any) -> EngineView:
 
 
 def facts(prompt: int = 100, most: int = 64, **more: Any) -> Facts:
-    return Facts(prompt, most, more.pop("least", min_output(most, most)), **more)
+    return Facts(prompt, most, more.pop("least", min_output(most, most, SHRINK)), **more)
 
 
 def ladder(*rungs: Rung) -> Policy:
@@ -95,7 +95,7 @@ def test_what_the_first_pool_can_never_hold_takes_the_next() -> None:
 
 def test_context_is_shrunk_first() -> None:
     decision = decide(facts(prompt=500, droppable=True), [engine(free=20)], POLICY)
-    assert decision == ShrinkContext("KV_HEADROOM", 20 * 16 - 64)
+    assert decision == ShrinkContext("KV_HEADROOM", 20 * 16 - 64, 1)
 
 
 def test_output_is_shrunk_next() -> None:
@@ -190,7 +190,7 @@ def test_what_can_never_fit_is_invalid_at_once() -> None:
 
 def test_a_conversation_too_long_is_shortened_instead() -> None:
     decision = decide(facts(prompt=5000, droppable=True), [engine()], POLICY)
-    assert decision == ShrinkContext("CONTEXT_TOO_LONG", 1600 - 64)
+    assert decision == ShrinkContext("CONTEXT_TOO_LONG", 1600 - 64, 1)
     no_shrink = decide(facts(prompt=5000, droppable=True), [engine()], ladder("queue"))
     assert isinstance(no_shrink, Refuse)
 
@@ -255,18 +255,6 @@ def test_a_pile_of_prompts_is_not_made_higher_than_time_allows() -> None:
     assert run(decide(facts(prompt=900, patience_s=1.0), [idle], POLICY))[0] == "accept"
 
 
-def test_min_output() -> None:
-    assert [min_output(None, 4096), min_output(400, 400), min_output(8, 8)] == [16, 100, 8]
-
-
-def test_retry_after_bounds() -> None:
-    assert retry_after(engine(), 10**9) == 5
-    assert retry_after(engine(backlog_tokens=100, prefill_speed=10.0), 10**9) == 10
-    assert retry_after(engine(releases=(Release(0.0, 10**9),)), 10**6) == 1
-    assert retry_after(engine(releases=(Release(99.0, 10**9),)), 10**8) == 30
-    assert retry_after(engine(releases=(Release(1.0, 1),)), 10**8) == 30
-
-
 releases = st.lists(st.builds(Release, st.floats(0, 200), st.integers(0, 100 * BLOCK)), max_size=4)
 views = st.builds(
     EngineView,
@@ -285,7 +273,7 @@ views = st.builds(
 )
 engine_lists = st.lists(views, max_size=5, unique_by=lambda e: e.id)
 all_facts = st.builds(
-    lambda prompt, most, **more: Facts(prompt, most, min_output(most, most), **more),
+    lambda prompt, most, **more: Facts(prompt, most, min_output(most, most, SHRINK), **more),
     st.integers(1, 3000),
     st.integers(1, 1000),
     droppable=st.booleans(),
@@ -326,7 +314,7 @@ def test_promises_of_any_decision(
             assert 1 <= decision.retry_after_s <= 30
         case ShrinkContext():
             assert asked.droppable
-            assert 0 < decision.prompt_tokens < asked.prompt_tokens
+            assert 0 < decision.fewest <= decision.prompt_tokens < asked.prompt_tokens
         case Wait():
             assert asked.queue is QueueState.OPEN
             assert decision.pool in {e.pool for e in engines}

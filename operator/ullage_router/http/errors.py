@@ -49,6 +49,7 @@ def decision_headers(record: Record) -> Headers:
         (b"x-ullage-action", record.action.encode()),
         (b"x-ullage-route", record.route.encode()),
         (b"x-ullage-degraded", ", ".join(record.degraded).encode()),
+        (b"x-ullage-trail", ", ".join(record.trail).encode()),
     ]
     if record.predicted_bytes is not None:
         headers.append((b"x-ullage-predicted-kv-bytes", str(record.predicted_bytes).encode()))
