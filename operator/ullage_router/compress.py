@@ -40,7 +40,8 @@ def cleanse(text: str) -> str:
 def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
     """Places of the turns that may go, oldest first: those before the last question.
 
-    The `keep` newest stay as well. What follows it, calls and what they returned, is the work on its answer.
+    The `keep` newest stay as well. What follows the question, calls and what they returned, is the
+    work on its answer.
     """
     end = min(_last_question(turns), len(turns) - keep)
     return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
