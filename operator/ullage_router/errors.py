@@ -36,6 +36,14 @@ _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
     grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
 }
+_STATUSES_BY_REASON = {
+    "METHOD_NOT_ALLOWED": 405,
+    "REQUEST_TIMEOUT": 408,
+    "LENGTH_REQUIRED": 411,
+    "EXPECTATION_FAILED": 417,
+    "HEADERS_TOO_LARGE": 431,
+}
+"""Where HTTP has a word of its own."""
 _KINDS = {
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -45,7 +53,7 @@ _KINDS = {
 
 def http_status(error: ServiceError) -> int:
     """The HTTP status that says the same."""
-    return _STATUSES.get(error.code, (500, ""))[0]
+    return _STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_type(error: ServiceError) -> str:

@@ -2,23 +2,22 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import uvicorn
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.config import RouterConfig, read_config
 from ullage_router.grpc.service import InferenceServicer
-from ullage_router.http.app import build_app
+from ullage_router.http.app import App
+from ullage_router.http.server import HTTPServer
 from ullage_router.service import RouterService
 from ullage_rpc import logs
 from ullage_rpc.channels import new_server
@@ -28,7 +27,6 @@ from ullage_rpc.metrics import serve_metrics
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
-BACKLOG = 2048
 
 EPILOG = """examples:
   ullage-router --config router.yaml
@@ -46,14 +44,6 @@ class CannotListen(Exception):
     """A port is taken or not allowed; the message names it."""
 
 
-class _HTTPServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: this process drains both protocols."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Router:
     """A running router.
 
@@ -65,8 +55,8 @@ class Router:
         self.service = RouterService(config)
         self._health = Health()
         self._grpc = new_server()
-        self._http = _HTTPServer(self._http_config())
-        self._tasks: list[asyncio.Task[None]] = []
+        self._http = HTTPServer(App(self.service))
+        self._readiness: asyncio.Task[None] | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self.http_port = 0
         self.grpc_port = 0
@@ -80,7 +70,7 @@ class Router:
         """
         config = self._config
         await self.service.tenants.start()
-        listener = _listen(config.http.host, config.http.port)
+        listener = listen(config.http.host, config.http.port)
         self.http_port = listener.getsockname()[1]
         servicer = InferenceServicer(
             self.service.pipeline, self.service.tenants, config.limits.request_timeout
@@ -92,23 +82,20 @@ class Router:
         self._stop_metrics = _start_metrics(self.service, config)
         await self.service.start()
         await self._grpc.start()
-        self._tasks = [
-            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
-            asyncio.create_task(self._keep_readiness(), name="readiness"),
-        ]
+        await self._http.start(listener)
+        self._readiness = asyncio.create_task(self._keep_readiness(), name="readiness")
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
         log.info("listening", extra={**ports, "metrics_port": config.metrics.port})
 
     async def stop(self) -> None:
         """Takes no more requests, lets those begun end and closes everything."""
-        http, readiness = self._tasks
-        readiness.cancel()
+        if self._readiness:
+            self._readiness.cancel()
         self.service.pipeline.drain()
         await self._health.set_ready(False)
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
-        self._http.should_exit = True
         grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
-        await asyncio.gather(http, self._grpc.stop(grace_s))
+        await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
         await self.service.close()
         if self._stop_metrics:
             await asyncio.to_thread(self._stop_metrics)
@@ -117,17 +104,6 @@ class Router:
         while True:
             await self._health.set_ready(self.service.is_ready)
             await asyncio.sleep(READY_INTERVAL_S)
-
-    def _http_config(self) -> uvicorn.Config:
-        grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
-        return uvicorn.Config(
-            build_app(self.service),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(grace_s),
-        )
 
 
 async def serve(config: RouterConfig) -> None:
@@ -141,10 +117,10 @@ async def serve(config: RouterConfig) -> None:
     await router.stop()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise CannotListen(f"http: {host}:{port}: {error.strerror}; choose another port") from error
 

@@ -8,10 +8,9 @@ from ullage_router.errors import (
     error_type,
     retry_after_s,
 )
+from ullage_router.http.messages import Headers
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
-
-Headers = list[tuple[bytes, bytes]]
 
 _CODES = {INVALID_API_KEY: "invalid_api_key", RATE_LIMIT_EXCEEDED: "rate_limit_exceeded"}
 """OpenAI's words where it has the same meaning."""
@@ -34,8 +33,6 @@ def error_headers(error: ServiceError) -> Headers:
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.reason == "BODY_TOO_LARGE":  # the rest of it is never read
-        headers.append((b"connection", b"close"))
     return headers
 
 

@@ -1,15 +1,13 @@
 """POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
 
 import logging
+import os
 import re
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
-from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.answer import Answer, Call
@@ -22,7 +20,7 @@ from ullage_router.http.answers import (
     Format,
     Wanted,
 )
-from ullage_router.http.body import ClientGone, discard, read_body, while_connected
+from ullage_router.http.messages import Reply, Request
 from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
 from ullage_router.stats import Record
@@ -67,7 +65,7 @@ COMPLETION = Dialect(_parse_completion, CompletionFormat)
 
 
 class GenerateEndpoint:
-    """An ASGI application for one path.
+    """Serves one path.
 
     Args:
         pipeline: serves requests.
@@ -86,32 +84,30 @@ class GenerateEndpoint:
         self._timeout_s = timeout_s
         self._dialect = dialect
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        headers = request.headers
         record = Record(request_id(headers))
-        writer = Writer(send, record)
-        is_read = False
+        writer = Writer(reply, record)
         try:
             visit = self._tenants.visit(headers.get("authorization"))
-            body = await read_body(headers, receive)
-            is_read = True
-            parsed = self._dialect.parse(body)
-        except ClientGone:
-            return
+            parsed = self._parse(request)
         except ServiceError as error:
             self._pipeline.refused(record, error)
-            await self._refuse(writer, error, None if is_read else receive)
+            writer.error(error)
             return
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
         call = Call(parsed.request, record, self._timeout_s, trace_context(headers), visit)
-        await while_connected(receive, self._answer(call, parsed.body, writer))
+        await self._answer(call, parsed.body, writer)
 
-    async def _refuse(self, writer: Writer, error: ServiceError, unread: Receive | None) -> None:
-        await writer.error(error, more_body=unread is not None)
-        if unread:
-            await discard(unread)
-            await writer.finish()
+    def _parse(self, request: Request) -> Parsed:
+        if not request.has_length:
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "LENGTH_REQUIRED",
+                "the request has no body; send one with Content-Length",
+            )
+        return self._dialect.parse(request.body)
 
     async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
         try:
@@ -122,12 +118,10 @@ class GenerateEndpoint:
                 else:
                     await _whole(generation, form, writer, body.n or 1)
         except ServiceError as error:
-            await writer.error(error)
-        except OSError:  # the client went between two writes
-            log.debug("client gone", extra={"request_id": call.record.request_id})
+            writer.error(error)
         except Exception:
             log.exception("request failed", extra={"request_id": call.record.request_id})
-            await writer.error(
+            writer.error(
                 ServiceError(
                     grpc.StatusCode.INTERNAL,
                     "INTERNAL",
@@ -148,13 +142,13 @@ class GenerateEndpoint:
 
 
 async def _stream(generation: Answer, form: Format, writer: Writer) -> None:
-    await writer.start_stream()
+    writer.start_stream()
     opening = form.opening(generation.accepted)
     async for event in generation.events():
         if chunks := _chunks(event, form):
             await writer.chunks(*opening, *chunks)
             opening = []
-    await writer.end_stream()
+    writer.end_stream()
 
 
 def _chunks(event: inference_pb2.GenerateResponse, form: Format) -> list[JSON]:
@@ -177,10 +171,10 @@ async def _whole(generation: Answer, form: Format, writer: Writer, n: int) -> No
                 parts[event.sample_finished.sample].end = event.sample_finished
             case _:
                 parts[event.delta.sample].add(event.delta)
-    await writer.whole(form.whole(generation.accepted, parts, finished))
+    writer.whole(form.whole(generation.accepted, parts, finished))
 
 
-def request_id(headers: Headers) -> str:
+def request_id(headers: Mapping[str, str]) -> str:
     """The client's id when it is printable and short, otherwise a new one."""
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()

@@ -1,11 +1,11 @@
 """Writes one answer: a JSON body, or server-sent events that end with [DONE] whatever happens."""
 
 import msgspec
-from starlette.types import Send
 
 from ullage_router.errors import http_status
 from ullage_router.http.answers import JSON
-from ullage_router.http.errors import Headers, decision_headers, envelope, error_headers
+from ullage_router.http.errors import decision_headers, envelope, error_headers
+from ullage_router.http.messages import Headers, Reply
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
@@ -21,54 +21,43 @@ def event(data: bytes) -> bytes:
 class Writer:
     """The answer's way out; a slow client makes it wait, and with it the engine's stream."""
 
-    def __init__(self, send: Send, record: Record) -> None:
-        self._send = send
+    def __init__(self, reply: Reply, record: Record) -> None:
+        self._reply = reply
         self._record = record
         self._is_streaming = False
 
-    async def whole(self, answer: JSON) -> None:
+    def whole(self, answer: JSON) -> None:
         """A complete answer."""
-        await self._body(200, _encode(answer), [])
+        self._body(200, _encode(answer), [])
 
-    async def start_stream(self) -> None:
+    def start_stream(self) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             *decision_headers(self._record),
         ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._reply.start(200, headers)
         self._is_streaming = True
 
     async def chunks(self, *chunks: JSON) -> None:
         """Events of a stream, in one write."""
-        body = b"".join(event(_encode(chunk)) for chunk in chunks)
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._reply.piece(b"".join(event(_encode(chunk)) for chunk in chunks))
 
-    async def end_stream(self, last: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": last + DONE})
+    def end_stream(self, last: bytes = b"") -> None:
+        self._reply.end(last + DONE)
 
-    async def error(self, error: ServiceError, more_body: bool = False) -> None:
+    def error(self, error: ServiceError) -> None:
         """The error as a response, or as an event where the answer has begun."""
         if self._is_streaming:
-            await self.end_stream(event(envelope(error)))
+            self.end_stream(event(envelope(error)))
         else:
-            headers = error_headers(error)
-            await self._body(http_status(error), envelope(error), headers, more_body)
+            self._body(http_status(error), envelope(error), error_headers(error))
 
-    async def finish(self) -> None:
-        """The end of a body that was announced to go on."""
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def _body(
-        self, status: int, body: bytes, headers: Headers, more_body: bool = False
-    ) -> None:
+    def _body(self, status: int, body: bytes, headers: Headers) -> None:
         all_headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
             *headers,
             *decision_headers(self._record),
         ]
-        start = {"type": "http.response.start", "status": status, "headers": all_headers}
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+        self._reply.whole(status, all_headers, body)
