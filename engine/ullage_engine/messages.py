@@ -215,6 +215,8 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
     request_id: str
     message: str
+    field: str = ""
+    """Of the request, when it is at fault; empty: the engine is."""
 
 
 class State(Message, frozen=True, kw_only=True):

@@ -20,6 +20,11 @@ MAX_CALLS = 128
 MAX_BEAM_STOP_TOKENS = 16
 """Each is a candidate more that every step of a search must look at."""
 MAX_LENGTH_PENALTY = 10
+MAX_LOGIT_BIAS = 1024
+"""Tokens that may have one."""
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 64
+"""Levels of objects and arrays in a JSON Schema."""
 
 
 class Range:
@@ -51,3 +56,5 @@ SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 """By field of `ullage.inference.v1.SamplingParams`."""
+
+LOGIT_BIAS = Range(-100, 100)

@@ -36,18 +36,21 @@ def make_chunk(
 
     Those before `num_computed` are replayed. `slots`: of the convolution states before and after.
     """
-    end = start + count
+    end, request = start + count, sequence.request
+    is_sampled = end == len(sequence.token_ids)
+    is_short = is_sampled and sequence.num_output < request.min_tokens
     return Chunk(
         request_id=sequence.request_id,
         token_ids=sequence.token_ids[start:end],
         start=start,
         block_ids=sequence.block_ids[: -(-end // block_tokens)],
-        sampling=sequence.request.sampling if end == len(sequence.token_ids) else None,
+        sampling=request.sampling if is_sampled else None,
         history=sequence.token_ids,
-        num_prompt_tokens=sequence.request.num_prompt_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
         num_replayed=min(count, sequence.num_computed - start),
         state_slot=slots[0],
         next_state_slot=slots[1],
+        banned=request.stop_token_ids if is_short else [],
     )
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ullage_engine.core.beam_group import BeamSearches
+from ullage_engine.core.grammars import GrammarError, Grammars, no_vocabulary
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.core.request import EngineRequest
@@ -44,8 +45,15 @@ class Engine:
     chunk, and only requests whose own chunk fails are given up.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, pace: Pace) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        pace: Pace,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars or Grammars(no_vocabulary)
         self.num_oom_events = 0
         self._runner = runner
         self._pace = pace
@@ -66,13 +74,19 @@ class Engine:
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Admits samples of one prompt, or one beam search for all of them; or refuses them all."""
+        """Admits samples of one prompt, or one beam search for all of them; or refuses them all.
+
+        Waits for their grammar if it is not compiled yet; see `Grammars.compile`.
+        """
         if requests[0].beam:
             return self._beams.start(requests, resumed=resumed)
+        if requests[0].grammar:
+            return self._submit_matched(requests, resumed)
         return self.scheduler.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
         """See `Scheduler.cancel`."""
+        self.grammars.close(request_id)
         if not self._beams.cancel(request_id):
             self.scheduler.cancel(request_id, is_answered=is_answered)
 
@@ -82,14 +96,43 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Computes one step for all sequences that have a part in it."""
-        plan = self.scheduler.schedule()
-        output = self._execute(plan)
-        return self._beams.take(self.scheduler.commit(output))
+        plan = self._constrained(self.scheduler.schedule())
+        outputs = self.scheduler.commit(self._execute(plan))
+        for output in outputs:
+            if output.finish:
+                self.grammars.close(output.request_id)
+        return self._beams.take(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
         """Requests given up since the last call."""
         failed, self._failed = self._failed, []
+        for each in failed:
+            self.grammars.close(each.request_id)
         return [told for each in failed for told in self._beams.fail(each)]
+
+    def _submit_matched(
+        self, requests: list[EngineRequest], resumed: bool
+    ) -> Rejected | list[TokenOutput]:
+        try:
+            compiled = self.grammars.compile(requests[0].grammar).result()
+        except GrammarError as error:
+            self._failed += [_unmatched(request.request_id, str(error)) for request in requests]
+            return []
+        answer = self.scheduler.submit_group(requests, resumed=resumed)
+        if not isinstance(answer, Rejected):
+            done = {output.request_id for output in answer}
+            for request in requests:
+                if request.request_id not in done:
+                    self.grammars.open(request, compiled)
+        return answer
+
+    def _constrained(self, plan: StepPlan) -> StepPlan:
+        """The plan with the masks of grammars; requests whose grammar fails are given up."""
+        plan, failed = self.grammars.constrain(plan)
+        for request_id, reason in failed.items():
+            self.scheduler.cancel(request_id)
+            self._failed.append(_unmatched(request_id, reason))
+        return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
         prompt_tokens = _num_prompt_tokens(plan)
@@ -112,7 +155,7 @@ class Engine:
             if is_retried:
                 self._drop_newest(reason)
             is_retried, prompt_tokens = True, max(1, prompt_tokens // 2)
-            plan = self.scheduler.replan(prompt_tokens)
+            plan = self._constrained(self.scheduler.replan(prompt_tokens))
             self._move(plan)
         return []
 
@@ -173,6 +216,11 @@ class Engine:
         if due is not None:
             self._faults.remove(due)
             raise torch.OutOfMemoryError("injected fault")
+
+
+def _unmatched(request_id: str, reason: str) -> RequestFailed:
+    message = f"the grammar cannot be followed: {reason}; simplify it"
+    return RequestFailed(request_id=request_id, message=message, field="grammar")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -31,6 +31,10 @@ class Chunk:
     next_state_slot: int = 0
     """Where the state after the last token goes: never a slot that a chunk of the same step reads,
     so that computing a plan again gives the same. Models without convolutions have no slots."""
+    allowed: bytes | None = None
+    """Tokens that may be chosen, a bit each, the lowest of a byte first; None: any."""
+    banned: list[int] = field(default_factory=list)
+    """Tokens that may not be chosen."""
 
     @property
     def end(self) -> int:

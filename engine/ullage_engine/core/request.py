@@ -17,6 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     seed: int = 0
     """Always set: noise is a function of (seed, position), so a resumed request repeats itself."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens, after penalties."""
     top_logprobs: int | None = None
     """Alternatives reported for each token; None reports no log-probabilities at all."""
 
@@ -52,5 +54,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     session_id: str = ""
     """Turns of one conversation, whose KV is kept between them; empty: none."""
+    min_tokens: int = 0
+    """No stop token is chosen before so many tokens of output."""
+    grammar: str = ""
+    """What the output must match, in llguidance's form; empty: any text."""
     beam: BeamParams | None = None
     """Beam search instead of sampling."""

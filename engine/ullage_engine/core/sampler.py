@@ -1,8 +1,8 @@
 """Chooses the next token of each row of logits.
 
 Everything about a row depends on that row alone, so a request's tokens do not depend on the batch.
-Order of the filters: penalties, temperature, top-k, top-p over what top-k kept, min-p. All three
-filters keep a prefix of the tokens sorted by (logit descending, id ascending).
+Order: penalties, biases, masks, temperature, then the filters: top-k, top-p over what top-k kept,
+min-p. All three keep a prefix of the tokens sorted by (logit descending, id ascending).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.core.masks import constrain, is_constrained
 from ullage_engine.core.noise import uniform
 from ullage_engine.core.plan import Chunk, SampledToken
 from ullage_engine.core.request import SamplingParams
@@ -63,6 +64,9 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if row.params.is_penalised:
             penalise(logits[index], row)
             _make_finite(logits[index])
+    for row_logits, chunk in zip(logits, chunks, strict=True):
+        if is_constrained(chunk):
+            constrain(row_logits, chunk)
     tokens = choose(logits, rows)
     return [
         _sampled(chunk.request_id, token, raw.get(index))

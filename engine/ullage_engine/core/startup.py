@@ -5,9 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llguidance import LLTokenizer
+
 from ullage_engine.config import EngineConfig, MemorySection
 from ullage_engine.core.device import StartError
 from ullage_engine.core.engine import Engine, Runner
+from ullage_engine.core.grammars import GrammarError, Grammars, vocabulary
 from ullage_engine.core.pace import Pace
 from ullage_engine.core.rank_startup import RankStartup, Report
 from ullage_engine.core.scheduler import KvPolicy, Scheduler
@@ -22,7 +25,9 @@ from ullage_engine.parallel.followers import Followers
 from ullage_engine.parallel.layout import RankPlace, device_map
 from ullage_engine.parallel.runner import GroupRunner
 from ullage_engine.parallel.sizes import group_kv_bytes, group_state_bytes
+from ullage_engine.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.weights.errors import WeightsError
+from ullage_engine.weights.source import resolve_source
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -141,7 +146,7 @@ def _started(
     policy = _kv_policy(own.config.memory, block_bytes(profile), own.num_host_slots)
     scheduler = Scheduler(profile, own.limits, pace, ExpectedOutput(own.max_model_len), policy)
     return Started(
-        engine=Engine(scheduler, runner, pace),
+        engine=Engine(scheduler, runner, pace, _grammars(own)),
         ledger=ledger,
         used_bytes=used_bytes,
         stop=stop,
@@ -152,6 +157,18 @@ def _started(
         dtype=dtype_name(own.dtype),
         ranks=device_map(own.geometry, own.layout, own.device.type),
     )
+
+
+def _grammars(own: RankStartup) -> Grammars:
+    source, vocab_size = own.config.model.source, own.geometry.vocab
+
+    def load() -> LLTokenizer:
+        try:
+            return vocabulary(load_tokenizer(resolve_source(source).path), vocab_size)
+        except (TokenizerError, WeightsError) as error:
+            raise GrammarError(str(error)) from error
+
+    return Grammars(load)
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:

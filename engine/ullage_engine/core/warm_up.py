@@ -13,9 +13,11 @@ EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     presence_penalty=0.1,
     frequency_penalty=0.1,
+    logit_bias={0: 1.0},
     top_logprobs=20,
 )
-"""Sampling that takes the most memory: every penalty, a sort of the vocabulary, alternatives."""
+"""Sampling that takes the most memory: penalties, biases and a mask, a sort of the
+vocabulary, alternatives."""
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -89,4 +91,5 @@ def _chunk(
         sampling=sampling,
         history=[0] * end,
         num_prompt_tokens=0,
+        allowed=b"\xff" if sampling is EVERYTHING else None,
     )

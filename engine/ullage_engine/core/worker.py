@@ -55,6 +55,8 @@ _MAX_UNSENT = 10_000
 """Messages; a server that leaves so many unread for the time above is gone."""
 _STATE_INTERVAL_S = 0.1
 _HEARTBEAT_S = 0.5
+_COMPILED_S = 0.005
+"""How often an idle worker looks whether a grammar is compiled."""
 
 
 class ServerGoneError(Exception):
@@ -105,6 +107,8 @@ class Worker:
         self._batching = batching
         self._link = link
         self._pressure = pressure
+        self._compiling: list[Submit] = []
+        """Their grammars are not compiled yet."""
         self._is_stopping = False
         self._is_changed = False
         self._reported_at = time.monotonic()
@@ -116,6 +120,7 @@ class Worker:
         self._link.send(self._ready())
         while not self._is_stopping and os.getppid() == parent:
             self._take_messages()
+            self._submit_compiled()
             if self._engine.has_work:
                 self._step()
             self._report()
@@ -124,9 +129,12 @@ class Worker:
         outputs = self._engine.step()
         if outputs:
             self._link.send(StepDone(outputs=outputs))
+        self._send_failed()
+        self._is_changed = True
+
+    def _send_failed(self) -> None:
         for failed in self._engine.take_failed():
             self._link.send(failed)
-        self._is_changed = True
 
     def _take_messages(self) -> None:
         """Takes all messages there are; waits for one only when there is nothing to compute.
@@ -136,6 +144,7 @@ class Worker:
         most the prefill window, or the shorter decode window while others are being served.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
+        timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
         is_busy = self._engine.has_work
         num_submitted = self._drain(timeout)
         if num_submitted < 2:
@@ -160,6 +169,7 @@ class Worker:
             case Submit():
                 self._submit(message)
             case Cancel(request_id=request_id, is_answered=is_answered):
+                self._compiling = [each for m in self._compiling for each in _left(m, request_id)]
                 self._engine.cancel(request_id, is_answered=is_answered)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
@@ -167,6 +177,19 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
+        """Submits requests, or keeps them until their grammar is compiled, beside the steps."""
+        grammar = message.requests[0].grammar
+        if grammar and not self._engine.grammars.compile(grammar).done():
+            self._compiling.append(message)
+        else:
+            self._submit_now(message)
+
+    def _submit_compiled(self) -> None:
+        waiting, self._compiling = self._compiling, []
+        for message in waiting:
+            self._submit(message)
+
+    def _submit_now(self, message: Submit) -> None:
         answer = self._engine.submit_group(message.requests, resumed=message.resumed)
         if isinstance(answer, Rejected):
             self._link.send(answer)
@@ -175,6 +198,7 @@ class Worker:
             self._link.send(Admitted(request_id=request.request_id))
         if answer:
             self._link.send(StepDone(outputs=answer))
+        self._send_failed()
 
     def _until_report(self) -> float:
         interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
@@ -236,6 +260,12 @@ class Worker:
             rss_bytes=self._started.used_bytes(),
             num_steps=scheduler.num_steps,
         )
+
+
+def _left(message: Submit, cancelled: str) -> list[Submit]:
+    """The message without a request that nobody waits for any more; empty if that was all."""
+    requests = [request for request in message.requests if request.request_id != cancelled]
+    return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

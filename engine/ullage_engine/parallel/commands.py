@@ -88,10 +88,12 @@ ToLeader = Answer | Loading
 
 def for_rank(plan: StepPlan, samples: bool) -> StepPlan:
     """The plan as another rank gets it: histories are long, and all that reads them is a penalty
-    on the rank that samples. Moves go before, by themselves."""
-    return StepPlan([_without_history(chunk, samples) for chunk in plan.chunks])
+    on the rank that samples, which alone reads masks, too. Moves go before, by themselves."""
+    return StepPlan([_as_read(chunk, samples) for chunk in plan.chunks])
 
 
-def _without_history(chunk: Chunk, samples: bool) -> Chunk:
+def _as_read(chunk: Chunk, samples: bool) -> Chunk:
     is_read = samples and chunk.sampling is not None and chunk.sampling.is_penalised
-    return chunk if is_read else replace(chunk, history=[])
+    history = chunk.history if is_read else []
+    allowed = chunk.allowed if samples else None
+    return replace(chunk, history=history, allowed=allowed)

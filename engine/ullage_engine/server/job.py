@@ -15,6 +15,8 @@ from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.server.sample_plan import SamplePlan, check_samples, sample_plan
 from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.limits import (
+    LOGIT_BIAS,
+    MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_REQUEST_ID_BYTES,
     MAX_SESSION_ID_BYTES,
@@ -67,7 +69,9 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
             "priority", f"priority is {request.priority}; give -{MAX_PRIORITY} to {MAX_PRIORITY}"
         )
     _check_sampling(request.sampling)
+    _check_logit_bias(request.sampling, model.vocab_size)
     _check_stop(request.stop, model.vocab_size)
+    _check_grammar(request, model)
     _check_output(request.output)
     check_samples(request)
     _check_input(request, model.vocab_size)
@@ -94,8 +98,11 @@ def build_job(
     key: str,
     model: ModelLimits,
     limits: LimitsSection,
+    grammar: str = "",
 ) -> Job:
-    """The job of a checked request; its output limit is cut to what the model's length leaves.
+    """The job of a request, checked like its `grammar`, which is in the form that workers compile.
+
+    The output limit is cut to what the model's length leaves.
 
     Raises:
         ServiceError: the prompt is empty or leaves no room for output.
@@ -109,16 +116,19 @@ def build_job(
     if request.stop.HasField("max_tokens"):
         wanted = min(wanted, request.stop.max_tokens)
     samples = sample_plan(request.samples)
+    max_tokens = min(wanted, model.max_model_len - num_prompt)
     engine_request = EngineRequest(
         request_id=key,
         token_ids=prompt_ids,
         num_prompt_tokens=num_prompt,
-        max_tokens=min(wanted, model.max_model_len - num_prompt),
+        max_tokens=max_tokens,
+        min_tokens=min(request.stop.min_tokens, max_tokens),
         sampling=_sampling(request),
         stop_token_ids=_stop_token_ids(request.stop, model.eos_token_ids),
         priority=request.priority,
         session_id=request.session_id,
         beam=samples.beam,
+        grammar=grammar,
     )
     return Job(
         client_id=request.request_id or key,
@@ -149,6 +159,7 @@ def _sampling(request: pb.GenerateRequest) -> SamplingParams:
     """Unset fields take the defaults of SamplingParams; the seed is fixed here, once."""
     given = {field.name: value for field, value in request.sampling.ListFields()}
     # 53 bits: a seed survives a JSON number on its way back to the client.
+    given["logit_bias"] = dict(request.sampling.logit_bias)
     given.setdefault("seed", secrets.randbits(53))
     if request.output.HasField("top_logprobs"):
         given["top_logprobs"] = request.output.top_logprobs
@@ -174,9 +185,33 @@ def _check_sampling(sampling: pb.SamplingParams) -> None:
             raise invalid(field, f"{field} is {value:g}; give a number {allowed}")
 
 
+def _check_logit_bias(sampling: pb.SamplingParams, vocab_size: int) -> None:
+    field, bias = "sampling.logit_bias", sampling.logit_bias
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise invalid(field, f"{field} has {len(bias)} tokens; give at most {MAX_LOGIT_BIAS}")
+    _check_ids(field, bias, vocab_size)
+    for token, value in bias.items():
+        if value not in LOGIT_BIAS:
+            at = f"{field}[{token}]"
+            raise invalid(at, f"{at} is {value:g}; give a number {LOGIT_BIAS}")
+
+
+def _check_grammar(request: pb.GenerateRequest, model: ModelLimits) -> None:
+    if not request.HasField("grammar"):
+        return
+    if request.stop.ignore_eos:
+        field = "stop.ignore_eos"
+        raise invalid(field, f"{field} is true with a grammar, which ends the answer; leave it out")
+    if not model.eos_token_ids:
+        raise invalid("grammar", "grammar: the model has no end-of-sequence token; leave it out")
+
+
 def _check_stop(stop: pb.StopConditions, vocab_size: int) -> None:
     if stop.HasField("max_tokens") and stop.max_tokens < 1:
         raise invalid("stop.max_tokens", "stop.max_tokens is 0; give at least 1")
+    if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
+        field, least = "stop.min_tokens", stop.min_tokens
+        raise invalid(field, f"{field} is {least}; give at most max_tokens, {stop.max_tokens}")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:
         count = len(stop.stop_strings)
         raise invalid("stop.stop_strings", f"{count} stop strings; give at most {MAX_STOP_STRINGS}")

@@ -82,6 +82,7 @@ def _check_beam(request: pb.GenerateRequest, n: int) -> None:
     if samples.HasField("best_of"):
         field = "samples.best_of"
         raise invalid(field, f"{field} is {samples.best_of} with a beam search; leave it out")
+    _check_alone(request)
     _check("beam.width", beam.width, 1, MAX_BEAM_WIDTH)
     _check("n", n, 1, beam.width)
     penalty = beam.length_penalty
@@ -92,6 +93,18 @@ def _check_beam(request: pb.GenerateRequest, n: int) -> None:
         field = "stop.stop_token_ids"
         message = f"{count} stop tokens in a beam search; give at most {MAX_BEAM_STOP_TOKENS}"
         raise invalid(field, message)
+
+
+def _check_alone(request: pb.GenerateRequest) -> None:
+    """What would change which tokens may be chosen, and does not in a search."""
+    given = {
+        "grammar": request.HasField("grammar"),
+        "sampling.logit_bias": bool(request.sampling.logit_bias),
+        "stop.min_tokens": bool(request.stop.min_tokens),
+    }
+    for field, is_given in given.items():
+        if is_given:
+            raise invalid(field, f"{field} cannot be followed by a beam search; leave one out")
 
 
 def _check(name: str, value: int, least: int, most: int) -> None:

@@ -16,6 +16,7 @@ from ullage_engine.memory import predictor
 from ullage_engine.server import answers
 from ullage_engine.server.board import Board
 from ullage_engine.server.degrade import degrade
+from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
 from ullage_engine.server.journal import Finish, Journal, Reason, Update
 from ullage_engine.server.metrics import EngineMetrics
@@ -65,6 +66,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._supervisor = supervisor
         self._metrics = metrics
         self._keys = itertools.count(1)
+        self._grammars = GrammarCheck()
         self._language: Language | None = None
 
     def speak(self, language: Language) -> None:
@@ -153,9 +155,10 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _job(self, request: pb.GenerateRequest, language: Language) -> Job:
         limits = self._limits(language)
         check_request(request, limits)
+        grammar = await self._grammars.text(request)
         prompt_ids = await _prompt_ids(request, language)
         key = f"{self._config.server.engine_id}-{self._board.epoch:x}-{next(self._keys)}"
-        job = build_job(request, prompt_ids, key, limits, self._config.limits)
+        job = build_job(request, prompt_ids, key, limits, self._config.limits, grammar)
         return degrade(job, self._config.degrade, self._board.state)
 
     async def _stream(self, group: SampleGroup, language: Language, context: Context) -> Finish:

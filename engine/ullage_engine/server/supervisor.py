@@ -38,7 +38,7 @@ from ullage_engine.server.life import WorkerLife
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.policy import RestartPolicy
 from ullage_engine.server.watch import Watch
-from ullage_rpc.errors import ServiceError
+from ullage_rpc.errors import ServiceError, invalid
 
 log = logging.getLogger("ullage.engine.supervisor")
 
@@ -278,7 +278,9 @@ class Supervisor:
 
     def _request_failed(self, failed: RequestFailed) -> None:
         entry = self._journal.get(failed.request_id)
-        if entry is not None:
+        if entry is not None and failed.field:
+            entry.fail(invalid(failed.field, f"{failed.field}: {failed.message}"))
+        elif entry is not None:
             self._board.fault(0.9)
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 

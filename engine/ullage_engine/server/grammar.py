@@ -1,0 +1,192 @@
+"""From a request's grammar to what the worker compiles: checked before a worker sees it.
+
+Errors are ServiceError INVALID_ARGUMENT that name the grammar's kind and, of a JSON Schema, the
+path in it.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_engine.grammar import LIMITS
+from ullage_rpc.errors import ServiceError, invalid
+from ullage_rpc.limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_MOST_KEPT = 64
+"""Verdicts remembered, of at most 64 KiB of text each."""
+_MOST_SECONDS = 10.0
+"""To compile one grammar; fuel ends it long before on any machine that keeps up."""
+_MOST_SUBSCHEMAS = 256
+"""Looked at to find the one that is at fault."""
+
+_COMPACT: "JsonCompileOptions" = {
+    # Free white space lets a model at a high temperature write nothing but white space.
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    # What is not understood is refused, never passed over.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SINGLE = ("items", "additionalProperties")
+
+
+class GrammarCheck:
+    """Compiles grammars for their errors, one at a time and off the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._verdicts: OrderedDict[str, str] = OrderedDict()
+
+    async def text(self, request: pb.GenerateRequest) -> str:
+        """The checked grammar of a request in llguidance's form; empty if it has none.
+
+        Raises:
+            ServiceError: it is malformed, not supported, or too large.
+        """
+        if not request.HasField("grammar"):
+            return ""
+        field, text = grammar_text(request.grammar)
+        error = await self._error(text)
+        if error:
+            place = _place(request.grammar, error)
+            raise _wrong(field + place, error)
+        return text
+
+    async def _error(self, text: str) -> str:
+        found = self._verdicts.get(text)
+        if found is None:
+            loop = asyncio.get_running_loop()
+            compiling = loop.run_in_executor(self._thread, compile_error, text)
+            try:
+                found = await asyncio.wait_for(asyncio.shield(compiling), _MOST_SECONDS)
+            except TimeoutError:
+                return f"it takes more than {_MOST_SECONDS:g} s to compile"
+            self._verdicts[text] = found
+            if len(self._verdicts) > _MOST_KEPT:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(text)
+        return found
+
+
+def compile_error(text: str) -> str:
+    """Why a grammar in llguidance's form cannot be compiled; empty if it can."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
+    return " ".join(messages[0].split())[:300] if is_error else ""
+
+
+def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
+    """The name of the field that is set, and the grammar in llguidance's form, not compiled yet."""
+    kind = grammar.WhichOneof("kind")
+    field, size = f"grammar.{kind}", grammar.ByteSize()
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{field} has {size} bytes; give at most {MAX_GRAMMAR_BYTES}"
+        raise invalid(field, message)
+    match kind:
+        case "json_schema":
+            return field, _from_schema(field, grammar.json_schema)
+        case "json_object":
+            return field, _from_schema(field, '{"type": "object"}')
+        case "regex":
+            return field, LLMatcher.grammar_from_regex(grammar.regex)
+        case "lark":
+            return field, LLMatcher.grammar_from_lark(grammar.lark)
+        case "choice":
+            return field, _from_choice(field, grammar.choice)
+        case _:
+            raise invalid("grammar", "grammar is empty; set json_schema, regex, lark or choice")
+
+
+def _from_choice(field: str, choice: pb.Choice) -> str:
+    if not choice.texts or not all(choice.texts):
+        raise invalid(field, f"{field} has no text, or an empty one; give at least one")
+    return LLMatcher.grammar_from_regex("|".join(map(_escaped, choice.texts)))
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches just the text."""
+    return "".join("\\" + each if each in _SPECIAL else each for each in text)
+
+
+def _from_schema(field: str, text: str) -> str:
+    schema = _parsed(field, text)
+    if not isinstance(schema, dict):
+        raise invalid(field, f"{field} is not a JSON object; send a JSON Schema")
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise invalid(field, f"{field} is nested deeper than {MAX_SCHEMA_DEPTH}; flatten it")
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+    except ValueError as error:
+        raise _wrong(field, str(error)) from error
+
+
+def _parsed(field: str, text: str) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise invalid(field, f"{field} is nested too deeply; flatten it") from error
+    except ValueError as error:
+        raise invalid(field, f"{field} is not JSON: {error}; send a JSON Schema") from error
+
+
+def _depth(value: object) -> int:
+    """Levels of objects and arrays."""
+    level: list[Any] = [value]
+    depth = 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in inner for item in items]
+    return depth
+
+
+def _place(grammar: pb.Grammar, error: str) -> str:
+    """Where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or not known.
+
+    The deepest part that by itself has the same error.
+    """
+    if not grammar.HasField("json_schema"):
+        return ""
+    schema = json.loads(grammar.json_schema)
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for _, (path, part) in zip(range(_MOST_SUBSCHEMAS), _parts(schema), strict=False):
+        try:
+            text = LLMatcher.grammar_from_json_schema(shared | part, overrides=_COMPACT)
+        except ValueError:
+            continue
+        if path and compile_error(text) == error:
+            return path
+    return ""
+
+
+def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
+    """All schemas within a schema with their paths, inner ones first."""
+    if not isinstance(schema, dict):
+        return
+    for key in _MAPS:
+        inner = schema.get(key)
+        for name, part in inner.items() if isinstance(inner, dict) else ():
+            yield from _parts(part, f"{path}.{key}.{name}")
+    for key in _LISTS:
+        inner = schema.get(key)
+        for place, part in enumerate(inner) if isinstance(inner, list) else ():
+            yield from _parts(part, f"{path}.{key}[{place}]")
+    for key in _SINGLE:
+        yield from _parts(schema.get(key), f"{path}.{key}")
+    yield path, schema
+
+
+def _wrong(field: str, error: str) -> ServiceError:
+    return invalid(field, f"{field}: {error}; change or simplify it")
