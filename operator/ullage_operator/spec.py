@@ -118,12 +118,38 @@ class Rungs(Section, frozen=True, kw_only=True):
     reject: Reject
 
 
+class Affinity(Section, frozen=True, kw_only=True):
+    max_sessions: int
+    max_prefixes: int
+    max_extra_load: int
+
+
+class Breaker(Section, frozen=True, kw_only=True):
+    failures: int
+    pause: Seconds
+    max_pause: Seconds
+    max_ejected_share: float
+
+
+class Retries(Section, frozen=True, kw_only=True):
+    share: float
+    per_second: float
+    burst: int
+
+
+class Placement(Section, frozen=True, kw_only=True):
+    affinity: Affinity
+    breaker: Breaker
+    retries: Retries
+
+
 class Routing(Section, frozen=True, kw_only=True):
     large_request_tokens: int
     large_request_kv: Bytes
     ladder: tuple[str, ...]
     rungs: Rungs
     queue: Queue
+    placement: Placement
 
 
 class Batching(Section, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ullage_router.affinity import Origin
 from ullage_router.compress import compress
 from ullage_router.config import RouterConfig
 from ullage_router.credit import Credit
@@ -13,6 +14,7 @@ from ullage_router.decide import Refuse, Run, ShrinkContext, Wait, decide, min_o
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.errors import refusal
+from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt
 from ullage_router.queue import Ticket, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
@@ -35,6 +37,8 @@ class Wish:
     max_tokens: int | None
     """Longest output that the tenant may have; None: as the service's."""
     priority: int
+    session: str
+    """Empty when it belongs to none."""
     deadline: float
     """When the answer must have ended, on the monotonic clock."""
 
@@ -57,6 +61,7 @@ class Admission:
         engines: where requests may go.
         room: where they wait.
         threads: where long conversations are rendered anew.
+        placement: which engine has a request's beginning.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Admission:
         engines: Engines,
         room: WaitingRoom,
         threads: TokenizerThreads,
+        placement: Placement,
     ) -> None:
         routing = config.routing
         self._policy = Policy(
@@ -73,12 +79,14 @@ class Admission:
             routing.large_request_kv,
             routing.ladder,
             routing.rungs,
+            routing.placement.affinity.max_extra_load,
         )
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
         self._engines = engines
         self._room = room
         self._threads = threads
+        self.placement = placement
 
     async def admit(self, wish: Wish, record: Record, refused: Mapping[str, int]) -> Grant:
         """Goes down the ladder until there is a place.
@@ -96,7 +104,12 @@ class Admission:
             climb.leave_queue()
 
     def facts(
-        self, wish: Wish, ticket: Ticket | None, state: QueueState, refused: frozenset[str]
+        self,
+        wish: Wish,
+        ticket: Ticket | None,
+        state: QueueState,
+        refused: frozenset[str],
+        preferred: str,
     ) -> Facts:
         """The request as `decide` sees it at this moment."""
         rungs = self._policy.rungs
@@ -114,6 +127,7 @@ class Admission:
             ahead=self._room.ahead(ticket),
             refused_by=refused,
             patience_s=wish.deadline - time.monotonic(),
+            preferred=preferred,
             draw=random.getrandbits(30),
         )
 
@@ -168,6 +182,12 @@ class _Climb:
         self._ticket: Ticket | None = None
         self._pool = ""
         self._state = QueueState.OPEN
+        self._origin = self._find_origin()
+        self._preferred = ""
+
+    def _find_origin(self) -> Origin:
+        prompt = self._wish.prompt
+        return self._admission.placement.origin(self._wish.session, prompt.token_ids)
 
     def leave_queue(self) -> None:
         if self._ticket:
@@ -187,8 +207,11 @@ class _Climb:
                     raise self._refusal(refuse)
 
     def _decide(self) -> Run | ShrinkContext | Wait | Refuse:
-        engines = self._admission.engines
-        facts = self._admission.facts(self._wish, self._ticket, self._state, self._refusers())
+        engines, refusers = self._admission.engines, self._refusers()
+        self._preferred = self._admission.placement.preferred(self._origin)
+        facts = self._admission.facts(
+            self._wish, self._ticket, self._state, refusers, self._preferred
+        )
         views = engines.views(self._wish.prompt.model)
         return decide(facts, views, self._admission.policy)
 
@@ -209,6 +232,7 @@ class _Climb:
         record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
         record.step(run.step, run.reason)
         self._log(logging.INFO)
+        self._admission.placement.placed(self._origin, self._preferred, engine)
         credit = engine.reserve(run.demand.total, record.prompt_tokens)
         return Grant(engine, credit, wish.prompt, run.max_tokens)
 
@@ -225,6 +249,7 @@ class _Climb:
         self._record.action, self._record.reason = "shrink", decision.reason
         prompt = await self._admission.shrink(self._wish.prompt, decision, self._record)
         self._wish = replace(self._wish, prompt=prompt)
+        self._origin = self._find_origin()
         self._log(logging.INFO)
 
     async def _wait(self, wait: Wait) -> None:

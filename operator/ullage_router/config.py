@@ -103,6 +103,54 @@ class RungsSection(Strict, frozen=True, kw_only=True):
     reject: RejectSection = RejectSection()
 
 
+class AffinitySection(Strict, frozen=True, kw_only=True):
+    """Sending requests where their beginning may be cached."""
+
+    max_sessions: Count = 8192
+    """Sessions whose engine is remembered; 0 turns it off."""
+    max_prefixes: Count = 65536
+    """Blocks of 64 prompt tokens whose engine is remembered; 0 turns it off."""
+    max_extra_load: Count = 8
+    """Requests that the remembered engine may have more than another one."""
+
+
+class BreakerSection(Strict, frozen=True, kw_only=True):
+    """Holding back an engine that fails requests."""
+
+    failures: Positive = 5
+    """In a row."""
+    pause: Seconds = 1.0
+    """The first one; every failed probe doubles it."""
+    max_pause: Seconds = 60.0
+    max_ejected_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Most of a pool's ready engines that are held back at once; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        if self.pause > self.max_pause:
+            raise ValueError(
+                f"pause {self.pause:g} is above max_pause {self.max_pause:g}; lower it"
+            )
+
+
+class RetrySection(Strict, frozen=True, kw_only=True):
+    """Trying another engine before the first token."""
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    """Of requests."""
+    per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """Always allowed, beside the share."""
+    burst: Positive = 100
+    """Most that can be saved up."""
+
+
+class PlacementSection(Strict, frozen=True, kw_only=True):
+    """Which of the engines that have room gets a request."""
+
+    affinity: AffinitySection = AffinitySection()
+    breaker: BreakerSection = BreakerSection()
+    retries: RetrySection = RetrySection()
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Prompts longer than this take the large pool."""
@@ -112,6 +160,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     """What is tried, in this order, when a request does not fit; its end is always a refusal."""
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
+    placement: PlacementSection = PlacementSection()
 
     def __post_init__(self) -> None:
         if len(set(self.ladder)) != len(self.ladder):

@@ -46,6 +46,11 @@ class CreditBook:
         return sum(credit.tokens for credit in self._open)
 
     @property
+    def uncounted(self) -> int:
+        """Requests that no report is sure to include."""
+        return len(self._open)
+
+    @property
     def inflight(self) -> int:
         """Requests sent and not ended."""
         return len(self._open) + len(self._counted)

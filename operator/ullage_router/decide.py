@@ -3,10 +3,10 @@
     decide(facts, engines, policy) -> Run | ShrinkContext | Wait | Refuse
 
 A request has a home pool: the first one, or the large pool when it is large. At home it runs on the
-engine with the most headroom of two drawn ones. When it does not fit, the rungs of the ladder are
-tried in their order; a request that others wait before may only wait, go to another pool or be
-refused. A clear answer comes first: what can never fit is invalid at once, and a service without a
-ready engine is unavailable.
+engine whose caches have its beginning, or on the one with more headroom of two drawn ones. When it
+does not fit, the rungs of the ladder are tried in their order; a request that others wait before
+may only wait, go to another pool or be refused. A clear answer comes first: what can never fit is
+invalid at once, and a service without a ready engine is unavailable.
 """
 
 import math
@@ -144,7 +144,7 @@ class _Ladder:
         fits = [e for e in self._free(pool) if self._demand(e).total <= e.available]
         if not fits:
             return None
-        engine = _pick(fits, self.facts.draw)
+        engine = _pick(fits, self.facts, self.policy.max_extra_load)
         room = _room(self.facts, engine)
         return self._run(engine, min(self.facts.max_tokens, room), reason)
 
@@ -297,7 +297,14 @@ def _room(facts: Facts, engine: EngineView) -> int:
     return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
 
 
-def _pick(fits: Sequence[EngineView], draw: int) -> EngineView:
+def _pick(fits: Sequence[EngineView], facts: Facts, max_extra_load: int) -> EngineView:
+    """The preferred engine, unless another one has far less to do."""
+    drawn = _draw(fits, facts.draw)
+    preferred = next((e for e in fits if e.id == facts.preferred), drawn)
+    return preferred if preferred.load <= drawn.load + max_extra_load else drawn
+
+
+def _draw(fits: Sequence[EngineView], draw: int) -> EngineView:
     """Power of two choices: a burst that sees the same reports spreads over several engines."""
     if len(fits) == 1:
         return fits[0]

@@ -3,27 +3,50 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import grpc
 
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_router.breaker import Breaker, BreakerPolicy
 from ullage_router.credit import Credit, CreditBook
+from ullage_router.errors import is_engine_fault, silent_engine
 from ullage_router.predict import Profile
+from ullage_router.reports import ReportOrder
+from ullage_router.silence import Waits
 from ullage_router.tokenize import Model
 from ullage_router.views import EngineView, Release, Standing
 from ullage_rpc.channels import open_channel
+from ullage_rpc.errors import ServiceError
 
 HEARTBEAT_S = 1.0
 STALE_AFTER_S = 3 * HEARTBEAT_S
+HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 GET_MODEL_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[inference_pb2.GetModelResponse], Awaitable[Model]]
+
+class Owner(Protocol):
+    """Whoever keeps the engines; told what happens to each."""
+
+    def changed(self) -> None:
+        """After every report, every loss and whenever credit comes back."""
+
+    def lost(self, engine: "Engine") -> None:
+        """Its reports ended; addresses may have changed."""
+
+    def restarted(self, engine: "Engine") -> None:
+        """It lives anew, with empty caches."""
+
+    def has_another(self, engine: "Engine") -> bool:
+        """Whether another engine is ready."""
+
+    async def load(self, described: inference_pb2.GetModelResponse) -> Model:
+        """A Model of what an engine answers to GetModel."""
 
 
 class WrongModel(Exception):
@@ -37,8 +60,8 @@ class Engine:
         address: `ip:port`.
         pool: the configured pool it was found in.
         model_name: the model it must serve.
-        load_model: makes a Model of what the engine answers to GetModel.
-        on_change: called after every report, every loss and whenever credit comes back.
+        breaker: when failures hold it back.
+        owner: told what happens.
     """
 
     def __init__(
@@ -46,8 +69,8 @@ class Engine:
         address: str,
         pool: str,
         model_name: str,
-        load_model: LoadModel,
-        on_change: Callable[[], None],
+        breaker: BreakerPolicy,
+        owner: Owner,
     ) -> None:
         self.address = address
         self.pool = pool
@@ -57,8 +80,13 @@ class Engine:
         self.description: inference_pb2.GetModelResponse | None = None
         self.model: Model | None = None
         self._model_name = model_name
-        self._load_model = load_model
-        self._on_change = on_change
+        self._owner = owner
+        self.breaker = Breaker(breaker)
+        self.order = ReportOrder()
+        self.waits = Waits(
+            lambda: self.is_silent and owner.has_another(self),
+            lambda: silent_engine(self.id, self.age_s),
+        )
         self._introduced_in: int | None = None
         """The epoch in which the engine described its model."""
         self._heard_at = 0.0
@@ -94,16 +122,22 @@ class Engine:
         """connecting, loading, ready, draining, stale or gone."""
         if self.headroom is None or not self._is_connected:
             return "connecting" if self.is_listed else "gone"
-        if self.age_s > STALE_AFTER_S:
+        if self.is_silent:
             return "stale"
         if self.headroom.draining:
             return "draining"
         return "ready" if self.headroom.ready and self.model else "loading"
 
     @property
+    def is_silent(self) -> bool:
+        """It missed its heartbeats: it is gone, stopped, or cut off."""
+        return self.age_s > STALE_AFTER_S
+
+    @property
     def is_over(self) -> bool:
         """Out of DNS, silent and without requests: nothing is lost by closing it."""
-        return not (self.is_listed or self._is_connected or self._book.inflight)
+        is_heard = self._is_connected and self.age_s <= HOPELESS_AFTER_S
+        return not (self.is_listed or is_heard or self._book.inflight)
 
     @property
     def credit_bytes(self) -> int:
@@ -113,28 +147,41 @@ class Engine:
     def inflight(self) -> int:
         return self._book.inflight
 
-    def view(self, fingerprint: str) -> EngineView | None:
+    @property
+    def standing(self) -> Standing:
+        """What the state means for new requests: a silent engine is waited for a while."""
+        match self.state:
+            case "ready":
+                return Standing.USABLE
+            case "loading":
+                return Standing.RECOVERING
+            case "stale" if self.age_s <= HOPELESS_AFTER_S:
+                return Standing.RECOVERING
+            case _:
+                return Standing.UNUSABLE
+
+    def view(self, fingerprint: str, is_held_back: bool) -> EngineView | None:
         """What `decide` needs; None as long as the engine never introduced itself.
 
         Args:
             fingerprint: of the model whose token ids the request has; others cannot serve it.
+            is_held_back: its breaker wants it left alone for now.
         """
         told, described = self.headroom, self.description
         if told is None or described is None or self.model is None:
             return None
-        standings = {"ready": Standing.USABLE, "loading": Standing.RECOVERING}
-        is_same = self.model.fingerprint == fingerprint
+        is_out = is_held_back or self.model.fingerprint != fingerprint
         return EngineView(
             id=self.address,
             pool=self.pool,
-            standing=standings.get(self.state, Standing.UNUSABLE) if is_same else Standing.UNUSABLE,
+            standing=Standing.UNUSABLE if is_out else self.standing,
             available=told.headroom_bytes - self._book.total,
             capacity=told.kv_pool_bytes or described.profile.kv_pool_bytes,
             profile=to_profile(described.profile),
             expected_output=told.expected_output_tokens,
             max_model_len=described.max_model_len,
             health=told.health,
-            load=told.requests_running + told.requests_waiting,
+            load=told.requests_running + told.requests_waiting + self._book.uncounted,
             backlog_tokens=told.prefill_backlog_tokens + self._book.tokens,
             prefill_speed=told.prefill_tokens_per_second,
             releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
@@ -142,7 +189,9 @@ class Engine:
 
     def reserve(self, size: int, tokens: int) -> Credit:
         """Credit of bytes and prompt tokens for a request that is about to be sent."""
-        return self._book.reserve(size, tokens)
+        credit = self._book.reserve(size, tokens)
+        self.breaker.sent(credit, time.monotonic())
+        return credit
 
     def accepted(self, credit: Credit) -> None:
         """The engine answered Accepted to the request."""
@@ -151,7 +200,14 @@ class Engine:
     def release(self, credit: Credit) -> None:
         """The request ended, one way or another."""
         self._book.release(credit)
-        self._on_change()
+        self.breaker.ended(credit)
+        self._owner.changed()
+
+    def failed(self, credit: Credit, error: ServiceError) -> None:
+        """The request failed on it."""
+        if is_engine_fault(error) and self.breaker.failed(credit, time.monotonic()):
+            about = {"engine": self.id, "failures": self.breaker.failures, "reason": error.reason}
+            log.warning("engine ejected", extra=about)
 
     async def _follow(self) -> None:
         """Follows the engine's reports for ever, through every loss of it."""
@@ -167,13 +223,15 @@ class Engine:
             except Exception:  # a bug here must not end the watch of a working engine
                 log.exception("engine lost", extra={"engine": self.id})
             self._is_connected = False
-            self._on_change()
+            self._owner.lost(self)
+            self._owner.changed()
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     async def _watch(self) -> None:
         request = headroom_pb2.WatchHeadroomRequest()
         # Waiting for the connection, the call starts in the moment the engine is back.
+        self.order.connected()
         async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=True):
             told = push.headroom
             # An engine that loads cannot describe its model yet; its reports count all the same.
@@ -184,11 +242,18 @@ class Engine:
             self._heard(told)
 
     def _heard(self, headroom: headroom_pb2.Headroom) -> None:
+        match self.order.take(headroom.epoch, headroom.sequence):
+            case "old":
+                return
+            case "gap":
+                log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
+            case "restart":
+                self._owner.restarted(self)
         self.headroom = headroom
         self._heard_at = time.monotonic()
         self._is_connected = True
         self._book.reported()
-        self._on_change()
+        self._owner.changed()
 
     async def _introduce(self) -> None:
         """Asks the engine for its model, once an epoch."""
@@ -197,7 +262,7 @@ class Engine:
         if described.model != self._model_name:
             raise WrongModel(f"serves {described.model!r}, wanted {self._model_name!r}")
         try:
-            self.model = await self._load_model(described)
+            self.model = await self._owner.load(described)
         except ValueError as error:
             raise WrongModel(str(error)) from error
         self.description = described

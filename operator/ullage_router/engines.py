@@ -1,18 +1,22 @@
 """All engines of all pools: found by DNS, followed one by one."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.config import PoolSection
+from ullage_router.breaker import BreakerPolicy, held_back
+from ullage_router.config import BreakerSection, PoolSection
 from ullage_router.engine import Engine
 from ullage_router.tokenize import Model, fingerprint, load_model
 from ullage_router.views import EngineView
 
 RESOLVE_INTERVAL_S = 3.0
+LEAST_RESOLVE_INTERVAL_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +28,32 @@ class Engines:
         pools: in order of preference.
         model_name: the model that engines must serve.
         on_change: called when any engine's memory or state may have changed.
+        breaker: when and how many engines are held back for failures.
+
+    on_forgotten
+        called with the address of an engine whose caches are gone
     """
 
     def __init__(
-        self, pools: Iterable[PoolSection], model_name: str, on_change: Callable[[], None]
+        self,
+        pools: Iterable[PoolSection],
+        model_name: str,
+        on_change: Callable[[], None],
+        breaker: BreakerSection = BreakerSection(),  # noqa: B008 - immutable
     ) -> None:
         self._pools = tuple(pools)
         self._model_name = model_name
         self._on_change = on_change
+        self._breaker = BreakerPolicy(breaker.failures, breaker.pause, breaker.max_pause)
+        self._max_ejected_share = breaker.max_ejected_share
+        self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[tuple[str, str], Engine] = {}
         self._models: dict[str, Model] = {}
         self._loading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._relist = asyncio.Event()
+        self._ejections = self._missed = 0
+        """Of engines that are forgotten: counters never fall."""
 
     async def start(self) -> None:
         """Resolves once and goes on in the background."""
@@ -74,9 +92,42 @@ class Engines:
 
     def views(self, model: Model) -> list[EngineView]:
         """Every engine that ever introduced itself, in order of the pools."""
-        views = (engine.view(model.fingerprint) for engine in self._engines.values())
+        held = self.held_back()
+        views = (e.view(model.fingerprint, e.address in held) for e in self._engines.values())
         order = [pool.name for pool in self._pools]
         return sorted((v for v in views if v), key=lambda v: (order.index(v.pool), v.id))
+
+    def held_back(self) -> frozenset[str]:
+        """Addresses of engines that get nothing because requests failed on them."""
+        now, held = time.monotonic(), frozenset[str]()
+        for pool in self._pools:
+            ready = [e for e in self.all() if e.pool == pool.name and e.state == "ready"]
+            held |= held_back(((e.address, e.breaker) for e in ready), self._max_ejected_share, now)
+        return held
+
+    @property
+    def ejections(self) -> int:
+        """Times that a breaker opened, those of forgotten engines included."""
+        return self._ejections + sum(e.breaker.openings for e in self.all())
+
+    @property
+    def missed(self) -> int:
+        """Reports that never came, those of forgotten engines included."""
+        return self._missed + sum(e.order.missed for e in self.all())
+
+    def changed(self) -> None:
+        """An engine's memory or state may have changed."""
+        self._on_change()
+
+    def lost(self, engine: Engine) -> None:
+        """Looks for engines at once: one that comes back may have another address."""
+        self._relist.set()
+
+    def restarted(self, engine: Engine) -> None:
+        self.on_forgotten(engine.address)
+
+    def has_another(self, engine: Engine) -> bool:
+        return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def at(self, address: str) -> Engine:
         """The engine of a view."""
@@ -84,7 +135,11 @@ class Engines:
 
     async def _keep_resolving(self) -> None:
         while True:
-            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESOLVE_INTERVAL_S):
+                    await self._relist.wait()
+                    await asyncio.sleep(LEAST_RESOLVE_INTERVAL_S)
+            self._relist.clear()
             try:
                 await self._resolve()
             except Exception:  # one failure must not end the search for engines
@@ -109,7 +164,7 @@ class Engines:
         for address in sorted(addresses):
             if (pool, address) not in self._engines:
                 self._engines[pool, address] = Engine(
-                    address, pool, self._model_name, self._load, self._on_change
+                    address, pool, self._model_name, self._breaker, self
                 )
 
     async def _forget(self) -> None:
@@ -117,10 +172,13 @@ class Engines:
         for key, engine in list(self._engines.items()):
             if engine.is_over:
                 del self._engines[key]
+                self.on_forgotten(engine.address)
+                self._ejections += engine.breaker.openings
+                self._missed += engine.order.missed
                 await engine.close()
                 self._on_change()
 
-    async def _load(self, response: inference_pb2.GetModelResponse) -> Model:
+    async def load(self, response: inference_pb2.GetModelResponse) -> Model:
         """The model that an engine described, built once for all engines."""
         key = fingerprint(response)
         async with self._loading:

@@ -74,6 +74,50 @@ def retry_after_s(error: ServiceError) -> int | None:
     return None
 
 
+# Reasons of an engine that takes nothing now, and of one that a request broke.
+LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
+_NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
+_FAULTS = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+def is_engine_fault(error: ServiceError) -> bool:
+    """Whether an engine's error speaks against the engine and not against the request.
+
+    Invalid and cancelled requests, deadlines and full memory do not; nor do requests over which
+    workers died, which must not hold back one engine after the other.
+    """
+    died_over_it = (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "WORKER_LOST")
+    is_excused = error.reason in _NOT_THE_ENGINES_FAULT or died_over_it
+    return error.code in _FAULTS and not is_excused
+
+
+def silent_engine(engine: str, silent_s: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "ENGINE_SILENT",
+        f"engine {engine} has said nothing for {silent_s:.1f} s; retry, another one will answer",
+        retry_after_s=1,
+    )
+
+
+def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "ENGINE_SILENT",
+        f"the answer broke off: engine {engine} has said nothing for {silent_s:.1f} s and the time "
+        f"limit of {timeout_s:g} s has passed; retry",
+    )
+
+
 def refusal(refuse: Refuse) -> ServiceError:
     """A decision to refuse, as an error."""
     metadata = {}

@@ -1,8 +1,10 @@
 """The router's Prometheus metrics; every label has few values."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from ullage_router.config import OTHER_TENANTS
 from ullage_router.stats import Record
@@ -38,6 +40,10 @@ class Metrics:
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""
         Gauge(f"ullage_router_{name}", text, registry=self.registry).set_function(read)
+
+    def count(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A counter that its owner keeps and that is read when it is scraped."""
+        self.registry.register(_OwnedCounter(f"ullage_router_{name}", text, read))
 
     def ended(self, record: Record) -> None:
         """A request got its last word."""
@@ -100,6 +106,17 @@ class TenantMetrics:
 
     def _label(self, tenant: str) -> str:
         return tenant if tenant in self._named else OTHER_TENANTS
+
+
+class _OwnedCounter(Collector):
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self._name, self._text, value=self._read())
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return [CounterMetricFamily(self._name, self._text)]
 
 
 def largest(values: Iterable[float]) -> float:

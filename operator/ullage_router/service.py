@@ -1,12 +1,15 @@
 """Puts the router's parts together and shows what they hold."""
 
 import logging
+import time
 
 from ullage_router.admission import Admission
+from ullage_router.breaker import Breaker
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.metrics import Metrics, TenantMetrics, largest
+from ullage_router.placement import Placement
 from ullage_router.prompts import Prompts
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record, Stats, route_of
@@ -25,12 +28,16 @@ class RouterService:
         self.stats = Stats()
         self.metrics = Metrics()
         self.room = WaitingRoom(config.routing.queue.max_requests)
-        self.engines = Engines(config.pools, config.model, self.room.wake)
+        placement = config.routing.placement
+        self.engines = Engines(config.pools, config.model, self.room.wake, placement.breaker)
+        self.placement = Placement(placement, self.engines)
         self._threads = TokenizerThreads()
         prompts = Prompts(self.engines, self._threads)
-        admission = Admission(config, self.engines, self.room, self._threads)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
-        self.pipeline = Pipeline(config, self.engines, admission, prompts, self._ended)
+        admission = Admission(config, self.engines, self.room, self._threads, self.placement)
+        self.pipeline = Pipeline(
+            config, self.engines, admission, prompts, self.placement, self._ended
+        )
         self._watch()
 
     async def start(self) -> None:
@@ -60,6 +67,7 @@ class RouterService:
                 "max_requests": queue.max_requests,
                 "timeout": queue.timeout,
             },
+            "placement": self.placement.as_json(),
             "memory": {
                 "threshold": self.config.memory.threshold,
                 "safety_reserve": self.config.memory.safety_reserve,
@@ -110,6 +118,31 @@ class RouterService:
             "Files of tenants' keys that cannot be read, while those before stay valid",
             lambda: len(self.tenants.problems),
         )
+        watch(
+            "ejected_engines",
+            "Engines that get nothing because requests failed on them",
+            lambda: len(self.engines.held_back()),
+        )
+        self._count()
+
+    def _count(self) -> None:
+        engines, placement, count = self.engines, self.placement, self.metrics.count
+        count("ejections", "Times that a breaker opened", lambda: engines.ejections)
+        count("reports_missed", "Headroom reports that never came", lambda: engines.missed)
+        count("retries", "Requests sent to another engine", lambda: placement.budget.spent)
+        count(
+            "retries_refused",
+            "Requests not retried, because the budget was spent",
+            lambda: placement.budget.refused,
+        )
+        choices = placement.choices
+        count("affinity_kept", "Requests on the engine of their caches", lambda: choices["kept"])
+        count("affinity_yielded", "Requests sent elsewhere", lambda: choices["yielded"])
+
+
+def _breaker_json(breaker: Breaker) -> dict[str, object]:
+    state = breaker.state(time.monotonic())
+    return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
 
 
 def _engine_json(engine: Engine) -> dict[str, object]:
@@ -121,6 +154,13 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "state": engine.state,
         "inflight": engine.inflight,
         "credit_bytes": engine.credit_bytes,
+        "breaker": _breaker_json(engine.breaker),
+        "reports": {
+            "received": engine.reports,
+            "missed": engine.order.missed,
+            "old": engine.order.old,
+            "restarts": engine.order.restarts,
+        },
     }
     told = engine.headroom
     if told is None:

@@ -18,6 +18,7 @@ from ullage_router.admission import Admission, Grant, Wish
 from ullage_router.answer import Answer, Call, Event, EventStream, read, timed_out
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
+from ullage_router.placement import Placement
 from ullage_router.prompts import Prompts
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
@@ -60,6 +61,16 @@ class Generation:
 
     async def events(self) -> AsyncIterator[Event]:
         """Raises ServiceError when the engine fails now that tokens were sent."""
+        engine, credit = self._grant.engine, self._grant.credit
+        try:
+            async for event in self._told():
+                yield event
+        except ServiceError as error:
+            engine.failed(credit, error)
+            raise
+        engine.breaker.succeeded(credit)
+
+    async def _told(self) -> AsyncIterator[Event]:
         record = self._call.record
         if self._call.request.output.echo:
             text = self._prompt_text()
@@ -89,6 +100,9 @@ class Generation:
         except ServiceError as error:
             if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
+        engine = self._grant.engine
+        if engine.is_silent:
+            raise errors.cut_off(engine.id, engine.age_s, self._call.timeout_s)
         return timed_out(self.accepted.prompt_tokens, self._call.record.output_tokens)
 
     def close(self) -> None:
@@ -107,6 +121,7 @@ class Pipeline:
         engines: where the model and its tokenizer come from.
         admission: where a request may run.
         prompts: tokenises.
+        placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
     """
 
@@ -116,12 +131,14 @@ class Pipeline:
         engines: Engines,
         admission: Admission,
         prompts: Prompts,
+        placement: Placement,
         on_end: Callable[[Record], None],
     ) -> None:
         self._config = config
         self._engines = engines
         self._admission = admission
         self._prompts = prompts
+        self._placement = placement
         self._on_end = on_end
         self._inflight = 0
         self._is_draining = False
@@ -203,12 +220,14 @@ class Pipeline:
         call.visit.begin(call.request, self._config.model, call.record)
         prompt = await self._prompts.make(model, call.request)
         self._charge(call, len(prompt.token_ids))
+        self._placement.budget.requested()
         wish = Wish(
             prompt=prompt,
             asked_tokens=_asked_tokens(call.request),
             samples=_num_samples(call.request.samples),
             max_tokens=call.visit.rules.max_tokens,
             priority=call.request.priority,
+            session=call.request.session_id,
             deadline=call.record.arrived + call.timeout_s,
         )
         refused: dict[str, int] = {}
@@ -220,7 +239,7 @@ class Pipeline:
             except ServiceError as error:
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
-                if error.code not in ANOTHER_ENGINE_MAY or _is_enough(failures):
+                if not self._may_retry(error, failures):
                     raise _as_told(error, call, len(failures)) from error
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
@@ -234,6 +253,12 @@ class Pipeline:
         output = min(most, self._engines.expected_output) * answers
         call.visit.charge(prompt_tokens, output, call.record)
 
+    def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
+        """Whether another engine is asked; what an engine did wrong costs budget."""
+        if error.code not in ANOTHER_ENGINE_MAY or _is_enough(failures):
+            return False
+        return not errors.is_engine_fault(error) or self._placement.may_retry()
+
     async def _send(self, call: Call, grant: Grant) -> Generation:
         """Sends the request and waits for its first token.
 
@@ -245,15 +270,19 @@ class Pipeline:
             request, timeout=max(0.001, call.remaining_s), metadata=call.metadata
         )
         try:
-            accepted = await _expect(stream)
-            engine.accepted(grant.credit)
-            first = await _expect(stream)
+            async with engine.waits.guard():
+                accepted = await _expect(stream)
+                engine.accepted(grant.credit)
+                first = await _expect(stream)
             if first.HasField("finished"):
                 _check_ending(first.finished)
-        except BaseException:
+        except BaseException as error:
             stream.cancel()
+            if isinstance(error, ServiceError):
+                engine.failed(grant.credit, error)
             engine.release(grant.credit)
             raise
+        engine.breaker.began(grant.credit)
         call.record.ttft_s = time.monotonic() - call.record.arrived
         call.record.degrade(accepted.accepted.degraded)
         generation = Generation(grant, stream, call, first)

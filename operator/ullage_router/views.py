@@ -56,7 +56,7 @@ class EngineView:
     max_model_len: int
     health: float = 1.0
     load: int = 0
-    """Requests running and waiting."""
+    """Requests running, waiting and on their way."""
     releases: tuple[Release, ...] = ()
     backlog_tokens: int = 0
     """Prompt tokens that are computed before a new request's."""
@@ -105,6 +105,8 @@ class Facts:
     """Engines that refused it since their last report."""
     patience_s: float = math.inf
     """Time left for the whole answer."""
+    preferred: str = ""
+    """The engine whose caches have most of its beginning; empty when none is known."""
     draw: int = 0
     """Chance, from outside, so that the same input gives the same decision."""
 
@@ -117,3 +119,5 @@ class Policy:
     large_request_kv: int
     ladder: tuple[Rung, ...]
     rungs: RungsSection = field(default_factory=RungsSection)
+    max_extra_load: int = 8
+    """Requests that a preferred engine may have more than the one it is preferred to."""

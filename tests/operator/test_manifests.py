@@ -15,7 +15,7 @@ from ullage_engine.memory.pressure import ordered_levels
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.manifests import PODMONITOR_API
 from ullage_operator.plan import Observed, Plan
-from ullage_router.config import RouterConfig
+from ullage_router.config import AffinitySection, RetrySection, RouterConfig
 
 MakePlan = Callable[..., Plan]
 LARGE = {"large": {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
@@ -135,8 +135,14 @@ def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], 
         make_plan(degrade=degrade)
 
 
+ROUTING = {
+    "queue": {"timeout": "1m30s"},
+    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"share": 0}},
+}
+
+
 def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
-    plan = make_plan(pools={"large": {}}, routing={"queue": {"timeout": "1m30s"}})
+    plan = make_plan(pools={"large": {}}, routing=ROUTING)
     text = find(plan, "ConfigMap", "demo-router")["data"]["router.yaml"]
     config = msgspec.convert(yaml.safe_load(text), RouterConfig)
     assert [(pool.name, pool.targets) for pool in config.pools] == [
@@ -144,6 +150,9 @@ def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
         ("large", ("demo-large:9000",)),
     ]
     assert config.routing.queue.timeout == 90.0
+    assert config.routing.placement.breaker.max_pause == 120.0
+    assert config.routing.placement.affinity == AffinitySection()
+    assert config.routing.placement.retries == RetrySection(share=0)
     assert config.routing.large_request_kv == 6000 << 20
     assert (config.http.port, config.grpc.port, config.metrics.port) == (8000, 9000, 9090)
 

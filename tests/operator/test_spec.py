@@ -107,6 +107,14 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
         ({"routing": {"queue": {"timeout": "10"}}}, "spec.routing.queue.timeout: must be a durat"),
         ({"routing": {"queue": {"timeout": "0s"}}}, "spec.routing.queue.timeout: timeout must be"),
+        (
+            {"routing": {"placement": {"breaker": {"pause": "2m"}}}},
+            "spec.routing.placement.breaker: pause must be above 0 and at most maxPause",
+        ),
+        (
+            {"routing": {"placement": {"retries": {"share": 2}}}},
+            "spec.routing.placement.retries.share: must be at most 1",
+        ),
         ({"routing": {"largeRequestKV": "0Gi"}}, "spec.routing.largeRequestKV: must be a quantity"),
         ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),
         ({"limits": {"requestTimeout": 30}}, "spec.limits.requestTimeout: must be a duration"),

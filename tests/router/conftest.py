@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class FakeEngine(
         self.max_model_len = max_model_len
         self.heartbeat_s = 0.2
         self.is_mute = False
+        self.lost_reports = 0
+        """Sequence numbers that its streams skip; negative: repeat."""
         self.headroom = headroom_pb2.Headroom(
             engine=name,
             epoch=1,
@@ -118,7 +121,6 @@ class FakeEngine(
         port = int(self.address.rpartition(":")[2])
         await self.stop()
         self.headroom.epoch += 1
-        self.headroom.sequence = 0
         await self.start(port)
 
     def push(self, **changes: Any) -> None:
@@ -135,10 +137,10 @@ class FakeEngine(
     async def WatchHeadroom(
         self, request: headroom_pb2.WatchHeadroomRequest, context: Any
     ) -> AsyncIterator[headroom_pb2.WatchHeadroomResponse]:
-        while True:
+        for sequence in itertools.count(1):
             changed = self._changed
             if not self.is_mute:
-                self.headroom.sequence += 1
+                self.headroom.sequence = sequence + self.lost_reports
                 yield headroom_pb2.WatchHeadroomResponse(headroom=self.headroom)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.heartbeat_s):

@@ -19,19 +19,18 @@ MAX_RELEASES = 32
 
 
 class HeadroomService(rpc.HeadroomServiceServicer):
-    """Reads the board; `sequence` grows with every message sent to anybody."""
+    """Reads the board; every stream numbers its own pushes."""
 
     def __init__(self, config: EngineConfig, board: Board) -> None:
         self._config = config
         self._board = board
-        self._sequence = itertools.count(1)
 
     async def GetHeadroom(
         self,
         request: pb.GetHeadroomRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> pb.GetHeadroomResponse:
-        return pb.GetHeadroomResponse(headroom=self._headroom())
+        return pb.GetHeadroomResponse(headroom=self._headroom(sequence=0))
 
     async def WatchHeadroom(
         self,
@@ -39,22 +38,23 @@ class HeadroomService(rpc.HeadroomServiceServicer):
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> None:
         interval_s = request.min_interval_ms / 1000 or DEFAULT_INTERVAL_S
-        while True:
+        for sequence in itertools.count(1):
             pushed_at = time.monotonic()
             change = asyncio.ensure_future(self._board.changed(HEARTBEAT_S))
             try:
-                await context.write(pb.WatchHeadroomResponse(headroom=self._headroom()))
+                headroom = self._headroom(sequence)
+                await context.write(pb.WatchHeadroomResponse(headroom=headroom))
                 await change
             finally:
                 change.cancel()
             await asyncio.sleep(pushed_at + interval_s - time.monotonic())
 
-    def _headroom(self) -> pb.Headroom:
+    def _headroom(self, sequence: int) -> pb.Headroom:
         board, server = self._board, self._config.server
         headroom = pb.Headroom(
             engine=server.engine_id,
             epoch=board.epoch,
-            sequence=next(self._sequence),
+            sequence=sequence,
             model=self._config.model.name,
             pool=server.pool,
             ready=board.serving,

@@ -1,0 +1,44 @@
+"""The order of one engine's reports: which one counts, what was missed, when it began anew."""
+
+from typing import Literal
+
+Kind = Literal["next", "gap", "old", "restart"]
+
+
+class ReportOrder:
+    """Checks the epoch and the sequence number of every report.
+
+    Sequence numbers grow by one a push of one stream; an epoch is one life of an engine's server.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.sequence = 0
+        self.missed = 0
+        """Reports that never came."""
+        self.old = 0
+        """Reports that came twice or too late, and were passed over."""
+        self.restarts = 0
+        """New lives of the engine's server, the first one not counted."""
+
+    def connected(self) -> None:
+        """A new stream begins: its numbers have nothing to do with the last one's."""
+        self.sequence = 0
+
+    def take(self, epoch: int, sequence: int) -> Kind:
+        """What a report is; all but `old` are to be believed, for each tells the whole state."""
+        if epoch != self.epoch:
+            return self._restart(epoch, sequence)
+        if self.sequence and sequence <= self.sequence:
+            self.old += 1
+            return "old"
+        missed = sequence - self.sequence - 1 if self.sequence else 0
+        self.missed += missed
+        self.sequence = sequence
+        return "gap" if missed else "next"
+
+    def _restart(self, epoch: int, sequence: int) -> Kind:
+        kind: Kind = "next" if self.epoch is None else "restart"
+        self.restarts += kind == "restart"
+        self.epoch, self.sequence = epoch, sequence
+        return kind

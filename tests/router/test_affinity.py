@@ -1,0 +1,121 @@
+"""Affinity: the longest known beginning, in tables that never grow past their size."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_router.affinity import (
+    MAX_PREFIX_BLOCKS,
+    PREFIX_BLOCK_TOKENS,
+    Affinity,
+    AffinityPolicy,
+    prefix_hashes,
+)
+
+BLOCK = PREFIX_BLOCK_TOKENS
+
+
+def anyone(_: str) -> bool:
+    return True
+
+
+def tokens(*blocks: int) -> list[int]:
+    return [token for block in blocks for token in [block] * BLOCK]
+
+
+def affinity(sessions: int = 10, prefixes: int = 100) -> Affinity:
+    return Affinity(AffinityPolicy(sessions, prefixes))
+
+
+def run(known: Affinity, engine: str, *blocks: int, session: str = "") -> None:
+    known.ran(known.origin(session, tokens(*blocks)), engine)
+
+
+def find(known: Affinity, *blocks: int, session: str = "") -> str:
+    return known.find(known.origin(session, tokens(*blocks)), anyone)
+
+
+def test_hashes_are_of_whole_beginnings() -> None:
+    assert prefix_hashes(tokens(1)[:-1]) == ()
+    one, two = prefix_hashes(tokens(1, 2))
+    assert prefix_hashes([*tokens(1), 7]) == (one,)
+    assert prefix_hashes(tokens(2, 2))[1] != two
+    assert len(prefix_hashes(tokens(*range(MAX_PREFIX_BLOCKS + 9)))) == MAX_PREFIX_BLOCKS
+
+
+def test_the_longest_beginning_wins() -> None:
+    known = affinity()
+    run(known, "a", 1, 2, 3)
+    run(known, "b", 1, 9)
+    assert find(known, 1, 2, 3, 4) == "a"
+    assert find(known, 1, 2, 8) == "a"
+    assert find(known, 1, 9, 9) == "b"
+    assert find(known, 1, 8) == "b"  # the last that computed the shared block
+    assert find(known, 5) == ""
+
+
+def test_an_unusable_engine_is_passed_over() -> None:
+    known = affinity()
+    run(known, "b", 1)
+    run(known, "a", 2, 1)
+    run(known, "a", 1, 2, session="s")
+    run(known, "b", 1)
+    origin = known.origin("s", tokens(1, 2))
+    assert known.find(origin, anyone) == "a"
+    assert known.find(origin, lambda engine: engine != "a") == "b"
+    assert known.find(origin, lambda _: False) == ""
+
+
+def test_a_session_comes_before_its_words() -> None:
+    known = affinity()
+    run(known, "a", 1, session="s")
+    run(known, "b", 1, session="t")
+    assert find(known, 1, session="s") == "a"
+    assert find(known, session="t") == "b"
+    assert find(known, 1, session="unknown") == "b"
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    known = affinity()
+    run(known, "a", 1, 2, session="s")
+    run(known, "b", 3)
+    known.forget("a")
+    assert (find(known, 1, 2, session="s"), find(known, 3)) == ("", "b")
+    assert (known.sessions, known.prefixes) == (0, 1)
+
+
+def test_the_shared_beginning_is_kept_longest() -> None:
+    known = affinity(prefixes=2)
+    run(known, "a", 1, 2, 3)
+    assert find(known, 1, 5) == "a"
+    assert known.prefixes == 2
+
+
+def test_nothing_is_remembered_when_it_is_off() -> None:
+    known = affinity(0, 0)
+    run(known, "a", 1, 2, session="s")
+    assert (known.sessions, known.prefixes, find(known, 1, session="s")) == (0, 0, "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.integers(0, 6),
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from(("", "s", "t", "u")),
+            st.lists(st.integers(0, 3)),
+        )
+    ),
+)
+def test_memory_is_bounded_and_answers_were_true_once(
+    sessions: int, prefixes: int, runs: list[tuple[str, str, list[int]]]
+) -> None:
+    known = affinity(sessions, prefixes)
+    for engine, session, blocks in runs:
+        run(known, engine, *blocks, session=session)
+        known.check_integrity()
+        if blocks and prefixes:
+            assert find(known, *blocks) == engine
+        found = find(known, 0, 1, 2)
+        assert found in {"", *(e for e, _, b in runs if b[:1] == [0])}

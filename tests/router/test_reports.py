@@ -1,0 +1,32 @@
+"""The order of reports: gaps are counted, old ones passed over, new lives noticed."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_router.reports import ReportOrder
+
+
+def test_kinds() -> None:
+    order = ReportOrder()
+    order.connected()
+    assert [order.take(7, n) for n in (5, 6, 9, 9, 8, 10)] == [
+        *("next", "next", "gap", "old", "old", "next")
+    ]
+    assert (order.missed, order.old) == (2, 2)
+    assert order.take(8, 1) == "restart"
+    order.connected()
+    assert order.take(8, 1) == "next"
+    assert (order.restarts, order.epoch, order.missed) == (1, 8, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1))
+def test_within_a_stream_only_what_is_newer_counts(sequences: list[int]) -> None:
+    order, taken = ReportOrder(), list[int]()
+    order.connected()
+    for sequence in sequences:
+        if order.take(1, sequence) != "old":
+            taken.append(sequence)
+    assert taken == sorted(set(taken))
+    assert order.old == len(sequences) - len(taken)
+    assert order.missed == taken[-1] - taken[0] + 1 - len(taken)
