@@ -12,7 +12,7 @@ import yaml
 
 from ullage_operator import naming
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service
+from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service, Tenants
 
 
 def engine_config(
@@ -68,7 +68,21 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
             "threshold": spec.memory.threshold,
             "safety_reserve": int(spec.memory.safety_reserve),
         },
+        **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         "log_level": settings.log_level,
+    }
+
+
+def tenants_config(tenants: Tenants, routers: int) -> dict[str, Any]:
+    """Every tenant's rules, complete."""
+    defaults = plain(tenants.defaults)
+    return {
+        "keys_dir": naming.KEYS_DIR,
+        "anonymous": tenants.anonymous,
+        "protect_stats": tenants.protect_stats,
+        "share": 1 / routers if tenants.across_routers == "split" else 1.0,
+        "defaults": defaults,
+        "tenants": [defaults | plain(tenant) for tenant in tenants.named],
     }
 
 

@@ -19,6 +19,7 @@ METRICS_PORT = 9090
 
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
+KEYS_DIR = "/etc/ullage-keys"
 CACHE_DIR = "/var/cache/ullage"
 CLAIM_ROOT = "/models"
 """Where the claim of a `pvc://` source is mounted; the engine looks there."""

@@ -180,6 +180,34 @@ class Degrade(Section, frozen=True, kw_only=True):
     levels: tuple[DegradeLevel, ...]
 
 
+class TenantRules(Section, frozen=True, kw_only=True):
+    """What is unset is unlimited, or what the router takes it for."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    priority: int | None = None
+    max_priority: int | None = None
+    weight: float | None = None
+    tokens_per_second: float | None = None
+    max_tokens: int | None = None
+    models: tuple[str, ...] | None = None
+
+
+class NamedTenant(TenantRules, frozen=True, kw_only=True):
+    name: str
+    enabled: bool
+
+
+class Tenants(Section, frozen=True, kw_only=True):
+    secret_name: str
+    anonymous: str
+    protect_stats: bool
+    across_routers: str
+    defaults: TenantRules
+    named: tuple[NamedTenant, ...]
+
+
 class SLO(Section, frozen=True, kw_only=True):
     ttft_p95: Seconds
     e2e_p95: Seconds
@@ -198,6 +226,7 @@ class Spec(Section, frozen=True, kw_only=True):
     batching: Batching
     limits: Limits
     degrade: Degrade
+    tenants: Tenants | None = None
     slo: SLO
 
 

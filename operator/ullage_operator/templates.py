@@ -5,6 +5,8 @@ emptyDir volumes.
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ullage_operator import naming
@@ -103,7 +105,34 @@ def engine_resources(service: Service, pool: Pool) -> Manifest:
     return resources
 
 
+@dataclass(frozen=True, slots=True)
+class MountedSecret:
+    """A Secret as a folder; never mounted by file, or the kubelet would not follow its changes."""
+
+    volume: str
+    secret: str
+    path: str
+
+
+def router_secrets(service: Service) -> list[MountedSecret]:
+    tenants = service.spec.tenants
+    return [MountedSecret("keys", tenants.secret_name, naming.KEYS_DIR)] if tenants else []
+
+
+def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    # Readable by the pod's own group, fsGroup, and by nobody else.
+    return [
+        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": 0o440}}
+        for s in secrets
+    ]
+
+
+def secret_mounts(secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    return [{"name": s.volume, "mountPath": s.path, "readOnly": True} for s in secrets]
+
+
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
+    secrets = router_secrets(service)
     container = {
         "name": naming.ROUTER,
         "image": settings.router_image,
@@ -124,13 +153,18 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
         "volumeMounts": [
             {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *secret_mounts(secrets),
         ],
     }
     spec = {
         "serviceAccountName": naming.router_name(service.name),
         **pod_defaults(service, naming.ROUTER),
         "containers": [container],
-        "volumes": [config_volume(naming.router_name(service.name)), scratch_volume("tmp")],
+        "volumes": [
+            config_volume(naming.router_name(service.name)),
+            scratch_volume("tmp"),
+            *secret_volumes(secrets),
+        ],
     }
     return template(service, naming.ROUTER, None, config, settings, spec)
 

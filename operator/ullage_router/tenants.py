@@ -17,7 +17,7 @@ from ullage_router import errors
 from ullage_router.config import TenantRules, TenantsSection
 from ullage_router.keys import KeyRing, Loaded, load
 from ullage_router.metrics import TenantMetrics
-from ullage_router.quota import MINUTE_S, Bucket, Quota, Shortage
+from ullage_router.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
 from ullage_router.stats import Record
 from ullage_rpc.config import ConfigError
 from ullage_rpc.errors import ServiceError
@@ -67,7 +67,7 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
     quota = Quota(
         requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
         tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
-        concurrency=max(1, round(most * share)) if most else None,
+        concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
     )
     return Account(name, rules, quota)
 

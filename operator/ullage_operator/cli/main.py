@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ullage_operator.cli import plan, quantize, up
+from ullage_operator.cli import key, plan, quantize, up
 from ullage_operator.errors import OperatorError
 from ullage_operator.settings import VERSION
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage plan -f examples/smollm2.yaml       print what the operator would apply
+  ullage key new alice                       make an API key
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     up.add_parser(commands)
     plan.add_parser(commands)
     quantize.add_parser(commands)
+    key.add_parser(commands)
     return parser
 
 

@@ -24,6 +24,7 @@ from ullage_operator.local.view import StartView
 HELP = """examples:
   ullage up -f examples/smollm2.yaml
   ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
+  ullage up -f service.yaml --secrets ./secrets               (./secrets/NAME/KEY for each Secret)
   ullage up -f service.yaml --run-dir ./run                    (keeps configuration and logs)
 """
 
@@ -39,6 +40,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
     parser.add_argument("--http-port", type=port, default=8000, help="OpenAI HTTP (8000)")
     parser.add_argument("--grpc-port", type=port, default=9000, help="gRPC (9000)")
+    parser.add_argument(
+        "--secrets", type=Path, help="folder with one folder a Secret, one file a key"
+    )
     parser.add_argument("--run-dir", type=Path, help="configuration and logs, kept afterwards")
     parser.add_argument("--state-file", type=Path, help="also write state.json here when ready")
     parser.add_argument("--verbose", action="store_true", help="log at debug level")
@@ -65,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
                 http_port=options.http_port,
                 grpc_port=options.grpc_port,
                 log_level="debug" if options.verbose else "info",
+                secrets=options.secrets,
             )
         except PortBusy as error:
             raise LocalFailure(str(error)) from error

@@ -1,7 +1,7 @@
 """The operator's plan, with loopback in place of the cluster's addresses and volumes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ullage_operator.configs import to_yaml
 from ullage_operator.errors import LocalFailure
 from ullage_operator.local.pods import Manifest, Pod, pod_names, pods, workloads
 from ullage_operator.local.ports import LOOPBACK, assign
+from ullage_operator.local.secrets import mounted, secret_folders
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
@@ -46,13 +47,22 @@ class LocalPlan:
 
 
 def plan_local(
-    service: Service, run_dir: Path, *, http_port: int, grpc_port: int, log_level: str
+    service: Service,
+    run_dir: Path,
+    *,
+    http_port: int,
+    grpc_port: int,
+    log_level: str,
+    secrets: Path | None = None,
 ) -> LocalPlan:
     """The processes and files of a service on this machine; port 0 means any free one.
 
+    `secrets` is a folder with one folder for every Secret that the service names.
+
     Raises:
         PortBusy: a port is taken.
-        LocalFailure: the service asks for no engine, or the folder's path is too long.
+        LocalFailure: the service asks for no engine, a Secret has no folder, or the folder's path
+            is too long.
     """
     settings = Settings(log_level=log_level)
     decided = plan(one_router(service), Observed(now=datetime.now(UTC)), settings)
@@ -61,8 +71,19 @@ def plan_local(
     made = pods(decided.apply, run_dir, ports)
     check_engines(made)
     check_length(made, run_dir)
-    files = pod_files(share_memory(decided.apply), run_dir, ports)
+    objects = share_memory(decided.apply)
+    files = with_secrets(pod_files(objects, run_dir, ports), secret_folders(objects, secrets))
     return LocalPlan(service.spec.model.name, made, files)
+
+
+def with_secrets(files: Iterable[File], folders: Mapping[str, Path]) -> list[File]:
+    """The files with this machine's folders of Secrets."""
+    return [
+        replace(file, text=to_yaml(mounted(yaml.safe_load(file.text), folders)))
+        if folders
+        else file
+        for file in files
+    ]
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
@@ -107,9 +128,9 @@ def with_budget(item: Manifest, device_bytes: int) -> Manifest:
 
 def one_router(service: Service) -> Service:
     """Routers of one machine would share one port, so there is one."""
-    replace = msgspec.structs.replace
-    router = replace(service.spec.router, replicas=1)
-    return replace(service, spec=replace(service.spec, router=router))
+    router = msgspec.structs.replace(service.spec.router, replicas=1)
+    spec = msgspec.structs.replace(service.spec, router=router)
+    return msgspec.structs.replace(service, spec=spec)
 
 
 def check_engines(made: Iterable[Pod]) -> None:
