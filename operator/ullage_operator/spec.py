@@ -143,6 +143,16 @@ class Placement(Section, frozen=True, kw_only=True):
     retries: Retries
 
 
+class Coalesce(Section, frozen=True, kw_only=True):
+    enabled: bool
+    window: Seconds
+    across_tenants: bool
+
+
+class Replace(Section, frozen=True, kw_only=True):
+    enabled: bool
+
+
 class Routing(Section, frozen=True, kw_only=True):
     large_request_tokens: int
     large_request_kv: Bytes
@@ -150,6 +160,8 @@ class Routing(Section, frozen=True, kw_only=True):
     rungs: Rungs
     queue: Queue
     placement: Placement
+    coalesce: Coalesce
+    replace: Replace
 
 
 class Batching(Section, frozen=True, kw_only=True):

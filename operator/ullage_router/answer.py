@@ -30,6 +30,8 @@ class Call:
     """Who asks, and what of their quota this takes."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed it on to here."""
+    idempotency_key: str = ""
+    """A later call of the tenant with the same key replaces this one; empty: none does."""
 
     @property
     def remaining_s(self) -> float:

@@ -151,6 +151,21 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
     retries: RetrySection = RetrySection()
 
 
+class CoalesceSection(Strict, frozen=True, kw_only=True):
+    """Sharing of one generation by identical deterministic requests."""
+
+    enabled: bool = True
+    window: Seconds = 0.003
+    """How long others may join one that has sent something."""
+    across_tenants: bool = False
+
+
+class ReplaceSection(Strict, frozen=True, kw_only=True):
+    """Whether a later request with the same idempotency key ends the earlier one."""
+
+    enabled: bool = True
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Prompts longer than this take the large pool."""
@@ -161,6 +176,8 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
+    coalesce: CoalesceSection = CoalesceSection()
+    replace: ReplaceSection = ReplaceSection()
 
     def __post_init__(self) -> None:
         if len(set(self.ladder)) != len(self.ladder):

@@ -8,6 +8,7 @@ NOT_FOUND           404   not_found_error
 RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After; of a quota: requests or tokens
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
+ABORTED             409   conflict_error          a later request replaced it
 CANCELLED           499   the client has gone; only seen in logs and metrics
 anything else       500   server_error
 """
@@ -34,6 +35,7 @@ _STATUSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+    grpc.StatusCode.ABORTED: (409, "conflict_error"),
     grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
 }
 _STATUSES_BY_REASON = {

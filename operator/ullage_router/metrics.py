@@ -29,9 +29,14 @@ class Metrics:
             ["code"],
             registry=self.registry,
         )
+        self._coalesced = self._counter("coalesced", "Requests that shared another's generation")
+        self._replaced = self._counter("replaced", "Requests that a later one replaced")
         self._ttft = self._histogram("ttft", "From arrival to the first token")
         self._e2e = self._histogram("e2e", "From arrival to the last token")
         self._queue_wait = self._histogram("queue_wait", "In the queue, of requests that waited")
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"ullage_router_{name}_requests", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         full = f"ullage_router_{name}_seconds"
@@ -50,6 +55,10 @@ class Metrics:
         if record.action:
             self._decisions.labels(record.action, record.route).inc()
         self._requests.labels(str(record.status)).inc()
+        if record.coalesced_with:
+            self._coalesced.inc()
+        if record.error == "REPLACED":
+            self._replaced.inc()
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)
         if record.status == 200:

@@ -68,6 +68,10 @@ class RouterService:
                 "timeout": queue.timeout,
             },
             "placement": self.placement.as_json(),
+            "coalescing": {
+                "joined": self.pipeline.coalescer.joined,
+                "replaced": self.pipeline.replacer.replaced,
+            },
             "memory": {
                 "threshold": self.config.memory.threshold,
                 "safety_reserve": self.config.memory.safety_reserve,

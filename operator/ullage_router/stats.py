@@ -48,6 +48,8 @@ class Record:
     queued_s: float = 0.0
     ttft_s: float | None = None
     output_tokens: int = 0
+    coalesced_with: str = ""
+    """Id of the request whose generation it shared; empty: it had its own."""
     ended: float | None = None
 
     def step(self, name: str, reason: str) -> None:
@@ -93,6 +95,7 @@ class Record:
             "queued_s": round(self.queued_s, 4),
             "ttft_s": self.ttft_s and round(self.ttft_s, 4),
             "output_tokens": self.output_tokens,
+            "coalesced_with": self.coalesced_with,
             "tokens_per_second": speed and round(speed, 2),
             "duration_s": round(self.duration_s, 4),
         }

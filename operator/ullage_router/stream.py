@@ -8,7 +8,7 @@ passes after the first token the answer ends there with the reason TIMEOUT.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import grpc
 
@@ -16,10 +16,12 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router import errors, validate
 from ullage_router.admission import Admission, Grant, Wish
 from ullage_router.answer import Answer, Call, Event, EventStream, read, timed_out
+from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
 from ullage_router.placement import Placement
-from ullage_router.prompts import Prompts
+from ullage_router.prompts import Prompt, Prompts
+from ullage_router.replace import Replacer
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_rpc.errors import ServiceError
@@ -59,7 +61,7 @@ class Generation:
         self._first = first
         self._is_closed = False
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """Raises ServiceError when the engine fails now that tokens were sent."""
         engine, credit = self._grant.engine, self._grant.credit
         try:
@@ -123,6 +125,8 @@ class Pipeline:
         prompts: tokenises.
         placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
+
+    coalescer, replacer: share and replace requests; each counts what it did.
     """
 
     def __init__(
@@ -140,6 +144,8 @@ class Pipeline:
         self._prompts = prompts
         self._placement = placement
         self._on_end = on_end
+        self.coalescer = Coalescer(config.routing.coalesce)
+        self.replacer = Replacer(config.routing.replace.enabled)
         self._inflight = 0
         self._is_draining = False
 
@@ -178,11 +184,12 @@ class Pipeline:
         record.tenant = call.visit.tenant
         self._inflight += 1
         try:
-            generation = await self._begin(call)
-            try:
-                yield generation
-            finally:
-                generation.close()
+            async with self.replacer.hold(call):
+                answer = await self._begin(call)
+                try:
+                    yield answer
+                finally:
+                    answer.close()
             record.status = 200
         except ServiceError as error:
             record.status, record.error = errors.http_status(error), error.reason
@@ -205,7 +212,7 @@ class Pipeline:
         record.ended = time.monotonic()
         self._on_end(record)
 
-    async def _begin(self, call: Call) -> Generation:
+    async def _begin(self, call: Call) -> Answer:
         if self._is_draining:
             raise errors.draining()
         try:
@@ -214,12 +221,15 @@ class Pipeline:
         except TimeoutError as error:
             raise errors.deadline(call.timeout_s) from error
 
-    async def _first_token(self, call: Call) -> Generation:
+    async def _first_token(self, call: Call) -> Answer:
         model = self.model(call.request.model)
         validate.check(call.request)
         call.visit.begin(call.request, self._config.model, call.record)
         prompt = await self._prompts.make(model, call.request)
         self._charge(call, len(prompt.token_ids))
+        return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt))
+
+    async def _generate(self, call: Call, prompt: Prompt) -> Generation:
         self._placement.budget.requested()
         wish = Wish(
             prompt=prompt,

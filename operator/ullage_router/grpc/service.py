@@ -10,6 +10,7 @@ import grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.answer import Answer, Call
 from ullage_router.errors import retry_after_s
+from ullage_router.replace import HEADER
 from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
 from ullage_router.tenants import Tenants, Visit
@@ -43,7 +44,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[Response]:
         record = Record(_record_id(request.request_id))
         visit = await self._visit(context, record)
-        call = Call(request, record, self._limit_s(context), _trace(context), visit)
+        metadata = _text(context)
+        call = Call(
+            request,
+            record,
+            self._limit_s(context),
+            trace_context(metadata),
+            visit,
+            idempotency_key=metadata.get(HEADER, ""),
+        )
         try:
             async with self._pipeline.serve(call) as generation:
                 async for response in _responses(generation):
@@ -83,10 +92,6 @@ def _record_id(wanted: str) -> str:
     """The client's id; one of our own for logs when that is none, or too long to keep."""
     is_usable = 0 < len(wanted.encode()) <= MAX_REQUEST_ID_BYTES
     return wanted if is_usable else uuid.uuid4().hex
-
-
-def _trace(context: Context) -> tuple[tuple[str, str], ...]:
-    return trace_context(_text(context))
 
 
 def _text(context: Context) -> dict[str, str]:

@@ -23,6 +23,7 @@ from ullage_router.http.answers import (
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
+from ullage_router.replace import HEADER
 from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
 from ullage_router.tenants import Tenants
@@ -97,7 +98,14 @@ class GenerateEndpoint:
             return
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
-        call = Call(parsed.request, record, self._timeout_s, trace_context(headers), visit)
+        call = Call(
+            parsed.request,
+            record,
+            self._timeout_s,
+            trace_context(headers),
+            visit,
+            idempotency_key=headers.get(HEADER, ""),
+        )
         await self._answer(call, parsed.body, writer)
 
     def _parse(self, request: Request) -> Parsed:
