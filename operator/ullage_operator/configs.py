@@ -69,6 +69,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
             "safety_reserve": int(spec.memory.safety_reserve),
         },
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
+        **cascade_config(service),
         "log_level": settings.log_level,
     }
 
@@ -84,6 +85,21 @@ def tenants_config(tenants: Tenants, routers: int) -> dict[str, Any]:
         "defaults": defaults,
         "tenants": [defaults | plain(tenant) for tenant in tenants.named],
     }
+
+
+def cascade_config(service: Service) -> dict[str, Any]:
+    """The section `cascade`, if the service has one."""
+    cascade = service.spec.cascade
+    if cascade is None:
+        return {}
+    named = {
+        "name": f"{service.namespace}/{service.name}",
+        "steps": [
+            {"name": step.name(service.name), "target": step.target}
+            for step in cascade.complete_steps
+        ],
+    }
+    return {"cascade": plain(cascade) | named}
 
 
 def plain(section: Section) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ullage_operator import schema
+from ullage_operator import naming, schema
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.quantity import parse_bytes, parse_seconds
 
@@ -164,6 +164,61 @@ class Routing(Section, frozen=True, kw_only=True):
     replace: Replace
 
 
+class Step(Section, frozen=True, kw_only=True):
+    service: str | None = None
+    address: str | None = None
+    own: bool = False
+
+    def name(self, service: str) -> str:
+        """How headers, metrics and logs call it.
+
+        Args:
+            service: whose cascade it is.
+        """
+        return self.service or self.address or service
+
+    @property
+    def target(self) -> str:
+        """The gRPC address of its router; empty for the own engines."""
+        if self.service:
+            return f"{naming.router_name(self.service)}:{naming.GRPC_PORT}"
+        return self.address or ""
+
+
+class Confidence(Section, frozen=True, kw_only=True):
+    tokens: int
+    threshold: float
+
+
+class Heuristics(Section, frozen=True, kw_only=True):
+    prompt_characters: int
+    turns: int
+    code: bool
+    maths: bool
+    tools: bool
+
+
+class Fallback(Section, frozen=True, kw_only=True):
+    pressure_level: int
+    queued_requests: int
+    max_priority: int
+
+
+class Cascade(Section, frozen=True, kw_only=True):
+    steps: tuple[Step, ...]
+    confidence: Confidence
+    heuristics: Heuristics
+    parallel: bool
+    fallback: Fallback | None = None
+
+    @property
+    def complete_steps(self) -> tuple[Step, ...]:
+        """With the own engines, which come last unless a step names them."""
+        if any(step.own for step in self.steps):
+            return self.steps
+        return (*self.steps, Step(own=True))
+
+
 class Batching(Section, frozen=True, kw_only=True):
     prefill_window: Seconds
     decode_window: Seconds
@@ -235,6 +290,7 @@ class Spec(Section, frozen=True, kw_only=True):
     pools: Pools
     memory: Memory
     routing: Routing
+    cascade: Cascade | None = None
     batching: Batching
     limits: Limits
     degrade: Degrade

@@ -28,6 +28,8 @@ class Call:
     """Passed on to the engine: the trace."""
     visit: Visit = field(default_factory=everybody)
     """Who asks, and what of their quota this takes."""
+    authorization: str | None = None
+    """What the client proved itself with, for other services' routers."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed it on to here."""
     idempotency_key: str = ""

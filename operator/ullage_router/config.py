@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ullage_router.cascade.config import CascadeSection
 from ullage_rpc.config import Strict, read_file
 from ullage_rpc.keys import TENANT_NAME
 from ullage_rpc.limits import MAX_PRIORITY
@@ -264,6 +265,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     memory: MemorySection = MemorySection()
     tenants: TenantsSection | None = None
     """Unset: everybody may do everything."""
+    cascade: CascadeSection | None = None
+    """None: this service's own engines answer everything."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ import time
 
 from ullage_router.admission import Admission
 from ullage_router.breaker import Breaker
+from ullage_router.cascade.plan import Load
+from ullage_router.cascade.runner import Cascade
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
@@ -35,8 +37,11 @@ class RouterService:
         prompts = Prompts(self.engines, self._threads)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         admission = Admission(config, self.engines, self.room, self._threads, self.placement)
+        self.cascade = (
+            Cascade(config.cascade, self._load, self.metrics.attempted) if config.cascade else None
+        )
         self.pipeline = Pipeline(
-            config, self.engines, admission, prompts, self.placement, self._ended
+            config, self.engines, admission, prompts, self.placement, self._ended, self.cascade
         )
         self._watch()
 
@@ -44,6 +49,8 @@ class RouterService:
         await self.engines.start()
 
     async def close(self) -> None:
+        if self.cascade:
+            await self.cascade.close()
         await self.engines.close()
         await self.tenants.close()
         self._threads.close()
@@ -77,6 +84,7 @@ class RouterService:
                 "safety_reserve": self.config.memory.safety_reserve,
             },
             "decisions": self.stats.counts(),
+            "cascade": self.cascade.snapshot() if self.cascade else [],
             "latest": self.stats.latest(),
             **self.tenants.snapshot(),
         }
@@ -87,6 +95,11 @@ class RouterService:
             return None
         named = (ANONYMOUS, *(tenant.name for tenant in section.tenants))
         return TenantMetrics(self.metrics.registry, named)
+
+    def _load(self) -> Load:
+        ready = [e for e in self.engines.all() if e.state == "ready" and e.headroom]
+        levels = (e.headroom.pressure_level for e in ready if e.headroom)
+        return Load(min(levels, default=0), len(self.room))
 
     def _ended(self, record: Record) -> None:
         self.stats.ended(record)

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ullage_router.cascade.trail import Attempt
 from ullage_router.config import LARGE_POOL
 from ullage_router.predict import Demand
 
@@ -41,6 +42,10 @@ class Record:
     degraded: list[str] = field(default_factory=list)
     trail: list[str] = field(default_factory=list)
     """Steps taken with their reasons, such as `queue=KV_HEADROOM`, oldest first."""
+    model: str = ""
+    """That serves it."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Steps of the cascade that were tried."""
     status: int = 0
     """HTTP status that the client was told, or would be; 499 when it had gone."""
     error: str = ""
@@ -90,6 +95,8 @@ class Record:
             "engine": self.engine,
             "degraded": list(self.degraded),
             "trail": list(self.trail),
+            "model": self.model,
+            "attempts": [attempt.as_json() for attempt in self.attempts],
             "status": self.status,
             "error": self.error,
             "queued_s": round(self.queued_s, 4),

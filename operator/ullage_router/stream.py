@@ -16,6 +16,8 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router import errors, validate
 from ullage_router.admission import Admission, Grant, Wish
 from ullage_router.answer import Answer, Call, Event, EventStream, read, timed_out
+from ullage_router.cascade.runner import Cascade
+from ullage_router.cascade.traits import estimated_tokens
 from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
@@ -125,6 +127,7 @@ class Pipeline:
         prompts: tokenises.
         placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
+        cascade: other services that may answer instead.
 
     coalescer, replacer: share and replace requests; each counts what it did.
     """
@@ -137,6 +140,7 @@ class Pipeline:
         prompts: Prompts,
         placement: Placement,
         on_end: Callable[[Record], None],
+        cascade: Cascade | None = None,
     ) -> None:
         self._config = config
         self._engines = engines
@@ -146,6 +150,7 @@ class Pipeline:
         self._on_end = on_end
         self.coalescer = Coalescer(config.routing.coalesce)
         self.replacer = Replacer(config.routing.replace.enabled)
+        self._cascade = cascade
         self._inflight = 0
         self._is_draining = False
 
@@ -167,11 +172,14 @@ class Pipeline:
         Raises:
             ServiceError: it has another name, or no engine has described it yet.
         """
-        if name not in ("", self._config.model):
-            raise errors.unknown_model(name, self._config.model)
+        self._check_name(name)
         if self._engines.model is None:
             raise errors.no_engine()
         return self._engines.model
+
+    def _check_name(self, name: str) -> None:
+        if name not in ("", self._config.model):
+            raise errors.unknown_model(name, self._config.model)
 
     @contextlib.asynccontextmanager
     async def serve(self, call: Call) -> AsyncIterator[Answer]:
@@ -217,14 +225,22 @@ class Pipeline:
             raise errors.draining()
         try:
             async with asyncio.timeout(max(0.0, call.remaining_s)):
-                return await self._first_token(call)
+                return await self._first_answer(call)
         except TimeoutError as error:
             raise errors.deadline(call.timeout_s) from error
 
-    async def _first_token(self, call: Call) -> Answer:
-        model = self.model(call.request.model)
+    async def _first_answer(self, call: Call) -> Answer:
+        self._check_name(call.request.model)
         validate.check(call.request)
         call.visit.begin(call.request, self._config.model, call.record)
+        if self._cascade:
+            self._charge(call, estimated_tokens(call.request))
+            return await self._cascade.begin(call, self._first_token)
+        return await self._first_token(call)
+
+    async def _first_token(self, call: Call) -> Answer:
+        model = self.model(call.request.model)
+        call.record.model = self._config.model
         prompt = await self._prompts.make(model, call.request)
         self._charge(call, len(prompt.token_ids))
         return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt))
@@ -339,6 +355,7 @@ def _fill(
     accepted.action = record.action
     accepted.route = record.route
     del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
+    accepted.model = record.model
     accepted.degraded.extend(record.degraded)
     accepted.trail.extend(record.trail)
     if call.request.output.return_token_ids:

@@ -64,6 +64,8 @@ class Script:
     reason: int = inference_pb2.FINISH_REASON_STOP
     degraded: tuple[str, ...] = ()
     """What Accepted says was lowered."""
+    logprob: float = -0.5
+    """Of every token."""
     max_tokens: int = 0
     """Output limit that Accepted names; 0: none."""
 
@@ -202,7 +204,7 @@ class FakeEngine(
             if script.fail_after == i:
                 await abort(context, script.failure)
             for sample in range(_num_samples(request)):
-                told = delta(i, f"{word}{sample or ''}", request.output)
+                told = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
                 told.sample = sample
                 yield inference_pb2.GenerateResponse(delta=told)
             if i == 0 and script.pause:
@@ -225,7 +227,9 @@ def _num_samples(request: inference_pb2.GenerateRequest) -> int:
     return max(1, request.samples.n)
 
 
-def delta(i: int, word: str, output: inference_pb2.OutputOptions) -> inference_pb2.Delta:
+def delta(
+    i: int, word: str, output: inference_pb2.OutputOptions, logprob: float = -0.5
+) -> inference_pb2.Delta:
     made = inference_pb2.Delta(text=word, num_tokens=1)
     if output.return_token_ids:
         made.token_ids.append(i)
@@ -235,7 +239,7 @@ def delta(i: int, word: str, output: inference_pb2.OutputOptions) -> inference_p
             for n in range(output.top_logprobs)
         ]
         entry = inference_pb2.TokenLogprob(
-            token_id=i, token=word, logprob=-0.5, top=top, token_bytes=word.encode()
+            token_id=i, token=word, logprob=logprob, top=top, token_bytes=word.encode()
         )
         made.logprobs.append(entry)
     return made
@@ -308,6 +312,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         single: tuple[int, ...] = (100,),
         large: tuple[int, ...] = (),
         max_model_len: int = 2000,
+        model: str = MODEL,
         wait: bool = True,
         **sections: Any,
     ) -> AsyncIterator[Service]:
@@ -316,11 +321,14 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
             for pool, sizes in (("single", single), ("large", large)):
                 for i, blocks in enumerate(sizes):
                     engine = FakeEngine(f"{pool}-{i}", pool, blocks, max_model_len)
+                    engine.headroom.model = model
                     await engine.start()
                     stack.push_async_callback(engine.stop)
                     engines.append(engine)
                     pools.setdefault(pool, []).append(engine.address)
-            router = Router(router_config(tmp_path, sections.pop("pools", pools), **sections))
+            router = Router(
+                router_config(tmp_path, sections.pop("pools", pools), model=model, **sections)
+            )
             await router.start()
             stack.push_async_callback(router.stop)
             yield await _connect(stack, router, engines, wait)

@@ -61,9 +61,10 @@ def plan_local(
 
     Raises:
         PortBusy: a port is taken.
-        LocalFailure: the service asks for no engine, a Secret has no folder, or the folder's path
-            is too long.
+        LocalFailure: the service asks for no engine, names another service, a Secret has no folder,
+            or the folder's path is too long.
     """
+    check_cascade(service)
     settings = Settings(log_level=log_level)
     decided = plan(one_router(service), Observed(now=datetime.now(UTC)), settings)
     wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
@@ -131,6 +132,17 @@ def one_router(service: Service) -> Service:
     router = msgspec.structs.replace(service.spec.router, replicas=1)
     spec = msgspec.structs.replace(service.spec, router=router)
     return msgspec.structs.replace(service, spec=spec)
+
+
+def check_cascade(service: Service) -> None:
+    """Services by their names are found by the cluster's name server, which is not here."""
+    cascade = service.spec.cascade
+    names = [step.service for step in cascade.steps if step.service] if cascade else []
+    if names:
+        raise LocalFailure(
+            f"spec.cascade.steps: {names[0]} is found by that name in a cluster only; serve it "
+            "with ullage up as well and write address: 127.0.0.1:PORT with its gRPC port"
+        )
 
 
 def check_engines(made: Iterable[Pod]) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.answer import Answer, Call
+from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.errors import retry_after_s
 from ullage_router.replace import HEADER
 from ullage_router.stats import Record
@@ -52,6 +53,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             trace_context(metadata),
             visit,
             idempotency_key=metadata.get(HEADER, ""),
+            authorization=metadata.get("authorization"),
+            path=_path(metadata),
         )
         try:
             async with self._pipeline.serve(call) as generation:
@@ -92,6 +95,16 @@ def _record_id(wanted: str) -> str:
     """The client's id; one of our own for logs when that is none, or too long to keep."""
     is_usable = 0 < len(wanted.encode()) <= MAX_REQUEST_ID_BYTES
     return wanted if is_usable else uuid.uuid4().hex
+
+
+def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the cascades that the request came through."""
+    value = metadata.get(PATH_KEY)
+    return tuple(value.split(",")) if value else ()
+
+
+def _trace(context: Context) -> tuple[tuple[str, str], ...]:
+    return trace_context(_text(context))
 
 
 def _text(context: Context) -> dict[str, str]:

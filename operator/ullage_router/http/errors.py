@@ -2,6 +2,7 @@
 
 import msgspec
 
+from ullage_router.cascade.trail import header
 from ullage_router.errors import (
     INVALID_API_KEY,
     RATE_LIMIT_EXCEEDED,
@@ -50,6 +51,12 @@ def decision_headers(record: Record) -> Headers:
     ]
     if record.predicted_bytes is not None:
         headers.append((b"x-ullage-predicted-kv-bytes", str(record.predicted_bytes).encode()))
+    if record.model:
+        headers.append((b"x-ullage-model", record.model.encode()))
+    if record.attempts:
+        headers.append((b"x-ullage-cascade", header(record.attempts).encode()))
+    if discarded := sum(attempt.discarded_tokens for attempt in record.attempts):
+        headers.append((b"x-ullage-discarded-tokens", str(discarded).encode()))
     if record.engine:
         headers.append((b"x-ullage-engine", record.engine.encode()))
     return headers

@@ -105,6 +105,7 @@ class GenerateEndpoint:
             trace_context(headers),
             visit,
             idempotency_key=headers.get(HEADER, ""),
+            authorization=headers.get("authorization"),
         )
         await self._answer(call, parsed.body, writer)
 
