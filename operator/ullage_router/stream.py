@@ -336,8 +336,10 @@ def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
         priority=call.request.priority,
         output=call.request.output,
         samples=call.request.samples,
+        grammar=call.request.grammar if call.request.HasField("grammar") else None,
     )
     request.stop.max_tokens = grant.max_tokens
+    request.stop.min_tokens = min(request.stop.min_tokens, grant.max_tokens)
     request.output.echo = False  # the router has the prompt's text and prepends it itself
     return request
 

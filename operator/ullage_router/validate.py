@@ -5,10 +5,13 @@ import math
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.limits import (
+    LOGIT_BIAS,
     MAX_BEAM_STOP_TOKENS,
     MAX_BEAM_WIDTH,
     MAX_CALLS,
+    MAX_GRAMMAR_BYTES,
     MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_REQUEST_ID_BYTES,
     MAX_SAMPLES,
@@ -27,6 +30,7 @@ def check(request: inference_pb2.GenerateRequest) -> None:
     _check_input(request)
     _check_sampling(request.sampling)
     _check_stop(request.stop)
+    _check_grammar(request)
     _check_samples(request.samples)
     if request.samples.HasField("beam"):
         _check_beam(request)
@@ -78,17 +82,34 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
         if sampling.HasField(name):
             value = getattr(sampling, name)
             _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
+    count, wanted = len(sampling.logit_bias), f"at most {MAX_LOGIT_BIAS} tokens"
+    _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", wanted)
+    for token, value in sampling.logit_bias.items():
+        field = f"logit_bias[{token}]"
+        _require(value in LOGIT_BIAS, field, float(f"{value:.7g}"), str(LOGIT_BIAS))
 
 
 def _check_stop(stop: inference_pb2.StopConditions) -> None:
     if stop.HasField("max_tokens"):
         _require(stop.max_tokens >= 1, "max_tokens", stop.max_tokens, "at least 1")
+        wanted = f"at most max_tokens, {stop.max_tokens}"
+        _require(stop.min_tokens <= stop.max_tokens, "min_tokens", stop.min_tokens, wanted)
     count = len(stop.stop_strings)
     _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", "at most 16 strings")
     for text in stop.stop_strings:
         size = len(text.encode())
         wanted = "1 to 256 bytes a string"
         _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", wanted)
+
+
+def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
+    """Its size, and what it goes with; the engine that compiles it checks the rest."""
+    if not request.HasField("grammar"):
+        return
+    size, wanted = request.grammar.ByteSize(), f"at most {MAX_GRAMMAR_BYTES} bytes"
+    _require(size <= MAX_GRAMMAR_BYTES, "grammar", f"{size} bytes", wanted)
+    is_right = not request.stop.ignore_eos
+    _require(is_right, "ignore_eos", True, "false with a grammar, which ends the answer")
 
 
 def _check_samples(samples: inference_pb2.Samples) -> None:
@@ -102,6 +123,13 @@ def _check_samples(samples: inference_pb2.Samples) -> None:
 
 def _check_beam(request: inference_pb2.GenerateRequest) -> None:
     beam, n = request.samples.beam, _n(request.samples)
+    steering = {
+        "grammar": request.HasField("grammar"),
+        "logit_bias": bool(request.sampling.logit_bias),
+        "min_tokens": bool(request.stop.min_tokens),
+    }
+    for field, is_given in steering.items():
+        _require(not is_given, field, "set", "nothing in a beam search")
     wanted = f"1 to {MAX_BEAM_WIDTH}"
     _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam.width", beam.width, wanted)
     _require(n <= beam.width, "n", n, f"1 to {beam.width}, the width of the beam search")

@@ -63,8 +63,17 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "length_penalty": 2.0}, "length_penalty"),
     ({"messages": HI, "session_id": "s" * 257}, "session_id"),
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
-    ({"messages": HI, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"messages": HI, "logit_bias": {"5": 101}}, "logit_bias[5]"),
+    ({"messages": HI, "logit_bias": {"5": True}}, "logit_bias[...]"),
+    ({"messages": HI, "logit_bias": {"five": 1}}, "logit_bias['five']"),
+    ({"messages": HI, "logit_bias": {"-5": 1}}, "logit_bias['-5']"),
+    (
+        {"messages": HI, "logit_bias": {"99999999999999999999": 1}},
+        "logit_bias['99999999999999999999']",
+    ),
+    ({"messages": HI, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"messages": HI, "min_tokens": -1}, "min_tokens"),
+    ({"messages": HI, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"messages": HI, "model": 5}, "model"),
 ]
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.http.formats import grammar, logit_bias
 from ullage_router.http.schemas import (
     MAX_UINT32,
     ChatMessage,
@@ -113,11 +114,13 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
         frequency_penalty=common.frequency_penalty,
         # OpenAI's seeds are signed, the wire's are not.
         seed=None if common.seed is None else common.seed % (1 << 64),
+        logit_bias=logit_bias(common),
     )
     stop = inference_pb2.StopConditions(
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_UINT32),
         stop_token_ids=common.stop_token_ids or (),
         ignore_eos=bool(common.ignore_eos),
+        min_tokens=common.min_tokens or 0,
     )
     texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
     stop.stop_strings.extend(_utf8("stop", text) for text in texts)
@@ -129,6 +132,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
         stop=stop,
         output=output,
         samples=_samples(common),
+        grammar=grammar(common),
     )
 
 

@@ -17,12 +17,31 @@ _CODES = {INVALID_API_KEY: "invalid_api_key", RATE_LIMIT_EXCEEDED: "rate_limit_e
 """OpenAI's words where it has the same meaning."""
 
 
+_FIELDS = {
+    "grammar.json_schema": "response_format.json_schema.schema",
+    "grammar.regex": "structured_outputs.regex",
+    "grammar.choice": "structured_outputs.choice",
+    "grammar.lark": "structured_outputs.grammar",
+    "grammar": "response_format",
+    "sampling.logit_bias": "logit_bias",
+    "stop.stop_token_ids": "stop_token_ids",
+}
+"""OpenAI's and vLLM's names of fields that are known by other names on the wire, by their
+beginnings."""
+
+
 def envelope(error: ServiceError) -> bytes:
     """{"error": {"message", "type", "param", "code"}}."""
+    field, message = error.metadata.get("field"), error.message
+    for wire, name in _FIELDS.items():
+        if field and field.startswith(wire):
+            message = message.replace(wire, name, 1)
+            field = field.replace(wire, name, 1)
+            break
     body = {
-        "message": error.message,
+        "message": message,
         "type": error_type(error),
-        "param": error.metadata.get("field"),
+        "param": field,
         "code": _CODES.get(error.reason, error.reason),
     }
     return msgspec.json.encode({"error": body})

@@ -14,6 +14,7 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+NULL = msgspec.Raw(b"null")
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
@@ -32,6 +33,29 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[msgspec.Raw] | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True):
+    name: str
+    schema: msgspec.Raw = NULL
+    strict: bool | None = None
+    """Schemas are followed either way."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """As vLLM has it."""
+
+    json: msgspec.Raw = NULL
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In llguidance's dialect of Lark."""
+
+
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer and that are not served yet."""
 
@@ -41,24 +65,20 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "add_generation_prompt": (True,),
-        "min_tokens": (0,),
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
     """Values that ask for nothing; null, false and empty ones never do."""
 
     suffix: object = None
-    logit_bias: object = None
     tools: object = None
     tool_choice: object = None
     functions: object = None
     function_call: object = None
-    response_format: object = None
     modalities: object = None
     audio: object = None
     prediction: object = None
     web_search_options: object = None
-    min_tokens: object = None
     bad_words: object = None
     allowed_token_ids: object = None
     prompt_logprobs: object = None
@@ -66,11 +86,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: object = None
     spaces_between_special_tokens: object = None
     truncate_prompt_tokens: object = None
-    structured_outputs: object = None
-    guided_json: object = None
-    guided_regex: object = None
-    guided_choice: object = None
-    guided_grammar: object = None
     add_generation_prompt: object = None
     continue_final_message: object = None
     chat_template: object = None
@@ -87,8 +102,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def _is_neutral(self, name: str, value: object) -> bool:
-        if name == "response_format":
-            return isinstance(value, dict) and value.get("type") == "text"
         neutral = self.NEUTRAL.get(name, ())
         if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             return True
@@ -118,6 +131,14 @@ class Common(Unsupported, frozen=True, kw_only=True):
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NULL
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     n: Count | None = None
     best_of: Count | None = None
     use_beam_search: bool | None = None
