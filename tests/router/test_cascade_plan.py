@@ -125,6 +125,11 @@ def test_traits_of_requests() -> None:
     assert traits(Request(token_ids=inference_pb2.TokenIds(ids=[1]))).is_bound
     stop = inference_pb2.StopConditions(stop_token_ids=[1])
     assert traits(Request(text="x", stop=stop)).is_bound
+    biased = inference_pb2.SamplingParams(logit_bias={7: 1.0})
+    assert traits(Request(text="x", sampling=biased)).is_bound
+    equipped = inference_pb2.Messages(messages=turns, tools=inference_pb2.Tools(functions="[]"))
+    assert traits(Request(messages=equipped)).has_tools
+    assert not found.has_tools
     assert traits(Request(text="x", samples=inference_pb2.Samples(n=2))).has_several_answers
     beam = inference_pb2.Samples(beam=inference_pb2.BeamSearch(width=1))
     assert traits(Request(text="x", samples=beam)).has_several_answers

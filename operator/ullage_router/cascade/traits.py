@@ -62,7 +62,7 @@ def traits(request: inference_pb2.GenerateRequest) -> Traits:
         turns=len(texts),
         has_code=has_code(last),
         has_maths=has_maths(last),
-        has_tools=_has_tools(request),
+        has_tools=request.messages.HasField("tools"),
         has_several_answers=_has_several_answers(request.samples),
         is_bound=_is_bound(request),
         priority=request.priority,
@@ -98,10 +98,6 @@ def _ends(text: str) -> str:
     return f"{text[:SEARCHED_CHARACTERS]}\n{text[-SEARCHED_CHARACTERS:]}"
 
 
-def _has_tools(request: inference_pb2.GenerateRequest) -> bool:
-    return any(field.name == "tools" for field, _ in request.messages.ListFields())
-
-
 def _has_several_answers(samples: inference_pb2.Samples) -> bool:
     return samples.n > 1 or samples.best_of > 1 or samples.HasField("beam")
 
@@ -110,5 +106,6 @@ def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
     return (
         request.WhichOneof("input") == "token_ids"
         or bool(request.stop.stop_token_ids)
+        or bool(request.sampling.logit_bias)
         or request.output.return_token_ids
     )
