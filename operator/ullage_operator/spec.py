@@ -89,7 +89,10 @@ class Router(Section, frozen=True, kw_only=True):
 
 class Queue(Section, frozen=True, kw_only=True):
     max_requests: int
+    max_bytes: Bytes
+    max_prompt_bytes: Bytes
     timeout: Seconds
+    aging: Seconds
 
 
 class ShrinkContext(Section, frozen=True, kw_only=True):

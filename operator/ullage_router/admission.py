@@ -1,6 +1,7 @@
 """Acts on decisions: shrinks, waits, refuses, or grants a place on an engine."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from ullage_router.engines import Engines
 from ullage_router.errors import refusal
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt
-from ullage_router.queue import Ticket, WaitingRoom
+from ullage_router.queue import QueueFull, Ticket, Waiter, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_router.views import Facts, Policy, QueueState
@@ -41,6 +42,9 @@ class Wish:
     """Empty when it belongs to none."""
     deadline: float
     """When the answer must have ended, on the monotonic clock."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share of the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,6 @@ class Admission:
         rungs = self._policy.rungs
         limit = min(wish.max_tokens or self._max_output_tokens, self._max_output_tokens)
         most = min(wish.asked_tokens or limit, limit)
-        if state is QueueState.OPEN and ticket is None and self._room.is_full:
-            state = QueueState.FULL
         return Facts(
             prompt_tokens=len(wish.prompt.token_ids),
             max_tokens=most,
@@ -124,7 +126,7 @@ class Admission:
             samples=wish.samples,
             droppable=wish.prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=state,
-            ahead=self._room.ahead(ticket),
+            ahead=self._room.ahead(wish.priority, ticket),
             refused_by=refused,
             patience_s=wish.deadline - time.monotonic(),
             preferred=preferred,
@@ -143,8 +145,9 @@ class Admission:
     def queue_timeout_s(self) -> float:
         return self._queue_timeout_s
 
-    def join(self, wait: Wait, priority: int, arrived: float) -> Ticket:
-        return self._room.join(wait.pool, priority, arrived, wait.demand.total)
+    @property
+    def room(self) -> WaitingRoom:
+        return self._room
 
     async def shrink(self, prompt: Prompt, decision: ShrinkContext, record: Record) -> Prompt:
         """The prompt shortened as decided, or the same marked as spent."""
@@ -232,6 +235,8 @@ class _Climb:
         record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
         record.step(run.step, run.reason)
         self._log(logging.INFO)
+        if self._ticket and run.pool == self._pool:
+            self._ticket.serve()
         self._admission.placement.placed(self._origin, self._preferred, engine)
         credit = engine.reserve(run.demand.total, record.prompt_tokens)
         return Grant(engine, credit, wish.prompt, run.max_tokens)
@@ -253,11 +258,20 @@ class _Climb:
         self._log(logging.INFO)
 
     async def _wait(self, wait: Wait) -> None:
-        record, ticket = self._record, self._join(wait)
-        started = time.monotonic()
+        """Waits for its turn, but no longer than its answer could still end in time."""
+        record, started = self._record, time.monotonic()
         try:
-            if not await ticket.turn(self._admission.queue_timeout_s - record.queued_s):
-                self._state = QueueState.SPENT
+            ticket = self._join(wait)
+        except QueueFull:
+            self._state = QueueState.FULL
+            return
+        left_s = self._admission.queue_timeout_s - record.queued_s
+        useful_s = self._wish.deadline - wait.least_s - started if wait.least_s else math.inf
+        try:
+            if not await ticket.turn(min(left_s, useful_s)):
+                self._state = QueueState.LATE if useful_s < left_s else QueueState.SPENT
+            elif ticket.is_displaced:
+                self._state = QueueState.FULL
         finally:
             record.queued_s += time.monotonic() - started
 
@@ -267,13 +281,27 @@ class _Climb:
             return self._ticket
         self.leave_queue()
         record = self._record
+        ticket = self._admission.room.join(wait.pool, self._waiter(wait))
+        self._ticket, self._pool = ticket, wait.pool
         record.action, record.reason, record.route = "queue", wait.reason, route_of(wait.pool)
         record.step("queue", wait.reason)
         record.predict(wait.demand)
         self._log(logging.INFO)
-        self._pool = wait.pool
-        self._ticket = self._admission.join(wait, self._wish.priority, record.arrived)
-        return self._ticket
+        return ticket
+
+    def _waiter(self, wait: Wait) -> Waiter:
+        wish, record = self._wish, self._record
+        record.priority = wish.priority
+        return Waiter(
+            size=wait.demand.total,
+            arrival=record.arrived,
+            deadline=wish.deadline,
+            prompt_bytes=wish.prompt.memory_bytes,
+            priority=wish.priority,
+            tenant=wish.tenant,
+            weight=wish.weight,
+            is_charged=bool(self._refused),
+        )
 
     def _refusal(self, refuse: Refuse) -> ServiceError:
         record = self._record

@@ -61,8 +61,14 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 
 class QueueSection(Strict, frozen=True, kw_only=True):
     max_requests: Count = 256
+    max_bytes: Count = 64 << 30
+    """Most predicted bytes that wait for memory."""
+    max_prompt_bytes: Count = 256 << 20
+    """Most memory of this process that waiting requests hold."""
     timeout: Seconds = 10.0
     """Longest wait of one request."""
+    aging: Seconds = 0.05
+    """Waiting this long makes up for one level of priority."""
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):

@@ -15,9 +15,14 @@ SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 
 
 class Metrics:
-    """All of them, in a registry of their own."""
+    """All of them, in a registry of their own.
 
-    def __init__(self) -> None:
+    Args:
+        named: tenants that have a label of their own; the others share one.
+    """
+
+    def __init__(self, named: Collection[str] = ("",)) -> None:
+        self._named = frozenset(named)
         self.registry = CollectorRegistry()
         self._decisions = Counter(
             "ullage_router_decisions",
@@ -54,14 +59,22 @@ class Metrics:
         )
         self._ttft = self._histogram("ttft", "From arrival to the first token")
         self._e2e = self._histogram("e2e", "From arrival to the last token")
-        self._queue_wait = self._histogram("queue_wait", "In the queue, of requests that waited")
+        self._queue_wait = self._histogram(
+            "queue_wait", "In the queue, of requests that waited", ("tenant", "priority")
+        )
+        self._refusals = Counter(
+            "ullage_router_refusals",
+            "Requests that the ladder ended with a refusal, by its reason",
+            ["reason"],
+            registry=self.registry,
+        )
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"ullage_router_{name}_requests", text, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
+    def _histogram(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
         full = f"ullage_router_{name}_seconds"
-        return Histogram(full, text, buckets=SECONDS, registry=self.registry)
+        return Histogram(full, text, labels, buckets=SECONDS, registry=self.registry)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""
@@ -92,7 +105,10 @@ class Metrics:
         if record.status == 200:
             self._e2e.observe(record.duration_s)
         if record.queued_s:
-            self._queue_wait.observe(record.queued_s)
+            tenant = record.tenant if record.tenant in self._named else OTHER_TENANTS
+            self._queue_wait.labels(tenant, _band(record.priority)).observe(record.queued_s)
+        if record.action == "reject":
+            self._refusals.labels(record.reason).inc()
 
 
 class TenantMetrics:
@@ -154,6 +170,11 @@ class _OwnedCounter(Collector):
 
     def describe(self) -> list[CounterMetricFamily]:
         return [CounterMetricFamily(self._name, self._text)]
+
+
+def _band(priority: int) -> str:
+    """Few enough for a label."""
+    return "normal" if not priority else "high" if priority > 0 else "low"
 
 
 def largest(values: Iterable[float]) -> float:

@@ -12,6 +12,9 @@ from ullage_rpc.errors import invalid
 from ullage_rpc.tool_formats import Turn
 from ullage_rpc.turns import make_turns, num_characters
 
+TOKEN_BYTES = 44
+CHARACTER_BYTES = 8
+"""Of turns, which the request has as well: at most 4 bytes each."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """Sixteen times the usual: what a conversation may have for each token of the context."""
 
@@ -26,6 +29,11 @@ class Prompt:
     """Turns of the conversation; empty when it is not one."""
     is_spent: bool = False
     """Shrinking it was tried."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what this process keeps for it, from above: tokens, turns and the request."""
+        return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * num_characters(self.turns)
 
     def can_shrink(self, keep_turns: int) -> bool:
         """Turns other than the newest may be dropped, and that was not tried before."""

@@ -28,8 +28,8 @@ class RouterService:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.stats = Stats()
-        self.metrics = Metrics()
-        self.room = WaitingRoom(config.routing.queue.max_requests)
+        self.metrics = Metrics(self._named_tenants())
+        self.room = WaitingRoom(config.routing.queue)
         placement = config.routing.placement
         self.engines = Engines(config.pools, config.model, self.room.wake, placement.breaker)
         self.placement = Placement(placement, self.engines)
@@ -71,7 +71,12 @@ class RouterService:
             "queue": {
                 "waiting": len(self.room),
                 "by_pool": dict(self.room.lengths()),
+                "bytes": self.room.size,
+                "bytes_by_tenant": dict(self.room.sizes()),
+                "prompt_bytes": self.room.prompt_bytes,
                 "max_requests": queue.max_requests,
+                "max_bytes": queue.max_bytes,
+                "max_prompt_bytes": queue.max_prompt_bytes,
                 "timeout": queue.timeout,
             },
             "placement": self.placement.as_json(),
@@ -90,11 +95,14 @@ class RouterService:
         }
 
     def _tenant_metrics(self) -> TenantMetrics | None:
-        section = self.config.tenants
-        if section is None:
+        if self.config.tenants is None:
             return None
-        named = (ANONYMOUS, *(tenant.name for tenant in section.tenants))
-        return TenantMetrics(self.metrics.registry, named)
+        return TenantMetrics(self.metrics.registry, self._named_tenants())
+
+    def _named_tenants(self) -> tuple[str, ...]:
+        """Tenants that metrics tell apart."""
+        section = self.config.tenants
+        return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 
     def _load(self) -> Load:
         ready = [e for e in self.engines.all() if e.state == "ready" and e.headroom]
@@ -110,6 +118,12 @@ class RouterService:
         all_engines, watch = self.engines.all, self.metrics.watch
         watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
         watch("queue_requests", "Requests waiting for memory", lambda: len(self.room))
+        watch("queue_bytes", "Predicted bytes that wait for memory", lambda: self.room.size)
+        watch(
+            "queue_prompt_bytes",
+            "Memory of the router that waiting requests hold",
+            lambda: self.room.prompt_bytes,
+        )
         watch(
             "engines_ready",
             "Engines that take requests",

@@ -50,6 +50,7 @@ class Record:
     """HTTP status that the client was told, or would be; 499 when it had gone."""
     error: str = ""
     """Reason of the error that the client was told."""
+    priority: int = 0
     queued_s: float = 0.0
     ttft_s: float | None = None
     output_tokens: int = 0
@@ -99,6 +100,7 @@ class Record:
             "attempts": [attempt.as_json() for attempt in self.attempts],
             "status": self.status,
             "error": self.error,
+            "priority": self.priority,
             "queued_s": round(self.queued_s, 4),
             "ttft_s": self.ttft_s and round(self.ttft_s, 4),
             "output_tokens": self.output_tokens,

@@ -255,6 +255,8 @@ class Pipeline:
             priority=call.request.priority,
             session=call.request.session_id,
             deadline=call.record.arrived + call.timeout_s,
+            tenant=call.visit.tenant,
+            weight=call.visit.rules.weight,
         )
         refused: dict[str, int] = {}
         failures: list[ServiceError] = []
