@@ -156,7 +156,7 @@ class Admission:
         try:
             result = await self._threads.run(
                 characters,
-                lambda: compress(prompt.turns, most, prompt.model.render, keep),
+                lambda: compress(prompt.turns, most, prompt.render, keep),
             )
         except PromptError:  # the template refuses the turns that are left
             return replace(prompt, is_spent=True)
@@ -165,7 +165,8 @@ class Admission:
             return replace(prompt, is_spent=True)
         record.step("shrinkContext", decision.reason)
         record.degraded.extend(result.degraded)
-        return Prompt(prompt.model, result.token_ids, tuple(result.turns), is_spent=True)
+        turns = tuple(result.turns)
+        return replace(prompt, token_ids=result.token_ids, turns=turns, is_spent=True)
 
 
 class _Climb:

@@ -1,13 +1,14 @@
 """From the input of a request, whatever its form, to the prompt that engines get."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import validate
 from ullage_router.compress import droppable
 from ullage_router.engines import Engines
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
+from ullage_router.tools.use import ToolUse, tool_use
 from ullage_rpc.errors import invalid
 from ullage_rpc.tool_formats import Turn
 from ullage_rpc.turns import make_turns, num_characters
@@ -29,6 +30,7 @@ class Prompt:
     """Turns of the conversation; empty when it is not one."""
     is_spent: bool = False
     """Shrinking it was tried."""
+    tool_use: ToolUse = field(default_factory=ToolUse)
 
     @property
     def memory_bytes(self) -> int:
@@ -38,6 +40,10 @@ class Prompt:
     def can_shrink(self, keep_turns: int) -> bool:
         """Turns other than the newest may be dropped, and that was not tried before."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
+
+    def render(self, turns: Sequence[Turn]) -> list[int]:
+        """Token ids of another conversation with the same tools."""
+        return self.model.render(turns, self.tool_use.tools, self.tool_use.opening)
 
 
 class Prompts:
@@ -68,22 +74,22 @@ class Prompts:
             ids = await self._threads.run(len(request.text), lambda: model.encode(request.text))
             validate.check_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
-        return await self._conversation(model, request.messages.messages)
+        return await self._conversation(model, request)
 
-    async def _conversation(
-        self, model: Model, messages: Iterable[inference_pb2.Message]
-    ) -> Prompt:
-        turns = tuple(make_turns(messages))
+    async def _conversation(self, model: Model, request: inference_pb2.GenerateRequest) -> Prompt:
+        turns = tuple(make_turns(request.messages.messages))
+        use = tool_use(request, model.tool_format)
+        prompt = Prompt(model, [], turns, tool_use=use)
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
-        size = num_characters(turns)
+        size = num_characters(turns) + use.num_characters
         self._check_whole(size)
         try:
-            ids = await self._threads.run(size, lambda: model.render(turns))
+            ids = await self._threads.run(size, lambda: prompt.render(turns))
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
-        return Prompt(model, ids, turns)
+        return replace(prompt, token_ids=ids)
 
     def _check_whole(self, size: int) -> None:
         """Refuses a conversation many times the context: finding what to drop would take long."""

@@ -26,6 +26,7 @@ from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
+from ullage_router.tools.events import read_calls
 from ullage_rpc.errors import ServiceError
 
 MAX_ENGINE_FAILURES = 3
@@ -63,8 +64,12 @@ class Generation:
         self._first = first
         self._is_closed = False
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    def events(self) -> AsyncGenerator[Event, None]:
         """Raises ServiceError when the engine fails now that tokens were sent."""
+        use, num_samples = self._grant.prompt.tool_use, max(1, self._call.request.samples.n)
+        return read_calls(self._judged(), use, num_samples) if use.new_reader else self._judged()
+
+    async def _judged(self) -> AsyncGenerator[Event, None]:
         engine, credit = self._grant.engine, self._grant.credit
         try:
             async for event in self._told():
@@ -343,6 +348,7 @@ def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
     request.stop.max_tokens = grant.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, grant.max_tokens)
     request.output.echo = False  # the router has the prompt's text and prepends it itself
+    grant.prompt.tool_use.ask(request)
     return request
 
 

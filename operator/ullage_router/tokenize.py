@@ -2,17 +2,17 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.heap import give_back_heap
-from ullage_rpc.tool_formats import Turn
+from ullage_rpc.tool_formats import ToolFormat, Turn
 
 # Encoding this many characters takes about a millisecond; longer texts leave the event loop.
 INLINE_CHARACTERS = 4096
@@ -41,8 +41,23 @@ class Model:
     """The most that one token can stand for; 0 when the tokenizer does not let one say."""
     description: inference_pb2.GetModelResponse
 
-    def render(self, messages: Sequence[Turn]) -> list[int]:
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How it writes calls."""
+        return self.template.tool_format if self.template else ToolFormat.PLAIN
+
+    def render(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: str = "",
+    ) -> list[int]:
         """Token ids of a conversation.
+
+        Args:
+            messages: turns, oldest first.
+            tools: functions that the model may call, as OpenAI has them.
+            opening: text that the assistant's turn begins with.
 
         Raises:
             PromptError: the model has no chat template or its template refuses the messages.
@@ -50,10 +65,10 @@ class Model:
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
         try:
-            text = self.template.render(messages)
+            text = self.template.render(messages, tools=tools)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from error
-        return self._encode(text)
+        return self._encode(text + opening)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text."""

@@ -55,6 +55,7 @@ def _arguments(text: str) -> object:
     """Templates print a mapping; what a model wrote wrongly is told to it as it was."""
     try:
         parsed = json.loads(text or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
     except (ValueError, RecursionError):
         return text
     return parsed if isinstance(parsed, dict) else text

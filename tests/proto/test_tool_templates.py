@@ -114,7 +114,7 @@ def test_results_that_follow_one_another_are_one_turn() -> None:
     assert rendered == "<user>a returned: aa\nb returned: bb\n"
 
 
-@pytest.mark.parametrize("wrong", ["{", "[1]", "7", "[" * 100_000])
+@pytest.mark.parametrize("wrong", ["{", "[1]", "7", "[" * 100_000, r'{"a": "\ud800"}'])
 def test_arguments_that_are_no_object_stay_text(wrong: str) -> None:
     call = inference_pb2.ToolCall(id="c", name="f", arguments=wrong)
     (turn,) = make_turns([inference_pb2.Message(role="assistant", tool_calls=[call])])

@@ -82,6 +82,7 @@ class FakeEngine(
         self.cancelled: list[str] = []
         self.active = 0
         self.max_model_len = max_model_len
+        self.template = TEMPLATE
         self.heartbeat_s = 0.2
         self.is_mute = False
         self.lost_reports = 0
@@ -156,7 +157,7 @@ class FakeEngine(
         return inference_pb2.GetModelResponse(
             model=self.headroom.model,
             tokenizer_json=TOKENIZER,
-            chat_template=TEMPLATE,
+            chat_template=self.template,
             max_model_len=self.max_model_len,
             vocab_size=256,
             created=1_700_000_000,
@@ -314,6 +315,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         max_model_len: int = 2000,
         model: str = MODEL,
         wait: bool = True,
+        template: str = TEMPLATE,
         **sections: Any,
     ) -> AsyncIterator[Service]:
         async with contextlib.AsyncExitStack() as stack:
@@ -322,6 +324,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                 for i, blocks in enumerate(sizes):
                     engine = FakeEngine(f"{pool}-{i}", pool, blocks, max_model_len)
                     engine.headroom.model = model
+                    engine.template = template
                     await engine.start()
                     stack.push_async_callback(engine.stop)
                     engines.append(engine)

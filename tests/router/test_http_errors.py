@@ -62,7 +62,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "best_of": 17}, "best_of"),
     ({"messages": HI, "length_penalty": 2.0}, "length_penalty"),
     ({"messages": HI, "session_id": "s" * 257}, "session_id"),
-    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": HI, "logit_bias": {"5": 101}}, "logit_bias[5]"),
     ({"messages": HI, "logit_bias": {"5": True}}, "logit_bias[...]"),
     ({"messages": HI, "logit_bias": {"five": 1}}, "logit_bias['five']"),
@@ -117,7 +117,7 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"messages":[{"role":"user","content":"\\ud800 and more text"}]}', ""),
     (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
     (b'{"messages":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body"),
-    (b'{"messages":[],"tools":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", "body"),
+    (b'{"messages":[],"tools":[' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"]}", "body"),
 ]
 
 

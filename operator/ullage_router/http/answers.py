@@ -16,11 +16,13 @@ Finished = inference_pb2.Finished
 SampleFinished = inference_pb2.SampleFinished
 Accepted = inference_pb2.Accepted
 TokenLogprob = inference_pb2.TokenLogprob
+ToolCallPiece = inference_pb2.ToolCallPiece
 
 _FINISH = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_TIMEOUT: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -38,6 +40,8 @@ class Wanted:
     """A last chunk with the usage; whole answers always have it."""
     n: int
     """Choices."""
+    tools: bool = False
+    """There may be calls instead of text."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class Collected:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
     """None: it ended as the whole answer did."""
 
@@ -54,6 +60,16 @@ class Collected:
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self._add_call(piece)
+
+    def _add_call(self, piece: ToolCallPiece) -> None:
+        if piece.name:
+            self.calls.append(piece)
+        else:
+            self.calls[-1].arguments += piece.arguments
 
 
 class Format(Protocol):
@@ -83,7 +99,8 @@ class ChatFormat:
         self._open = list(range(wanted.n))
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        chunks = [self._chunk(i, {"role": "assistant", "content": ""}) for i in self._open]
+        first = {"role": "assistant", "content": None if self._wanted.tools else ""}
+        chunks = [self._chunk(i, dict(first)) for i in self._open]
         if self._wanted.token_ids:
             chunks[0]["prompt_token_ids"] = list(accepted.prompt_token_ids)
         return chunks
@@ -96,7 +113,7 @@ class ChatFormat:
             more["logprobs"] = chat_logprobs(delta.logprobs)
         if self._wanted.token_ids:
             more["token_ids"] = list(delta.token_ids)
-        return [self._chunk(delta.sample, {"content": delta.text}, more)]
+        return [self._chunk(delta.sample, _chat_delta(delta), more)]
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
@@ -117,7 +134,7 @@ class ChatFormat:
     def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
         choice: JSON = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(part.texts)},
+            "message": _chat_message(part),
             "logprobs": chat_logprobs(part.logprobs) if self._wanted.logprobs else None,
             **_ending(part.end or finished),
         }
@@ -242,8 +259,42 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
     }
 
 
+def _chat_message(part: Collected) -> JSON:
+    """content is null where there are calls and no text."""
+    content = "".join(part.texts)
+    message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
+    if part.reasoning:
+        message["reasoning_content"] = "".join(part.reasoning)
+    if part.calls:
+        message["tool_calls"] = [_tool_call(call) for call in part.calls]
+    return message
+
+
+def _chat_delta(delta: Delta) -> JSON:
+    told: JSON = {}
+    if delta.reasoning:
+        told["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        told["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
+    return told | {"content": delta.text} if delta.text or not told else told
+
+
+def _tool_call(call: ToolCallPiece) -> JSON:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_call_piece(piece: ToolCallPiece) -> JSON:
+    """Id, type and name come with a call's first piece only."""
+    if piece.name:
+        return {"index": piece.index} | _tool_call(piece)
+    return {"index": piece.index, "function": {"arguments": piece.arguments}}
+
+
 def _says_something(delta: Delta) -> bool:
-    return bool(delta.text or delta.token_ids or delta.logprobs)
+    return bool(
+        delta.text or delta.token_ids or delta.logprobs or delta.tool_calls or delta.reasoning
+    )
 
 
 def _ending(end: Finished | SampleFinished) -> JSON:

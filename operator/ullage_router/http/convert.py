@@ -6,23 +6,23 @@ from typing import TypeVar
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.http.conversation import from_conversation, utf8
 from ullage_router.http.formats import grammar, logit_bias
 from ullage_router.http.schemas import (
     MAX_UINT32,
-    ChatMessage,
     ChatRequest,
     Common,
     CompletionRequest,
 )
 from ullage_router.validate import wrong
 from ullage_rpc.errors import ServiceError, invalid
-from ullage_rpc.limits import MAX_BEAM_WIDTH, ROLES
+from ullage_rpc.limits import MAX_BEAM_WIDTH
 
 Request = inference_pb2.GenerateRequest
 T = TypeVar("T", bound=Common)
 
-# Newer OpenAI clients say developer where older ones say system.
-ROLE_ALIASES = {"developer": "system"}
+# What OpenAI calls deprecated, by what it calls the successor.
+SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
@@ -44,9 +44,7 @@ def from_chat(chat: ChatRequest) -> Request:
     """The same request in the wire's form."""
     request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
     # Set even when empty, so that the check names `messages` and not the missing input.
-    request.messages.SetInParent()
-    for i, message in enumerate(chat.messages):
-        request.messages.messages.append(_message(i, message))
+    request.messages.CopyFrom(from_conversation(chat))
     if chat.top_logprobs and not chat.logprobs:
         raise wrong("top_logprobs", chat.top_logprobs, "0, or any up to 20 with logprobs: true")
     if chat.logprobs:
@@ -80,7 +78,8 @@ def _parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise invalid("body", "body: the JSON is nested too deeply; flatten it") from error
     if refused := parsed.refused():
         name, value = refused
-        raise invalid(name, f"{name} is {_short(value)}, which is not supported; leave it out")
+        remedy = f"send {SUCCESSORS[name]}" if name in SUCCESSORS else "leave it out"
+        raise invalid(name, f"{name} is {_short(value)}, which is not supported; {remedy}")
     return parsed
 
 
@@ -123,11 +122,11 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
         min_tokens=common.min_tokens or 0,
     )
     texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
-    stop.stop_strings.extend(_utf8("stop", text) for text in texts)
+    stop.stop_strings.extend(utf8("stop", text) for text in texts)
     output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
     return Request(
-        model=_utf8("model", common.model),
-        session_id=_utf8("session_id", common.session_id or ""),
+        model=utf8("model", common.model),
+        session_id=utf8("session_id", common.session_id or ""),
         sampling=sampling,
         stop=stop,
         output=output,
@@ -162,35 +161,10 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
     return inference_pb2.Samples(n=n, beam=beam)
 
 
-def _message(i: int, message: ChatMessage) -> inference_pb2.Message:
-    role = ROLE_ALIASES.get(message.role, message.role)
-    if role not in ROLES:
-        raise wrong(f"messages[{i}].role", message.role, ", ".join(ROLES))
-    if message.tool_calls:
-        field = f"messages[{i}].tool_calls"
-        raise invalid(field, f"{field} is not supported; send text only")
-    return inference_pb2.Message(role=role, content=_content(f"messages[{i}].content", message))
-
-
-def _content(field: str, message: ChatMessage) -> str:
-    if message.content is None:
-        raise wrong(field, "null", "a string or a list of text parts")
-    if isinstance(message.content, str):
-        return _utf8(field, message.content)
-    texts = []
-    for j, part in enumerate(message.content):
-        if part.type != "text":
-            raise wrong(f"{field}[{j}].type", part.type, "text")
-        if part.text is None:
-            raise wrong(f"{field}[{j}].text", "missing", "a string")
-        texts.append(_utf8(f"{field}[{j}].text", part.text))
-    return "".join(texts)
-
-
 def _set_prompt(request: Request, prompt: str | list[str | int | list[int]]) -> None:
     """One prompt: a text, token ids, or a list of one of these."""
     if isinstance(prompt, str):
-        request.text = _utf8("prompt", prompt)
+        request.text = utf8("prompt", prompt)
         return
     if all(isinstance(item, int) for item in prompt):
         _set_tokens(request, prompt)
@@ -201,19 +175,9 @@ def _set_prompt(request: Request, prompt: str | list[str | int | list[int]]) -> 
     if isinstance(only, list):
         _set_tokens(request, only)
     else:
-        request.text = _utf8("prompt", str(only))
+        request.text = utf8("prompt", str(only))
 
 
 def _set_tokens(request: Request, ids: list[int] | list[str | int | list[int]]) -> None:
     request.token_ids.SetInParent()
     request.token_ids.ids.extend(token for token in ids if isinstance(token, int))
-
-
-def _utf8(field: str, text: str) -> str:
-    """The text, which must be without unpaired surrogates: they have no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"{field} has an unpaired surrogate; send valid Unicode"
-        raise invalid(field, message) from error
-    return text

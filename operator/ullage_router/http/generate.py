@@ -147,6 +147,7 @@ class GenerateEndpoint:
             token_ids=call.request.output.return_token_ids,
             usage=body.wants_usage,
             n=body.n or 1,
+            tools=call.request.messages.HasField("tools"),
         )
 
 

@@ -25,12 +25,38 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str = ""
+    type: str = "function"
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    function_call: object = None
+    audio: object = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    type: str
+    function: NamedFunction | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -61,7 +87,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",),
-        "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "add_generation_prompt": (True,),
@@ -71,8 +97,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     """Values that ask for nothing; null, false and empty ones never do."""
 
     suffix: object = None
-    tools: object = None
-    tool_choice: object = None
     functions: object = None
     function_call: object = None
     modalities: object = None
@@ -155,6 +179,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

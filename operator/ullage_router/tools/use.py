@@ -1,0 +1,104 @@
+"""How a conversation's tools are used with the model at hand: prompt, grammar and reading."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.tools.forced import Forced, force
+from ullage_router.tools.harmony import HarmonyReader
+from ullage_router.tools.pieces import Reader
+from ullage_router.tools.readers import TaggedReader, WholeReader
+from ullage_router.tools.syntax import parse_json_calls, parse_python_calls
+from ullage_router.tools.toolbox import Toolbox, open_toolbox
+from ullage_rpc.errors import invalid
+from ullage_rpc.tool_formats import ToolFormat
+
+# Formats whose marks are special tokens, which engines leave out of text unless asked.
+_SPECIAL = frozenset({ToolFormat.LFM2, ToolFormat.HARMONY})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a conversation needs beside its turns. The default is what text needs: nothing."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Told to the model by its chat template."""
+    num_characters: int = 0
+    """Of the tools."""
+    forced: Forced | None = None
+    new_reader: Callable[[], Reader] | None = None
+    """Reads the answer; None: all of it is text."""
+    special_tokens: bool = False
+    """The reader needs them in the text."""
+    single_call: bool = False
+    """Calls after the first are left out."""
+
+    @property
+    def opening(self) -> str:
+        """Follows the rendered conversation."""
+        return self.forced.opening if self.forced else ""
+
+    def ask(self, request: inference_pb2.GenerateRequest) -> None:
+        """Writes what an engine must know into its request."""
+        request.output.special_tokens = self.special_tokens
+        if self.forced and self.forced.lark:
+            request.grammar.lark = self.forced.lark
+        elif self.forced:
+            request.grammar.json_schema = self.forced.json_schema
+
+
+def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
+    """How to serve the tools of a conversation.
+
+    Raises:
+        ServiceError: they are wrong, or go with nothing else that is asked.
+    """
+    told = request.messages.tools
+    toolbox = open_toolbox(told) if request.messages.HasField("tools") else None
+    if toolbox is None:
+        return _without_tools(request, form)
+    _check_alone(request)
+    return _with_tools(toolbox, form, len(told.functions))
+
+
+def _without_tools(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
+    """The harmony format has marks in answers without tools too."""
+    if form is not ToolFormat.HARMONY or request.output.echo:
+        return ToolUse()
+    return ToolUse(new_reader=lambda: HarmonyReader(()), special_tokens=True)
+
+
+def _with_tools(toolbox: Toolbox, form: ToolFormat, num_characters: int) -> ToolUse:
+    forced = force(toolbox, form) if toolbox.forced else None
+    return ToolUse(
+        tools=toolbox.tools,
+        num_characters=num_characters,
+        forced=forced,
+        new_reader=forced.reader if forced else lambda: _free_reader(form, toolbox.parameters),
+        special_tokens=form in _SPECIAL,
+        single_call=toolbox.single_call,
+    )
+
+
+def _free_reader(form: ToolFormat, names: Mapping[str, Any]) -> Reader:
+    match form:
+        case ToolFormat.HARMONY:
+            return HarmonyReader(names)
+        case ToolFormat.HERMES:
+            return TaggedReader(("<tool_call>", "</tool_call>"), parse_json_calls, names)
+        case ToolFormat.LFM2:
+            tags = ("<|tool_call_start|>", "<|tool_call_end|>")
+            return TaggedReader(tags, parse_python_calls, names)
+        case _:
+            return WholeReader(names)
+
+
+def _check_alone(request: inference_pb2.GenerateRequest) -> None:
+    if request.output.echo:
+        raise invalid("echo", "echo is true; possible: false together with tools")
+    mode = request.messages.tools.mode
+    is_forced = mode in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED)
+    if is_forced and request.HasField("grammar"):
+        text = "a grammar and a forced call exclude one another; leave out one of response_format"
+        raise invalid("tool_choice", f"{text} and tool_choice")
