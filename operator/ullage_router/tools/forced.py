@@ -74,11 +74,15 @@ def _closed(schema: Schema) -> Schema:
 
 def _lark(openings: Mapping[str, str], schemas: Mapping[str, Schema]) -> str:
     rules = [
-        f"call{i}: {_terminals(openings[name])} %json {json.dumps({**schema, 'x-guidance': _COMPACT})}"
+        f"call{i}: {_terminals(openings[name])} %json {_compact(schema)}"
         for i, (name, schema) in enumerate(schemas.items())
     ]
     start = " | ".join(f"call{i}" for i in range(len(rules)))
     return "\n".join([f"start: {start}", *rules])
+
+
+def _compact(schema: Schema) -> str:
+    return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
 def _terminals(text: str) -> str:
