@@ -312,7 +312,7 @@ def _draw(fits: Sequence[EngineView], draw: int) -> EngineView:
     first = draw % len(ordered)
     second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
     pair = (ordered[first], ordered[second])
-    return max(pair, key=lambda e: (e.available * e.health, -e.load, e.id))
+    return max(pair, key=lambda e: (e.available * e.health, -e.load))
 
 
 def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
