@@ -46,6 +46,13 @@ class MetricsSection(Strict, frozen=True, kw_only=True):
     port: Port = 9090
 
 
+class ProbesSection(Strict, frozen=True, kw_only=True):
+    """grpc.health.v1 and nothing else, without TLS, which the kubelet's probes do not speak."""
+
+    host: str = "0.0.0.0"
+    port: Port = 8081
+
+
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
     """The pool named `large` takes the large requests."""
@@ -258,6 +265,29 @@ class TenantsSection(Strict, frozen=True, kw_only=True):
             raise ValueError(f"tenants {names} share a name; give each its own")
 
 
+class ServerTLS(Strict, frozen=True, kw_only=True):
+    """Of the HTTP and the gRPC port."""
+
+    dir: Text
+    """Folder with tls.crt and tls.key."""
+    client_ca_dir: Text | None = None
+    """Folder with ca.crt: clients must have a certificate of this authority."""
+
+
+class EngineTLS(Strict, frozen=True, kw_only=True):
+    """Towards engines."""
+
+    dir: Text
+    """Folder with tls.crt, tls.key and ca.crt, the authority of the engines' certificates."""
+    server_name: Text
+    """That engines' certificates have: they are called by address."""
+
+
+class TLSSection(Strict, frozen=True, kw_only=True):
+    router: ServerTLS | None = None
+    engines: EngineTLS | None = None
+
+
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
     """Served name; requests for another are answered 404."""
@@ -266,6 +296,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     http: HTTPSection = HTTPSection()
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
+    probes: ProbesSection | None = None
+    tls: TLSSection = TLSSection()
     routing: RoutingSection = RoutingSection()
     limits: LimitsSection = LimitsSection()
     memory: MemorySection = MemorySection()

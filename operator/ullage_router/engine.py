@@ -17,7 +17,6 @@ from ullage_router.reports import ReportOrder
 from ullage_router.silence import Waits
 from ullage_router.tokenize import Model
 from ullage_router.views import EngineView, Release, Standing
-from ullage_rpc.channels import open_channel
 from ullage_rpc.errors import ServiceError
 
 HEARTBEAT_S = 1.0
@@ -26,12 +25,18 @@ HOPELESS_AFTER_S = 10 * HEARTBEAT_S
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 GET_MODEL_TIMEOUT_S = 30.0
+_REFUSALS = ("handshake failed", "Verification Check failed")
+"""In what gRPC says when one side refuses the other's certificate."""
 
 log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
     """Whoever keeps the engines; told what happens to each."""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether engines are spoken to over TLS."""
 
     def changed(self) -> None:
         """After every report, every loss and whenever credit comes back."""
@@ -44,6 +49,9 @@ class Owner(Protocol):
 
     def has_another(self, engine: "Engine") -> bool:
         """Whether another engine is ready."""
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """A channel to an engine, with the credentials of this moment."""
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
         """A Model of what an engine answers to GetModel."""
@@ -92,14 +100,31 @@ class Engine:
         self._heard_at = 0.0
         self._is_connected = False
         self._book = CreditBook()
-        self._channel = open_channel(address)
+        self.trouble = ""
+        """Why its reports ended or never began; empty while they come."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = self._owner.dial(self.address)
         self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._task = asyncio.create_task(self._follow(), name=f"follow {address}")
+        self._task = asyncio.create_task(self._follow(), name=f"follow {self.address}")
+
+    def reconnect(self, grace_s: float) -> None:
+        """Goes on with a new channel; answers on the old one have the grace to end.
+
+        The engine stays as it was last heard: the new channel's first report is milliseconds away.
+        """
+        self._task.cancel()
+        closing = asyncio.create_task(self._channel.close(grace_s))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._connect()
 
     async def close(self) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, *self._closing, return_exceptions=True)
         await self._channel.close()
 
     @property
@@ -217,8 +242,9 @@ class Engine:
             try:
                 await self._watch()
             except grpc.aio.AioRpcError as error:
-                log.info("engine lost", extra={"engine": self.id, "reason": error.details()})
+                self._lost(error.details() or error.code().name)
             except WrongModel as error:
+                self.trouble = str(error)
                 log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
             except Exception:  # a bug here must not end the watch of a working engine
                 log.exception("engine lost", extra={"engine": self.id})
@@ -228,11 +254,21 @@ class Engine:
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
+    def _lost(self, reason: str) -> None:
+        """Logs what is new: an engine that cannot be reached fails again and again."""
+        if reason != self.trouble:
+            is_refusal = any(words in reason for words in _REFUSALS)
+            level = logging.ERROR if is_refusal else logging.INFO
+            log.log(level, "engine lost", extra={"engine": self.id, "reason": reason})
+        self.trouble = reason
+
     async def _watch(self) -> None:
         request = headroom_pb2.WatchHeadroomRequest()
-        # Waiting for the connection, the call starts in the moment the engine is back.
+        # Waiting for the connection, the call starts in the moment the engine is back; but of a
+        # certificate that is refused only a call that does not wait is told.
+        waits = not self._owner.is_secure
         self.order.connected()
-        async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=True):
+        async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=waits):
             told = push.headroom
             # An engine that loads cannot describe its model yet; its reports count all the same.
             if told.ready and told.epoch != self._introduced_in:
@@ -249,6 +285,7 @@ class Engine:
                 log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
             case "restart":
                 self._owner.restarted(self)
+        self.trouble = ""
         self.headroom = headroom
         self._heard_at = time.monotonic()
         self._is_connected = True

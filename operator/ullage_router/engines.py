@@ -8,15 +8,20 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
+import grpc
+
 from ullage.inference.v1 import inference_pb2
 from ullage_router.breaker import BreakerPolicy, held_back
 from ullage_router.config import BreakerSection, PoolSection
 from ullage_router.engine import Engine
 from ullage_router.tokenize import Model, fingerprint, load_model
 from ullage_router.views import EngineView
+from ullage_rpc.channels import open_channel
 
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
+
+Dialer = Callable[[str], grpc.aio.Channel]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +34,7 @@ class Engines:
         model_name: the model that engines must serve.
         on_change: called when any engine's memory or state may have changed.
         breaker: when and how many engines are held back for failures.
+        dialer: opens channels with credentials; None: in plaintext.
 
     on_forgotten
         called with the address of an engine whose caches are gone
@@ -40,11 +46,13 @@ class Engines:
         model_name: str,
         on_change: Callable[[], None],
         breaker: BreakerSection = BreakerSection(),  # noqa: B008 - immutable
+        dialer: Dialer | None = None,
     ) -> None:
         self._pools = tuple(pools)
         self._model_name = model_name
         self._on_change = on_change
         self._breaker = BreakerPolicy(breaker.failures, breaker.pause, breaker.max_pause)
+        self._dialer = dialer
         self._max_ejected_share = breaker.max_ejected_share
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[tuple[str, str], Engine] = {}
@@ -114,6 +122,18 @@ class Engines:
     def missed(self) -> int:
         """Reports that never came, those of forgotten engines included."""
         return self._missed + sum(e.order.missed for e in self.all())
+
+    @property
+    def is_secure(self) -> bool:
+        return self._dialer is not None
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        return self._dialer(address) if self._dialer else open_channel(address)
+
+    def reconnect(self, grace_s: float) -> None:
+        """Opens all channels anew; answers on the old ones have the grace to end."""
+        for engine in self._engines.values():
+            engine.reconnect(grace_s)
 
     def changed(self) -> None:
         """An engine's memory or state may have changed."""

@@ -14,13 +14,13 @@ import grpc
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_router.config import RouterConfig, read_config
+from ullage_router.config import GRPCSection, ProbesSection, RouterConfig, read_config
 from ullage_router.grpc.service import InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.server import HTTPServer
 from ullage_router.service import RouterService
 from ullage_rpc import logs
-from ullage_rpc.channels import new_server
+from ullage_rpc.channels import bind, new_server
 from ullage_rpc.config import ConfigError
 from ullage_rpc.health import Health
 from ullage_rpc.metrics import serve_metrics
@@ -47,7 +47,7 @@ class CannotListen(Exception):
 class Router:
     """A running router.
 
-    http_port, grpc_port: where it listens, also when the configuration says 0.
+    http_port, grpc_port, probe_port: where it listens, also when the configuration says 0.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -55,21 +55,23 @@ class Router:
         self.service = RouterService(config)
         self._health = Health()
         self._grpc = new_server()
+        self._probes: grpc.aio.Server | None = None
         self._http = HTTPServer(App(self.service))
         self._readiness: asyncio.Task[None] | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self.http_port = 0
         self.grpc_port = 0
+        self.probe_port = 0
 
     async def start(self) -> None:
         """Returns when both protocols are served.
 
         Raises:
-            ConfigError: tenants' keys cannot be read; no port was taken.
+            ConfigError: keys or certificates cannot be read; no port was taken.
             CannotListen: a port cannot be used.
         """
         config = self._config
-        await self.service.tenants.start()
+        await self.service.read_secrets()
         listener = listen(config.http.host, config.http.port)
         self.http_port = listener.getsockname()[1]
         servicer = InferenceServicer(
@@ -78,11 +80,14 @@ class Router:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
         await self._health.attach(self._grpc, [name])
-        self.grpc_port = _bind(self._grpc, config.grpc.host, config.grpc.port)
+        tls = self.service.tls.server
+        credentials = tls.server_credentials() if tls else None
+        self.grpc_port = _bind("grpc", self._grpc, config.grpc, credentials)
+        await self._serve_probes()
         self._stop_metrics = _start_metrics(self.service, config)
         await self.service.start()
         await self._grpc.start()
-        await self._http.start(listener)
+        await self._http.start(listener, tls.server_context() if tls else None)
         self._readiness = asyncio.create_task(self._keep_readiness(), name="readiness")
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
         log.info("listening", extra={**ports, "metrics_port": config.metrics.port})
@@ -97,8 +102,18 @@ class Router:
         grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
         await self.service.close()
+        if self._probes:
+            await self._probes.stop(None)
         if self._stop_metrics:
             await asyncio.to_thread(self._stop_metrics)
+
+    async def _serve_probes(self) -> None:
+        """Health without TLS, which the kubelet's probes do not speak."""
+        if section := self._config.probes:
+            self._probes = new_server()
+            self._health.attach_alone(self._probes)
+            self.probe_port = _bind("probes", self._probes, section)
+            await self._probes.start()
 
     async def _keep_readiness(self) -> None:
         while True:
@@ -125,11 +140,17 @@ def listen(host: str, port: int) -> socket.socket:
         raise CannotListen(f"http: {host}:{port}: {error.strerror}; choose another port") from error
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(
+    name: str,
+    server: grpc.aio.Server,
+    at: GRPCSection | ProbesSection,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    address = f"{at.host}:{at.port}"
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return bind(server, address, credentials)
     except RuntimeError as error:
-        raise CannotListen(f"grpc: {host}:{port}: cannot listen; choose another port") from error
+        raise CannotListen(f"{name}: {address}: cannot listen; choose another port") from error
 
 
 def _start_metrics(service: RouterService, config: RouterConfig) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from ullage_router.admission import Admission
 from ullage_router.breaker import Breaker
 from ullage_router.cascade.plan import Load
 from ullage_router.cascade.runner import Cascade
+from ullage_router.certificates import RouterTLS
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
@@ -31,7 +32,10 @@ class RouterService:
         self.metrics = Metrics(self._named_tenants())
         self.room = WaitingRoom(config.routing.queue)
         placement = config.routing.placement
-        self.engines = Engines(config.pools, config.model, self.room.wake, placement.breaker)
+        self.tls = RouterTLS(config.tls, self._reconnect)
+        self.engines = Engines(
+            config.pools, config.model, self.room.wake, placement.breaker, self.tls.dialer
+        )
         self.placement = Placement(placement, self.engines)
         self._threads = TokenizerThreads()
         prompts = Prompts(self.engines, self._threads)
@@ -45,6 +49,11 @@ class RouterService:
         )
         self._watch()
 
+    async def read_secrets(self) -> None:
+        """Reads certificates and keys; raises ConfigError when they cannot be used."""
+        await self.tls.start()
+        await self.tenants.start()
+
     async def start(self) -> None:
         await self.engines.start()
 
@@ -53,6 +62,7 @@ class RouterService:
             await self.cascade.close()
         await self.engines.close()
         await self.tenants.close()
+        await self.tls.close()
         self._threads.close()
 
     @property
@@ -92,7 +102,12 @@ class RouterService:
             "cascade": self.cascade.snapshot() if self.cascade else [],
             "latest": self.stats.latest(),
             **self.tenants.snapshot(),
+            **self.tls.snapshot(),
         }
+
+    def _reconnect(self) -> None:
+        """Engines are spoken to with the new certificate from now on."""
+        self.engines.reconnect(self.config.limits.request_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
         if self.config.tenants is None:
@@ -150,6 +165,11 @@ class RouterService:
             lambda: len(self.tenants.problems),
         )
         watch(
+            "certificate_problems",
+            "Certificates that have expired, or whose newest files cannot be used",
+            lambda: self.tls.num_problems,
+        )
+        watch(
             "ejected_engines",
             "Engines that get nothing because requests failed on them",
             lambda: len(self.engines.held_back()),
@@ -183,6 +203,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "pool": engine.pool,
         "route": route_of(engine.pool),
         "state": engine.state,
+        "trouble": engine.trouble,
         "inflight": engine.inflight,
         "credit_bytes": engine.credit_bytes,
         "breaker": _breaker_json(engine.breaker),

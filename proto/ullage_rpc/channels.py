@@ -35,9 +35,32 @@ SERVER_OPTIONS = (
 )
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects lazily and reconnects by itself."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.aio.Channel:
+    """A channel to `host:port`; it connects lazily and reconnects by itself.
+
+    Args:
+        credentials: None for plaintext.
+        server_name: that the server's certificate must have, whatever the target is called.
+    """
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    return grpc.aio.secure_channel(target, credentials, options=(*CHANNEL_OPTIONS, *named))
+
+
+def bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The port that a server listens on from its start.
+
+    Raises:
+        RuntimeError: it cannot listen there.
+    """
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 def new_server() -> grpc.aio.Server:

@@ -18,7 +18,7 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.config import RouterConfig, read_config
 from ullage_router.main import Router
-from ullage_rpc.channels import new_server, open_channel
+from ullage_rpc.channels import bind, new_server, open_channel
 from ullage_rpc.errors import ServiceError, abort
 
 MODEL = "tiny"
@@ -104,6 +104,8 @@ class FakeEngine(
             ledger=[headroom_pb2.Reservation(name="kv_pool", reserved_bytes=1, allocated_bytes=1)],
         )
         self.address = ""
+        self.credentials: grpc.ServerCredentials | None = None
+        """None: plaintext."""
         self._changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -111,7 +113,7 @@ class FakeEngine(
         self._server = new_server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        port = bind(self._server, f"127.0.0.1:{port}", self.credentials)
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 
@@ -316,6 +318,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         model: str = MODEL,
         wait: bool = True,
         template: str = TEMPLATE,
+        credentials: grpc.ServerCredentials | None = None,
         **sections: Any,
     ) -> AsyncIterator[Service]:
         async with contextlib.AsyncExitStack() as stack:
@@ -325,6 +328,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     engine = FakeEngine(f"{pool}-{i}", pool, blocks, max_model_len)
                     engine.headroom.model = model
                     engine.template = template
+                    engine.credentials = credentials
                     await engine.start()
                     stack.push_async_callback(engine.stop)
                     engines.append(engine)

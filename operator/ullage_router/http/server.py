@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import email.utils
 import socket
+import ssl
 import time
 
 from ullage_router.http.connection import Connection, Handler, Hub
@@ -11,6 +12,8 @@ from ullage_router.http.reader import Limits
 
 BACKLOG = 2048
 TICK_S = 0.5
+HANDSHAKE_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class HTTPServer:
@@ -30,13 +33,22 @@ class HTTPServer:
     def num_connections(self) -> int:
         return len(self._hub.connections)
 
-    async def start(self, listener: socket.socket) -> None:
-        """Takes connections from now on."""
+    async def start(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
+        """Takes connections from now on.
+
+        Args:
+            context: of TLS; None: plaintext.
+        """
         self._tick()
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._hub), sock=listener, backlog=BACKLOG
+            lambda: Connection(self._hub),
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context else None,
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if context else None,
         )
 
     async def stop(self, grace_s: float) -> None:

@@ -1,0 +1,60 @@
+"""The router's certificates: one for its clients, one for its engines."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from ullage_router.config import TLSSection
+from ullage_rpc.channels import open_channel
+from ullage_rpc.tls import Certificates
+
+
+class RouterTLS:
+    """Both, where they are configured.
+
+    Args:
+        on_engines_change: called when channels to engines must be opened anew.
+    """
+
+    def __init__(self, section: TLSSection, on_engines_change: Callable[[], None]) -> None:
+        self._server_name = section.engines.server_name if section.engines else ""
+        self.server: Certificates | None = None
+        self.engines: Certificates | None = None
+        if router := section.router:
+            ca = Path(router.client_ca_dir) if router.client_ca_dir else None
+            self.server = Certificates(Path(router.dir), ca)
+        if engines := section.engines:
+            folder = Path(engines.dir)
+            self.engines = Certificates(folder, folder, on_engines_change)
+
+    async def start(self) -> None:
+        """Raises ConfigError when a certificate cannot be used."""
+        for certificates in self._all().values():
+            await certificates.start()
+
+    async def close(self) -> None:
+        for certificates in self._all().values():
+            await certificates.close()
+
+    @property
+    def dialer(self) -> Callable[[str], grpc.aio.Channel] | None:
+        """Opens channels to engines; None where they are in plaintext."""
+        return self._dial if self.engines else None
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        assert self.engines
+        return open_channel(address, self.engines.channel_credentials(), self._server_name)
+
+    @property
+    def num_problems(self) -> int:
+        return sum(bool(c.state()["problem"]) for c in self._all().values())
+
+    def snapshot(self) -> dict[str, object]:
+        """The part of /stats; empty without TLS."""
+        states = {name: certificates.state() for name, certificates in self._all().items()}
+        return {"tls": states} if states else {}
+
+    def _all(self) -> dict[str, Certificates]:
+        named = {"router": self.server, "engines": self.engines}
+        return {name: certificates for name, certificates in named.items() if certificates}
