@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_router.config import DEFAULT_LADDER
-from ullage_router.decide import Run, decide, min_output
+from ullage_router.decide import Run, decide
 from ullage_router.predict import Profile
 from ullage_router.views import EngineView, Facts, Policy, Standing
 
@@ -30,7 +30,7 @@ def engine(id_: str, free: int = 50, **more: Any) -> EngineView:
 
 
 def chosen(engines: list[EngineView], preferred: str = "", draw: int = 0) -> str:
-    facts = Facts(100, 64, min_output(64, 64), preferred=preferred, draw=draw)
+    facts = Facts(100, 64, 16, preferred=preferred, draw=draw)
     decision = decide(facts, engines, POLICY)
     assert isinstance(decision, Run), decision
     return decision.engine
