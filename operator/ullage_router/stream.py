@@ -27,6 +27,7 @@ from ullage_router.replace import Replacer
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_router.tools.events import read_calls
+from ullage_router.wire import engine_request, fill_accepted
 from ullage_rpc.errors import ServiceError
 
 MAX_ENGINE_FAILURES = 3
@@ -269,11 +270,12 @@ class Pipeline:
             grant = await self._admission.admit(wish, call.record, refused)
             try:
                 return await self._send(call, grant)
-            except ServiceError as error:
+            except ServiceError as refusal:
+                error = prompt.tool_use.explain(refusal)
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
                 if not self._may_retry(error, failures):
-                    raise _as_told(error, call, len(failures)) from error
+                    raise _as_told(error, call, len(failures)) from refusal
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded.clear()
                 call.record.step("engine", error.reason)
@@ -298,7 +300,7 @@ class Pipeline:
         Raises:
             ServiceError: the engine refused or failed.
         """
-        engine, request = grant.engine, _for_engine(call, grant)
+        engine, request = grant.engine, engine_request(call, grant)
         stream = engine.stub.Generate(
             request, timeout=max(0.001, call.remaining_s), metadata=call.metadata
         )
@@ -319,7 +321,7 @@ class Pipeline:
         call.record.ttft_s = time.monotonic() - call.record.arrived
         call.record.degrade(accepted.accepted.degraded)
         generation = Generation(grant, stream, call, first)
-        _fill(generation.accepted, accepted.accepted, call, grant)
+        fill_accepted(generation.accepted, accepted.accepted, call, grant)
         return generation
 
 
@@ -330,46 +332,6 @@ def _asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 def _num_samples(samples: inference_pb2.Samples) -> int:
     """Answers that the engine generates, of which fewer may be returned."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
-
-
-def _for_engine(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(
-        request_id=call.record.request_id,
-        model=call.request.model,
-        token_ids=inference_pb2.TokenIds(ids=grant.prompt.token_ids),
-        sampling=call.request.sampling,
-        stop=call.request.stop,
-        session_id=call.request.session_id,
-        priority=call.request.priority,
-        output=call.request.output,
-        samples=call.request.samples,
-        grammar=call.request.grammar if call.request.HasField("grammar") else None,
-    )
-    request.stop.max_tokens = grant.max_tokens
-    request.stop.min_tokens = min(request.stop.min_tokens, grant.max_tokens)
-    request.output.echo = False  # the router has the prompt's text and prepends it itself
-    grant.prompt.tool_use.ask(request)
-    return request
-
-
-def _fill(
-    accepted: inference_pb2.Accepted, told: inference_pb2.Accepted, call: Call, grant: Grant
-) -> None:
-    record = call.record
-    accepted.CopyFrom(told)
-    accepted.request_id = record.request_id
-    accepted.engine = record.engine
-    accepted.prompt_tokens = len(grant.prompt.token_ids)
-    accepted.predicted_bytes = record.predicted_bytes or 0
-    accepted.max_tokens = min(grant.max_tokens, told.max_tokens or grant.max_tokens)
-    accepted.action = record.action
-    accepted.route = record.route
-    del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
-    accepted.model = record.model
-    accepted.degraded.extend(record.degraded)
-    accepted.trail.extend(record.trail)
-    if call.request.output.return_token_ids:
-        accepted.prompt_token_ids.extend(grant.prompt.token_ids)
 
 
 async def _expect(stream: EventStream) -> Event:

@@ -47,9 +47,7 @@ def test_a_forced_call_has_valid_arguments(
         base_url=f"{service.http_url}/v1", api_key="none", max_retries=0, timeout=120
     ) as client:
         answer = client.chat.completions.create(**ASK, tools=tools, tool_choice=choice)
-        stream = client.chat.completions.create(
-            **ASK, tools=tools, tool_choice=choice, stream=True
-        )
+        stream = client.chat.completions.create(**ASK, tools=tools, tool_choice=choice, stream=True)
         pieces = [p for chunk in stream for p in chunk.choices[0].delta.tool_calls or ()]
     told = answer.choices[0]
     assert (told.finish_reason, told.message.content) == ("tool_calls", None)

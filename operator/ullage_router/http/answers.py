@@ -67,7 +67,9 @@ class Collected:
 
     def _add_call(self, piece: ToolCallPiece) -> None:
         if piece.name:
-            self.calls.append(piece)
+            copy = ToolCallPiece()
+            copy.CopyFrom(piece)  # the event may be another client's too
+            self.calls.append(copy)
         else:
             self.calls[-1].arguments += piece.arguments
 

@@ -11,7 +11,7 @@ from ullage_router.tools.pieces import Reader
 from ullage_router.tools.readers import TaggedReader, WholeReader
 from ullage_router.tools.syntax import parse_json_calls, parse_python_calls
 from ullage_router.tools.toolbox import Toolbox, open_toolbox
-from ullage_rpc.errors import invalid
+from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.tool_formats import ToolFormat
 
 # Formats whose marks are special tokens, which engines leave out of text unless asked.
@@ -46,6 +46,13 @@ class ToolUse:
             request.grammar.lark = self.forced.lark
         elif self.forced:
             request.grammar.json_schema = self.forced.json_schema
+
+    def explain(self, error: ServiceError) -> ServiceError:
+        """An engine's refusal in the words of the request: the grammar is made from its tools."""
+        if not self.forced or not error.metadata.get("field", "").startswith("grammar"):
+            return error
+        text = f"a forced function's parameters cannot be followed: {error.message}"
+        return invalid("tools", f"tools: {text}")
 
 
 def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
@@ -98,7 +105,14 @@ def _check_alone(request: inference_pb2.GenerateRequest) -> None:
     if request.output.echo:
         raise invalid("echo", "echo is true; possible: false together with tools")
     mode = request.messages.tools.mode
-    is_forced = mode in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED)
-    if is_forced and request.HasField("grammar"):
-        text = "a grammar and a forced call exclude one another; leave out one of response_format"
-        raise invalid("tool_choice", f"{text} and tool_choice")
+    if mode not in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED):
+        return
+    excluded = {
+        "response_format or another grammar": request.HasField("grammar"),
+        "ignore_eos": request.stop.ignore_eos,
+        "beam search": request.samples.HasField("beam"),
+    }
+    for name, is_given in excluded.items():
+        if is_given:
+            text = f"tool_choice forces a call, which excludes {name}; leave out one of them"
+            raise invalid("tool_choice", text)
