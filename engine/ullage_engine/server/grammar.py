@@ -126,6 +126,10 @@ def _from_schema(field: str, text: str) -> str:
         raise invalid(field, f"{field} is not a JSON object; send a JSON Schema")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise invalid(field, f"{field} is nested deeper than {MAX_SCHEMA_DEPTH}; flatten it")
+    for path, part in _parts(schema):
+        # llguidance takes these, and then knows no next token for a name that both describe.
+        if part.get("properties") and part.get("patternProperties"):
+            raise _wrong(field + path, "patternProperties beside properties is not supported")
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
     except ValueError as error:

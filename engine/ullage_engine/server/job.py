@@ -255,6 +255,5 @@ def _check_messages(messages: pb.Messages) -> None:
 def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
-        raise invalid(
-            field, f"token {largest} is not in the vocabulary; give 0 to {vocab_size - 1}"
-        )
+        message = f"{field}: token {largest} is not in the vocabulary; give 0 to {vocab_size - 1}"
+        raise invalid(field, message)

@@ -52,6 +52,7 @@ class Script(enum.IntEnum):
     SILENT = 13
     NONSENSE_ONCE = 14
     LOST_TWICE = 15
+    FAULTY = 16
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -197,6 +198,9 @@ class FakeWorker:
             )
         elif first == Script.FAILS:
             self._send(RequestFailed(request_id=request.request_id, message="no memory for it"))
+        elif first == Script.FAULTY:
+            told = RequestFailed(request_id=request.request_id, message="no", field="grammar")
+            self._send(told)
         elif first == Script.WEDGES_ONCE and self._once():
             time.sleep(3600)
         elif first == Script.NONSENSE_ONCE and self._once():
