@@ -1,5 +1,7 @@
 """What crosses to other ranks at every step."""
 
+from dataclasses import replace
+
 import msgspec
 import torch
 
@@ -44,3 +46,11 @@ def test_a_rank_samples_from_what_it_gets_what_rank_0_would() -> None:
     logits = torch.randn(2, 211, generator=torch.Generator().manual_seed(5))
     here = sample(logits.clone(), PLAN.chunks[:2])
     assert sample(logits.clone(), received(samples=True).chunks[:2]) == here
+
+
+def test_a_mask_crosses_only_to_the_rank_that_samples() -> None:
+    masked = replace(chunk(SAMPLED), allowed=b"\x05", banned=[7])
+    for samples, mask in ((True, b"\x05"), (False, None)):
+        encoded = msgspec.msgpack.encode(Execute(for_rank(StepPlan([masked]), samples)))
+        (got,) = msgspec.msgpack.decode(encoded, type=Execute).plan.chunks
+        assert (got.allowed, got.banned) == (mask, [7])
