@@ -27,6 +27,11 @@ TALK = [
 ]
 
 
+def test_the_work_on_the_last_question_is_kept() -> None:
+    work = [turn("assistant", "a call"), turn("tool", "its result")]
+    assert droppable([*TALK, *work]) == droppable(TALK) == [1, 2, 3, 4]
+
+
 def test_cleansing_keeps_what_means_something() -> None:
     assert cleanse("a  \t b \r\n\r\n\n\n\nc\u200b") == "a b\n\nc"
     assert cleanse("def f():\n    return  1") == "def f():\n    return 1"
