@@ -156,6 +156,11 @@ class Replace(Section, frozen=True, kw_only=True):
     enabled: bool
 
 
+class Prefill(Section, frozen=True, kw_only=True):
+    window: Seconds
+    mlp_products: int
+
+
 class Routing(Section, frozen=True, kw_only=True):
     large_request_tokens: int
     large_request_kv: Bytes
@@ -163,6 +168,7 @@ class Routing(Section, frozen=True, kw_only=True):
     rungs: Rungs
     queue: Queue
     placement: Placement
+    prefill: Prefill
     coalesce: Coalesce
     replace: Replace
 

@@ -21,6 +21,7 @@ from ullage_router.queue import QueueFull, Ticket, Waiter, WaitingRoom
 from ullage_router.stats import MIB, Record, route_of
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_router.views import Facts, Policy, QueueState
+from ullage_router.window import PrefillWindow, Seat
 from ullage_rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class Admission:
             routing.ladder,
             routing.rungs,
             routing.placement.affinity.max_extra_load,
+            routing.prefill.mlp_products,
         )
+        self.window = PrefillWindow(routing.prefill.window, routing.prefill.mlp_products, engines)
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
         self._engines = engines
@@ -202,7 +205,7 @@ class _Climb:
         while True:
             match self._decide():
                 case Run() as run:
-                    return self._grant(run)
+                    return await self._grant(run)
                 case ShrinkContext() as shrink:
                     await self._shrink(shrink)
                 case Wait() as wait:
@@ -224,23 +227,29 @@ class _Climb:
         reports = {e.address: e.reports for e in self._admission.engines.all()}
         return frozenset(a for a, seen in self._refused.items() if reports.get(a) == seen)
 
-    def _grant(self, run: Run) -> Grant:
-        record, wish = self._record, self._wish
-        engine = self._admission.engines.at(run.engine)
-        asked = wish.asked_tokens
-        if run.action == "shrink" or (asked and run.max_tokens < asked):
-            record.degraded.append(f"max_tokens={run.max_tokens}")
-        record.predicted_bytes = run.demand.total
-        record.prompt_tokens = len(wish.prompt.token_ids)
-        record.action = self._action(run)
-        record.route, record.reason, record.engine = route_of(run.pool), run.reason, engine.id
-        record.step(run.step, run.reason)
-        self._log(logging.INFO)
+    async def _grant(self, run: Run) -> Grant:
+        """Takes the memory, leaves the queue, and finds the best of the engines that are busy."""
+        engine, prompt = self._admission.engines.at(run.engine), self._wish.prompt
         if self._ticket and run.pool == self._pool:
             self._ticket.serve()
-        self._admission.placement.placed(self._origin, self._preferred, engine)
-        credit = engine.reserve(run.demand.total, record.prompt_tokens)
-        return Grant(engine, credit, wish.prompt, run.max_tokens)
+        credit = engine.reserve(run.demand.total, len(prompt.token_ids))
+        seat = Seat(engine, credit, run.choices)
+        await self._admission.window.settle(seat)
+        self._admission.placement.placed(self._origin, self._preferred, seat.engine)
+        self._tell(run, seat)
+        return Grant(seat.engine, seat.credit, prompt, run.max_tokens)
+
+    def _tell(self, run: Run, seat: Seat) -> None:
+        record, asked = self._record, self._wish.asked_tokens
+        if run.action == "shrink" or (asked and run.max_tokens < asked):
+            record.degraded.append(f"max_tokens={run.max_tokens}")
+        record.predicted_bytes = seat.credit.size
+        record.prompt_tokens = seat.credit.tokens
+        record.action = self._action(run)
+        record.route, record.reason = route_of(run.pool), run.reason
+        record.engine = seat.engine.id
+        record.step(run.step, run.reason)
+        self._log(logging.INFO)
 
     def _action(self, run: Run) -> str:
         """The furthest step that was taken, for the one word that headers have room for."""

@@ -165,6 +165,15 @@ class PlacementSection(Strict, frozen=True, kw_only=True):
     retries: RetrySection = RetrySection()
 
 
+class PrefillSection(Strict, frozen=True, kw_only=True):
+    """How prompts are spread over engines that are busy with others."""
+
+    window: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.006
+    """How long they wait for others to be spread together; 0: they do not."""
+    mlp_products: Count = 8192
+    """Products of a query and a key that all else of a token's layers costs as much as."""
+
+
 class CoalesceSection(Strict, frozen=True, kw_only=True):
     """Sharing of one generation by identical deterministic requests."""
 
@@ -190,6 +199,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     rungs: RungsSection = RungsSection()
     queue: QueueSection = QueueSection()
     placement: PlacementSection = PlacementSection()
+    prefill: PrefillSection = PrefillSection()
     coalesce: CoalesceSection = CoalesceSection()
     replace: ReplaceSection = ReplaceSection()
 

@@ -8,6 +8,8 @@ may count twice, but never not at all.
 
 from dataclasses import dataclass
 
+from ullage_router.prefill import pairs
+
 REPORTS_AFTER_ACCEPTED = 2
 
 
@@ -20,6 +22,8 @@ class Credit:
     """Of the prompt."""
     counted_from: int | None = None
     """Which report must include the request, counted as they arrive; None before Accepted."""
+    has_begun: bool = False
+    """Its first token came: nothing of its prompt is left to compute."""
 
 
 class CreditBook:
@@ -42,8 +46,19 @@ class CreditBook:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that no report is sure to include."""
-        return sum(credit.tokens for credit in self._open)
+        """Prompt tokens to compute that no report is sure to include."""
+        return sum(credit.tokens for credit in self._open if not credit.has_begun)
+
+    def prefill_pairs(self, told_tokens: int) -> float:
+        """Products of queries and keys in the prompts that are not computed yet.
+
+        Args:
+            told_tokens: prompt tokens that the engine has yet to compute, in its last report.
+        """
+        unsure = sum(pairs(c.tokens) for c in self._open if not c.has_begun)
+        counted = [credit.tokens for credit in self._counted if not credit.has_begun]
+        left = min(1.0, told_tokens / sum(counted)) if counted else 0.0
+        return unsure + left * sum(map(pairs, counted))
 
     @property
     def uncounted(self) -> int:
@@ -63,6 +78,10 @@ class CreditBook:
     def accepted(self, credit: Credit) -> None:
         """The engine took the request."""
         credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
+
+    def began(self, credit: Credit) -> None:
+        """Its first token came."""
+        credit.has_begun = True
 
     def reported(self) -> None:
         """A report arrived; it includes every request accepted long enough before."""

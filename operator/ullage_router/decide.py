@@ -10,14 +10,17 @@ invalid at once, and a service without a ready engine is unavailable.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ullage_router.config import LARGE_POOL, Rung, ShrinkOutputSection
 from ullage_router.predict import Demand, most_tokens, predict
 from ullage_router.retry import UNKNOWN_RETRY_AFTER_S, retry_after
 from ullage_router.views import EngineView, Facts, Policy, QueueState, Standing
+
+WELL = 0.5
+"""Health from which on an engine is chosen by what it has to do."""
 
 Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
@@ -35,6 +38,8 @@ class Run:
     demand: Demand
     step: Step
     """What brought it there: its home had room, a shorter output, or another pool."""
+    choices: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on every engine that may have it instead; empty where it need not wait to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +149,20 @@ class _Ladder:
         fits = [e for e in self._free(pool) if self._demand(e).total <= e.available]
         if not fits:
             return None
-        engine = _pick(fits, self.facts, self.policy.max_extra_load)
+        engine = _pick(fits, self.facts, self.policy)
         room = _room(self.facts, engine)
-        return self._run(engine, min(self.facts.max_tokens, room), reason)
+        run = self._run(engine, min(self.facts.max_tokens, room), reason)
+        return replace(run, choices=self._choices(engine, run.max_tokens))
+
+    def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
+        """Where it could run as well, when its prompt is not computed at once and not cached."""
+        if not engine.backlog_tokens or engine.id == self.facts.preferred:
+            return {}
+        return {
+            e.id: self._demand(e).total
+            for e in self._free(engine.pool)
+            if _room(self.facts, e) >= max_tokens
+        }
 
     def _shrink_context(self) -> ShrinkContext | None:
         """A prompt that fits the freest engine, if any turn may go and any room is left."""
@@ -297,22 +313,33 @@ def _room(facts: Facts, engine: EngineView) -> int:
     return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
 
 
-def _pick(fits: Sequence[EngineView], facts: Facts, max_extra_load: int) -> EngineView:
+def _pick(fits: Sequence[EngineView], facts: Facts, policy: Policy) -> EngineView:
     """The preferred engine, unless another one has far less to do."""
-    drawn = _draw(fits, facts.draw)
+    idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
+    drawn = _draw(idle or fits, facts.draw, policy.mlp_products)
     preferred = next((e for e in fits if e.id == facts.preferred), drawn)
-    return preferred if preferred.load <= drawn.load + max_extra_load else drawn
+    return preferred if preferred.load <= drawn.load + policy.max_extra_load else drawn
 
 
-def _draw(fits: Sequence[EngineView], draw: int) -> EngineView:
-    """Power of two choices: a burst that sees the same reports spreads over several engines."""
+def _draw(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
+    """Power of two choices: a burst that sees the same reports spreads over several engines.
+
+    Of the two the one whose prompts are computed sooner, then the one with more memory.
+    """
     if len(fits) == 1:
         return fits[0]
     ordered = sorted(fits, key=lambda e: e.id)
     first = draw % len(ordered)
     second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
     pair = (ordered[first], ordered[second])
-    return max(pair, key=lambda e: (e.available * e.health, -e.load))
+    return max(pair, key=lambda e: _rank(e, mlp_products))
+
+
+def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
+    """Well, then soon, then with much memory, then with few requests."""
+    is_well = engine.health >= WELL
+    memory = engine.available * engine.health
+    return is_well, -engine.prefill_work(mlp_products), memory, -engine.load
 
 
 def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:

@@ -173,6 +173,29 @@ class Engine:
         return self._book.inflight
 
     @property
+    def available(self) -> int:
+        """Reported headroom less the credit that the report cannot include, bytes."""
+        return (self.headroom.headroom_bytes if self.headroom else 0) - self._book.total
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that are computed before a new request's."""
+        told = self.headroom.prefill_backlog_tokens if self.headroom else 0
+        return told + self._book.tokens
+
+    @property
+    def _prefill_pairs(self) -> int:
+        told = self.headroom.prefill_backlog_tokens if self.headroom else 0
+        return round(self._book.prefill_pairs(told))
+
+    def prefill_work(self, mlp_products: int) -> int:
+        """What the prompts before a new one cost (`prefill.work`).
+
+        Of other routers' prompts only the tokens are known, not how long each is.
+        """
+        return self._prefill_pairs + mlp_products * self.backlog_tokens
+
+    @property
     def standing(self) -> Standing:
         """What the state means for new requests: a silent engine is waited for a while."""
         match self.state:
@@ -200,14 +223,15 @@ class Engine:
             id=self.address,
             pool=self.pool,
             standing=Standing.UNUSABLE if is_out else self.standing,
-            available=told.headroom_bytes - self._book.total,
+            available=self.available,
             capacity=told.kv_pool_bytes or described.profile.kv_pool_bytes,
             profile=to_profile(described.profile),
             expected_output=told.expected_output_tokens,
             max_model_len=described.max_model_len,
             health=told.health,
             load=told.requests_running + told.requests_waiting + self._book.uncounted,
-            backlog_tokens=told.prefill_backlog_tokens + self._book.tokens,
+            backlog_tokens=self.backlog_tokens,
+            prefill_pairs=self._prefill_pairs,
             prefill_speed=told.prefill_tokens_per_second,
             releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
         )
@@ -221,6 +245,11 @@ class Engine:
     def accepted(self, credit: Credit) -> None:
         """The engine answered Accepted to the request."""
         self._book.accepted(credit)
+
+    def began(self, credit: Credit) -> None:
+        """The request's first token came."""
+        self._book.began(credit)
+        self.breaker.began(credit)
 
     def release(self, credit: Credit) -> None:
         """The request ended, one way or another."""

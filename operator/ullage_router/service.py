@@ -44,6 +44,7 @@ class RouterService:
         self.cascade = (
             Cascade(config.cascade, self._load, self.metrics.attempted) if config.cascade else None
         )
+        self.window = admission.window
         self.pipeline = Pipeline(
             config, self.engines, admission, prompts, self.placement, self._ended, self.cascade
         )
@@ -90,6 +91,11 @@ class RouterService:
                 "timeout": queue.timeout,
             },
             "placement": self.placement.as_json(),
+            "prefill": {
+                "waiting": len(self.window),
+                "waited": self.window.waited,
+                "balanced": self.window.balanced,
+            },
             "coalescing": {
                 "joined": self.pipeline.coalescer.joined,
                 "replaced": self.pipeline.replacer.replaced,
@@ -133,6 +139,17 @@ class RouterService:
         all_engines, watch = self.engines.all, self.metrics.watch
         watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
         watch("queue_requests", "Requests waiting for memory", lambda: len(self.room))
+        watch("prefill_requests", "Requests in the prefill window", lambda: len(self.window))
+        self.metrics.count(
+            "prefill_waited",
+            "Requests that waited in the prefill window",
+            lambda: self.window.waited,
+        )
+        self.metrics.count(
+            "prefill_balanced",
+            "Requests that the prefill window moved to another engine",
+            lambda: self.window.balanced,
+        )
         watch("queue_bytes", "Predicted bytes that wait for memory", lambda: self.room.size)
         watch(
             "queue_prompt_bytes",

@@ -317,7 +317,7 @@ class Pipeline:
                 engine.failed(grant.credit, error)
             engine.release(grant.credit)
             raise
-        engine.breaker.began(grant.credit)
+        engine.began(grant.credit)
         call.record.ttft_s = time.monotonic() - call.record.arrived
         call.record.degrade(accepted.accepted.degraded)
         generation = Generation(grant, stream, call, first)

@@ -60,6 +60,8 @@ class EngineView:
     releases: tuple[Release, ...] = ()
     backlog_tokens: int = 0
     """Prompt tokens that are computed before a new request's."""
+    prefill_pairs: int = 0
+    """Products of queries and keys in those of this router's prompts."""
     prefill_speed: float = 0.0
     """Tokens per second; 0 when unknown."""
 
@@ -67,6 +69,10 @@ class EngineView:
         """The longest sequence it can ever hold, tokens, of each sample of such a prompt."""
         held = most_tokens(self.profile, self.capacity, prompt_tokens, samples)
         return min(self.max_model_len, held)
+
+    def prefill_work(self, mlp_products: int) -> int:
+        """What is computed before a new request's prompt (`prefill.work`)."""
+        return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
     def backlog_s(self) -> float:
@@ -121,3 +127,5 @@ class Policy:
     rungs: RungsSection = field(default_factory=RungsSection)
     max_extra_load: int = 8
     """Requests that a preferred engine may have more than the one it is preferred to."""
+    mlp_products: int = 8192
+    """See `prefill.work`."""

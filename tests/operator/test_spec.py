@@ -105,6 +105,11 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
             "spec.routing.rungs.shrinkContext.maxDroppedShare: must be at least 0.01",
         ),
         ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
+        (
+            {"routing": {"prefill": {"window": "11s"}}},
+            "spec.routing.prefill.window: window must be",
+        ),
+        ({"routing": {"queue": {"aging": "0s"}}}, "spec.routing.queue.aging: aging must be above"),
         ({"routing": {"queue": {"timeout": "10"}}}, "spec.routing.queue.timeout: must be a durat"),
         ({"routing": {"queue": {"timeout": "0s"}}}, "spec.routing.queue.timeout: timeout must be"),
         (

@@ -196,12 +196,19 @@ class FakeEngine(
         finally:
             self.active -= 1
 
+    async def _wait_to_prefill(self, hold: asyncio.Event, tokens: int) -> None:
+        self.headroom.prefill_backlog_tokens += tokens
+        try:
+            await hold.wait()
+        finally:
+            self.headroom.prefill_backlog_tokens -= tokens
+
     async def _tell(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         script = self.script
         if script.hold:
-            await script.hold.wait()
+            await self._wait_to_prefill(script.hold, len(request.token_ids.ids))
         words = script.words[: request.stop.max_tokens]
         for i, word in enumerate(words):
             if script.fail_after == i:
