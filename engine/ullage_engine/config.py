@@ -97,6 +97,11 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     grpc_port: int = 9000
     metrics_port: int = 9090
+    probe_port: int | None = None
+    """grpc.health.v1 and nothing else, without TLS, which the kubelet's probes do not speak."""
+    tls_dir: str | None = None
+    """Folder with tls.crt, tls.key and ca.crt: clients must have a certificate of that authority.
+    None: plaintext. Read again when it changes."""
     run_dir: str = "/run/ullage"
     """Sockets, and nothing that must outlive the process."""
     weights_dir: str = "/run/ullage/weights"

@@ -33,12 +33,13 @@ from ullage_engine.server.supervisor import GaveUpError, StartError, Supervisor,
 from ullage_engine.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.source import resolve_source
-from ullage_rpc.channels import new_server
+from ullage_rpc.channels import bind, new_server
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.errors import ServiceError
 from ullage_rpc.health import Health
 from ullage_rpc.heap import give_back_heap
 from ullage_rpc.metrics import serve_metrics
+from ullage_rpc.tls import Certificates
 
 log = logging.getLogger("ullage.engine")
 
@@ -86,6 +87,7 @@ class EngineApp:
         )
         self.port = 0
         """Of gRPC, once `run` has bound it."""
+        self.probe_port = 0
         self.listening = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
@@ -153,14 +155,51 @@ class EngineApp:
         self._add_services(grpc_server)
         stop_metrics = self._serve_metrics()
         try:
-            self.port = _bind(grpc_server, server.host, server.grpc_port)
-            await grpc_server.start()
-            log.info("listening", extra={"host": server.host, "grpc_port": self.port})
-            self.listening.set()
-            yield
+            async with self._credentials() as credentials, self._probes():
+                port = server.grpc_port
+                self.port = _bind("grpc_port", grpc_server, server.host, port, credentials)
+                await grpc_server.start()
+                log.info("listening", extra={"host": server.host, "grpc_port": self.port})
+                self.listening.set()
+                yield
         finally:
             await grpc_server.stop(grace=_LAST_MESSAGES_S)
             await asyncio.to_thread(stop_metrics)
+
+    @contextlib.asynccontextmanager
+    async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
+        """None without TLS.
+
+        Raises:
+            ConfigError: the certificate cannot be used.
+        """
+        if self._config.server.tls_dir is None:
+            yield None
+            return
+        folder = Path(self._config.server.tls_dir)
+        certificates = Certificates(folder, folder)
+        await certificates.start()
+        self._metrics.watch_certificates(certificates)
+        try:
+            yield certificates.server_credentials()
+        finally:
+            await certificates.close()
+
+    @contextlib.asynccontextmanager
+    async def _probes(self) -> AsyncIterator[None]:
+        """Health by itself, where probes cannot ask the port that everything else is on."""
+        server = self._config.server
+        if server.probe_port is None:
+            yield
+            return
+        probes = new_server()
+        self._health.attach_alone(probes)
+        self.probe_port = _bind("probe_port", probes, server.host, server.probe_port)
+        await probes.start()
+        try:
+            yield
+        finally:
+            await probes.stop(None)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         board, journal = self._board, self._journal
@@ -239,14 +278,20 @@ def _make_run_dir(path: Path) -> None:
         ) from error
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(
+    field: str,
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = bind(server, f"{host}:{port}", credentials)
     except RuntimeError:
         bound = 0
     if not bound:
         raise AppError(
-            f"server.grpc_port: cannot listen on {host}:{port}; choose a free port and own host"
+            f"server.{field}: cannot listen on {host}:{port}; choose a free port and own host"
         )
     return bound
 

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from ullage_engine.messages import Ready, WorkerState
 from ullage_engine.server.journal import Entry
 from ullage_engine.server.worker_metrics import WorkerMetrics
+from ullage_rpc.tls import Certificates
 
 # vLLM's buckets, seconds, so that its dashboards' quantiles can be compared.
 TTFT_BUCKETS = (
@@ -86,6 +87,13 @@ class EngineMetrics:
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "Acceptance to last token", REQUEST_BUCKETS
         )
+
+    def watch_certificates(self, certificates: Certificates) -> None:
+        """Shows the state of the server's certificate from now on."""
+        name, text = "certificate_problems", "1 while the newest certificate cannot be used"
+        self._gauge(name, text).set_function(lambda: bool(certificates.problem))
+        expiry = self._gauge("certificate_expiry_timestamp_seconds", "When the certificate ends")
+        expiry.set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
         """A new worker: its own counters start at zero."""
