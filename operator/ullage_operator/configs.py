@@ -40,6 +40,11 @@ def engine_config(
             "metrics_port": naming.METRICS_PORT,
             "run_dir": naming.RUN_DIR,
             "weights_dir": f"{naming.RUN_DIR}/weights",
+            **(
+                {"tls_dir": naming.ENGINE_TLS_DIR, "probe_port": naming.PROBE_PORT}
+                if spec.tls.engines
+                else {}
+            ),
             "allow_fault_injection": spec.allow_fault_injection,
             "log_level": settings.log_level,
         },
@@ -68,10 +73,26 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
             "threshold": spec.memory.threshold,
             "safety_reserve": int(spec.memory.safety_reserve),
         },
+        **tls_config(service),
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         **cascade_config(service),
         "log_level": settings.log_level,
     }
+
+
+def tls_config(service: Service) -> dict[str, Any]:
+    """The router's certificates and, where its ports speak TLS, one for probes that does not."""
+    tls, made, probes = service.spec.tls, {}, {}
+    if tls.router:
+        made["router"] = {"dir": naming.TLS_DIR}
+        if tls.router.client_ca_secret_name:
+            made["router"]["client_ca_dir"] = naming.CLIENT_CA_DIR
+        probes = {"probes": {"host": "0.0.0.0", "port": naming.PROBE_PORT}}
+    if tls.engines:
+        default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
+        name = tls.engines.server_name or default
+        made["engines"] = {"dir": naming.ENGINE_TLS_DIR, "server_name": name}
+    return probes | ({"tls": made} if made else {})
 
 
 def tenants_config(tenants: Tenants, routers: int) -> dict[str, Any]:

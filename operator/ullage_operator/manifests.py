@@ -27,9 +27,10 @@ def router_objects(service: Service, settings: Settings) -> list[Manifest]:
         },
         "template": router_template(service, config, settings),
     }
+    is_secure = service.spec.tls.router is not None
     ports = [
-        service_port("http", naming.HTTP_PORT, "http"),
-        service_port("grpc", naming.GRPC_PORT, "kubernetes.io/h2c"),
+        service_port("http", naming.HTTP_PORT, "https" if is_secure else "http"),
+        service_port("grpc", naming.GRPC_PORT, grpc_protocol(is_secure)),
     ]
     policy = {"ingress": [from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT, naming.METRICS_PORT)]}
     build = Builder(service, naming.ROUTER)
@@ -65,7 +66,11 @@ def pool_objects(
         # Only ready pods have addresses: publishNotReadyAddresses stays at its default, false.
         "clusterIP": "None",
         "selector": match,
-        "ports": [service_port("grpc", naming.GRPC_PORT, "kubernetes.io/h2c")],
+        "ports": [
+            service_port(
+                "grpc", naming.GRPC_PORT, grpc_protocol(service.spec.tls.engines is not None)
+            )
+        ],
     }
     stateful_set = {
         "serviceName": name,
@@ -164,6 +169,11 @@ def owner_references(service: Service) -> list[Manifest]:
         "blockOwnerDeletion": True,
     }
     return [owner] if service.uid else []
+
+
+def grpc_protocol(is_secure: bool) -> str:
+    """What a mesh or gateway is told; h2c is HTTP/2 in plaintext."""
+    return "https" if is_secure else "kubernetes.io/h2c"
 
 
 def service_port(name: str, number: int, protocol: str) -> Manifest:

@@ -16,10 +16,15 @@ POOL_LABEL = f"{GROUP}/pool"
 HTTP_PORT = 8000
 GRPC_PORT = 9000
 METRICS_PORT = 9090
+PROBE_PORT = 8081
+"""Where TLS is on: the kubelet's gRPC probes do not speak it."""
 
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
 KEYS_DIR = "/etc/ullage-keys"
+TLS_DIR = "/etc/ullage-tls"
+CLIENT_CA_DIR = "/etc/ullage-client-ca"
+ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 CACHE_DIR = "/var/cache/ullage"
 CLAIM_ROOT = "/models"
 """Where the claim of a `pvc://` source is mounted; the engine looks there."""

@@ -91,7 +91,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
     host = f"{name}.{service.namespace}.svc"
     return {
         "observedGeneration": service.generation,
-        "endpoint": f"http://{host}:{naming.HTTP_PORT}",
+        "endpoint": f"{'https' if service.spec.tls.router else 'http'}://{host}:{naming.HTTP_PORT}",
         "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {

@@ -13,7 +13,7 @@ from ullage_operator.errors import InvalidManifest
 from ullage_operator.quantity import parse_bytes, parse_seconds
 
 LARGE = "large"
-_WORDS = {"kv": "KV", "e2e": "E2E"}
+_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA"}
 
 
 def camel(name: str) -> str:
@@ -284,6 +284,22 @@ class Tenants(Section, frozen=True, kw_only=True):
     named: tuple[NamedTenant, ...]
 
 
+class RouterTLS(Section, frozen=True, kw_only=True):
+    secret_name: str
+    client_ca_secret_name: str | None = None
+
+
+class EngineTLS(Section, frozen=True, kw_only=True):
+    secret_name: str
+    router_secret_name: str | None = None
+    server_name: str | None = None
+
+
+class TLS(Section, frozen=True, kw_only=True):
+    router: RouterTLS | None = None
+    engines: EngineTLS | None = None
+
+
 class SLO(Section, frozen=True, kw_only=True):
     ttft_p95: Seconds
     e2e_p95: Seconds
@@ -304,6 +320,7 @@ class Spec(Section, frozen=True, kw_only=True):
     limits: Limits
     degrade: Degrade
     tenants: Tenants | None = None
+    tls: TLS = TLS()
     slo: SLO
 
 

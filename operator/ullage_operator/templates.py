@@ -5,12 +5,16 @@ emptyDir volumes.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.configs import digest
+from ullage_operator.secrets import (
+    engine_secrets,
+    router_secrets,
+    secret_mounts,
+    secret_volumes,
+)
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Pool, Service
 
@@ -42,6 +46,7 @@ def engine_template(
         scratch_volume("tmp"),
         *claim_volumes(service),
         *([memory_volume("shm")] if pool.gpus > 1 else []),
+        *secret_volumes(engine_secrets(service)),
     ]
     spec = {
         "serviceAccountName": naming.engine_name(service.name),
@@ -55,6 +60,7 @@ def engine_template(
 
 
 def engine_container(service: Service, pool: Pool, settings: Settings) -> Manifest:
+    is_secure = service.spec.tls.engines is not None
     return {
         "name": naming.ENGINE,
         "image": service.spec.image or settings.engine_image,
@@ -72,13 +78,17 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
             # Kernels are compiled once; the home directory cannot be written.
             {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
         ],
-        "ports": [port("grpc", naming.GRPC_PORT), port("metrics", naming.METRICS_PORT)],
+        "ports": [
+            port("grpc", naming.GRPC_PORT),
+            port("metrics", naming.METRICS_PORT),
+            *probe_ports(is_secure),
+        ],
         "resources": engine_resources(service, pool),
         "securityContext": container_security(),
-        "startupProbe": grpc_probe("readiness", START_PERIOD_S, START_FAILURES),
-        "readinessProbe": grpc_probe("readiness", 2, 2),
+        "startupProbe": grpc_probe("readiness", START_PERIOD_S, START_FAILURES, is_secure),
+        "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
         # Lenient: a busy engine is not a dead one.
-        "livenessProbe": grpc_probe("liveness", 10, 10),
+        "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "volumeMounts": [
             {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
@@ -87,6 +97,7 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
             {"name": "tmp", "mountPath": "/tmp"},
             *claim_mounts(service),
             *([{"name": "shm", "mountPath": "/dev/shm"}] if pool.gpus > 1 else []),
+            *secret_mounts(engine_secrets(service)),
         ],
     }
 
@@ -105,32 +116,6 @@ def engine_resources(service: Service, pool: Pool) -> Manifest:
     return resources
 
 
-@dataclass(frozen=True, slots=True)
-class MountedSecret:
-    """A Secret as a folder; never mounted by file, or the kubelet would not follow its changes."""
-
-    volume: str
-    secret: str
-    path: str
-
-
-def router_secrets(service: Service) -> list[MountedSecret]:
-    tenants = service.spec.tenants
-    return [MountedSecret("keys", tenants.secret_name, naming.KEYS_DIR)] if tenants else []
-
-
-def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    # Readable by the pod's own group, fsGroup, and by nobody else.
-    return [
-        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": 0o440}}
-        for s in secrets
-    ]
-
-
-def secret_mounts(secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    return [{"name": s.volume, "mountPath": s.path, "readOnly": True} for s in secrets]
-
-
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
     secrets = router_secrets(service)
     container = {
@@ -143,12 +128,11 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             port("http", naming.HTTP_PORT),
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
+            *probe_ports(service.spec.tls.router is not None),
         ],
         "resources": ROUTER_RESOURCES,
         "securityContext": container_security(),
-        "startupProbe": http_probe("/healthz", 1, 60),
-        "readinessProbe": http_probe("/readyz", 2, 2),
-        "livenessProbe": http_probe("/healthz", 10, 6),
+        **router_probes(service.spec.tls.router is not None),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "volumeMounts": [
             {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
@@ -227,9 +211,29 @@ def port(name: str, number: int) -> Manifest:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def grpc_probe(service: str, period_s: int, failures: int) -> Manifest:
+def probe_ports(is_secure: bool) -> list[Manifest]:
+    return [port("probe", naming.PROBE_PORT)] if is_secure else []
+
+
+def router_probes(is_secure: bool) -> Manifest:
+    """Over HTTP; with TLS on a port of their own, since clients may need a certificate."""
+    if is_secure:
+        return {
+            "startupProbe": grpc_probe("liveness", 1, 60, is_secure),
+            "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
+            "livenessProbe": grpc_probe("liveness", 10, 6, is_secure),
+        }
     return {
-        "grpc": {"port": naming.GRPC_PORT, "service": service},
+        "startupProbe": http_probe("/healthz", 1, 60),
+        "readinessProbe": http_probe("/readyz", 2, 2),
+        "livenessProbe": http_probe("/healthz", 10, 6),
+    }
+
+
+def grpc_probe(service: str, period_s: int, failures: int, is_secure: bool) -> Manifest:
+    number = naming.PROBE_PORT if is_secure else naming.GRPC_PORT
+    return {
+        "grpc": {"port": number, "service": service},
         "periodSeconds": period_s,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -163,10 +163,11 @@ def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -
     """What scripts need to know of a running service."""
     router = next(p for p in processes if "http" in p.pod.ports)
     engines = [p for p in processes if p is not router]
+    scheme = "https" if "probe" in router.pod.ports else "http"
     return {
         "model": plan.model,
         "run_dir": str(run_dir),
-        "http_url": address("http://", router.pod.ports, "http"),
+        "http_url": address(f"{scheme}://", router.pod.ports, "http"),
         "grpc_target": address("", router.pod.ports, "grpc"),
         "metrics_url": address("http://", router.pod.ports, "metrics") + "/metrics",
         "router": {"pid": router.pid},

@@ -77,13 +77,12 @@ def plan_local(
     return LocalPlan(service.spec.model.name, made, files)
 
 
-def with_secrets(files: Iterable[File], folders: Mapping[str, Path]) -> list[File]:
-    """The files with this machine's folders of Secrets."""
+def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]]) -> list[File]:
+    """The files with this machine's folders of Secrets, which `folders` has by pod name."""
+    found = [(file, folders[file.path.parent.parent.name]) for file in files]
     return [
-        replace(file, text=to_yaml(mounted(yaml.safe_load(file.text), folders)))
-        if folders
-        else file
-        for file in files
+        replace(file, text=to_yaml(mounted(yaml.safe_load(file.text), own))) if own else file
+        for file, own in found
     ]
 
 
@@ -203,6 +202,7 @@ def local_engine(
         "host": LOOPBACK,
         "grpc_port": ports["grpc"],
         "metrics_port": ports["metrics"],
+        **({"probe_port": ports["probe"]} if "probe" in ports else {}),
         "run_dir": str(run_dir / pod_name),
         "weights_dir": str(run_dir / "weights"),
     }
@@ -225,5 +225,10 @@ def local_router(
         }
         for pool in document["pools"]
     ]
-    listen = {name: {"host": LOOPBACK, "port": ports[name]} for name in ("http", "grpc", "metrics")}
+    names = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
+    listen = {
+        section: {"host": LOOPBACK, "port": ports[name]}
+        for name, section in names.items()
+        if name in ports
+    }
     return document | listen | {"pools": [pool for pool in pools if pool["targets"]]}

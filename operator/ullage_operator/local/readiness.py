@@ -17,7 +17,9 @@ PROBE_TIMEOUT_S = 2.0
 
 async def wait_ready(pod: Pod) -> None:
     """Returns once the pod answers its readiness probe; it may take for ever."""
-    if "http" in pod.ports:
+    if "probe" in pod.ports:
+        await wait_grpc(f"{LOOPBACK}:{pod.ports['probe']}")
+    elif "http" in pod.ports:
         await wait_http(f"http://{LOOPBACK}:{pod.ports['http']}/readyz")
     else:
         await wait_grpc(f"{LOOPBACK}:{pod.ports['grpc']}")

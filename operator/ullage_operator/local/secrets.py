@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ullage_operator.errors import LocalFailure
-from ullage_operator.local.pods import Manifest, workloads
+from ullage_operator.local.pods import Manifest, pod_names, workloads
 
 
-def secret_folders(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, Path]:
-    """Folder on this machine of every path at which a Secret is mounted.
+def secret_folders(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, dict[str, Path]]:
+    """By pod name, the folder on this machine of every path at which a Secret is mounted.
 
     Args:
         secrets: folder with one folder a Secret, by its name.
@@ -17,14 +17,20 @@ def secret_folders(objects: Iterable[Manifest], secrets: Path | None) -> dict[st
     Raises:
         LocalFailure: a Secret is named and has no folder.
     """
-    found = {}
-    for workload in workloads(objects):
-        pod = workload["spec"]["template"]["spec"]
-        names = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
-        for mount in pod["containers"][0]["volumeMounts"]:
-            if mount["name"] in names:
-                found[mount["mountPath"]] = folder_of(names[mount["name"]], secrets)
-    return found
+    return {
+        name: pod_folders(workload["spec"]["template"]["spec"], secrets)
+        for workload in workloads(objects)
+        for name in pod_names(workload)
+    }
+
+
+def pod_folders(pod: Manifest, secrets: Path | None) -> dict[str, Path]:
+    names = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+    return {
+        mount["mountPath"]: folder_of(names[mount["name"]], secrets)
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] in names
+    }
 
 
 def folder_of(name: str, secrets: Path | None) -> Path:
