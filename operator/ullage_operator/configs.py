@@ -65,6 +65,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
         "metrics": {"host": "0.0.0.0", "port": naming.METRICS_PORT},
         "pools": pools,
         "routing": plain(spec.routing),
+        "prompts": plain(spec.prompts),
         "limits": {
             "max_output_tokens": spec.limits.max_output_tokens,
             "request_timeout": float(spec.limits.request_timeout),

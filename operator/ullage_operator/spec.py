@@ -228,6 +228,26 @@ class Cascade(Section, frozen=True, kw_only=True):
         return (*self.steps, Step(own=True))
 
 
+class Cleanse(Section, frozen=True, kw_only=True):
+    whitespace: bool
+    zero_width: bool
+    html: bool
+
+
+class Compress(Section, frozen=True, kw_only=True):
+    method: str
+    threshold: float
+    share: float
+    fact_share: float
+    keep_turns: int
+    timeout: Seconds
+
+
+class Prompts(Section, frozen=True, kw_only=True):
+    cleanse: Cleanse
+    compress: Compress
+
+
 class Batching(Section, frozen=True, kw_only=True):
     prefill_window: Seconds
     decode_window: Seconds
@@ -316,6 +336,7 @@ class Spec(Section, frozen=True, kw_only=True):
     memory: Memory
     routing: Routing
     cascade: Cascade | None = None
+    prompts: Prompts
     batching: Batching
     limits: Limits
     degrade: Degrade

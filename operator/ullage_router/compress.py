@@ -1,21 +1,16 @@
 """Making a conversation shorter: cleansing first, then dropping the oldest turns.
 
-The system prompt and the last turn always stay. Summaries and key facts come with a later part.
+System prompts and the last turn always stay. What a conversation may be shortened to before that is
+needed is in `condense.py`.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ullage_router.cleanse import Rules, cleanse_turns
 from ullage_rpc.tool_formats import Turn
 
 KEPT_ROLES = frozenset({"system"})
-
-_INVISIBLE = re.compile("[\u200b\u200c\u2060\ufeff\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-_SPACES = re.compile(r"(?<=\S)[ \t]{2,}+(?=\S)")
-# Begins where a run begins and never gives back what it took: linear in the run, not quadratic.
-_TRAILING = re.compile(r"(?<![ \t])[ \t]++$", re.MULTILINE)
-_BLANK_LINES = re.compile(r"\n{3,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +20,6 @@ class Compressed:
     turns: Sequence[Turn]
     token_ids: list[int]
     degraded: tuple[str, ...]
-
-
-def cleanse(text: str) -> str:
-    """The text without invisible characters, runs of blanks and runs of empty lines.
-
-    Indentation stays: it means something in code and lists.
-    """
-    text = _INVISIBLE.sub("", text.replace("\r\n", "\n"))
-    text = _SPACES.sub(" ", _TRAILING.sub("", text))
-    return _BLANK_LINES.sub("\n\n", text)
 
 
 def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
@@ -60,8 +45,8 @@ def compress(
     keep: int = 1,
 ) -> Compressed:
     """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
-    clean = [{**turn, "content": cleanse(turn["content"])} for turn in turns]
-    words = ("cleansed",) if clean != list(turns) else ()
+    clean, saved = cleanse_turns(turns, Rules())
+    words = (f"cleansed_chars={saved}",) if saved else ()
     ids = render(clean)
     if len(ids) <= budget:
         return Compressed(clean, ids, words)

@@ -210,6 +210,35 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
             raise ValueError(f"ladder {list(self.ladder)} goes on after reject; put reject last")
 
 
+class CleanseSection(Strict, frozen=True, kw_only=True):
+    """What is taken out of every conversation; system prompts, code and JSON stay."""
+
+    whitespace: bool = False
+    zero_width: bool = False
+    html: bool = False
+
+
+class CompressSection(Strict, frozen=True, kw_only=True):
+    """Summing up the oldest turns of a long conversation."""
+
+    method: Literal["extractive", "model", "off"] = "extractive"
+    threshold: Annotated[float, msgspec.Meta(ge=0.1, le=1)] = 0.75
+    """Share of the context from which on it is done."""
+    share: Annotated[float, msgspec.Meta(ge=0.05, le=0.9)] = 0.25
+    """Share of the turns, the oldest, that are summed up."""
+    fact_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
+    """Share of their facts that the summary must have, or it is not used."""
+    keep_turns: Positive = 4
+    """Newest turns that stay word for word."""
+    timeout: Seconds = 5.0
+    """For the model's summary."""
+
+
+class PromptsSection(Strict, frozen=True, kw_only=True):
+    cleanse: CleanseSection = CleanseSection()
+    compress: CompressSection = CompressSection()
+
+
 class LimitsSection(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: Seconds = 30.0
@@ -309,6 +338,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     routing: RoutingSection = RoutingSection()
+    prompts: PromptsSection = PromptsSection()
     limits: LimitsSection = LimitsSection()
     memory: MemorySection = MemorySection()
     tenants: TenantsSection | None = None

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import validate
+from ullage_router.cleanse import Rules, cleanse_turns
 from ullage_router.compress import droppable
+from ullage_router.config import PromptsSection
 from ullage_router.engines import Engines
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_router.tools.use import ToolUse, tool_use
@@ -28,6 +30,8 @@ class Prompt:
     token_ids: list[int]
     turns: tuple[Turn, ...] = ()
     """Turns of the conversation; empty when it is not one."""
+    degraded: tuple[str, ...] = ()
+    """What was done to the conversation before anything was decided."""
     is_spent: bool = False
     """Shrinking it was tried."""
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -50,11 +54,16 @@ class Prompts:
     """Tokenises requests.
 
     Args:
+        section: what is done to conversations.
         engines: tell the longest context.
         threads: where long texts are tokenised.
     """
 
-    def __init__(self, engines: Engines, threads: TokenizerThreads) -> None:
+    def __init__(
+        self, section: PromptsSection, engines: Engines, threads: TokenizerThreads
+    ) -> None:
+        cleanse = section.cleanse
+        self._rules = Rules(cleanse.whitespace, cleanse.zero_width, cleanse.html)
         self._engines = engines
         self._threads = threads
 
@@ -84,12 +93,22 @@ class Prompts:
         self._check_size(model, turns[-1]["content"], "messages")
         size = num_characters(turns) + use.num_characters
         self._check_whole(size)
+        turns, degraded = await self._cleansed(turns, size)
         try:
             ids = await self._threads.run(size, lambda: prompt.render(turns))
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
-        return replace(prompt, token_ids=ids)
+        return replace(prompt, token_ids=ids, turns=turns, degraded=degraded)
+
+    async def _cleansed(
+        self, turns: tuple[Turn, ...], size: int
+    ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
+        """The turns as the service wants them, and what was done."""
+        if not self._rules.is_any:
+            return turns, ()
+        made, saved = await self._threads.run(size, lambda: cleanse_turns(turns, self._rules))
+        return tuple(made), (f"cleansed_chars={saved}",) if saved else ()
 
     def _check_whole(self, size: int) -> None:
         """Refuses a conversation many times the context: finding what to drop would take long."""

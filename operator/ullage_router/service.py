@@ -38,7 +38,7 @@ class RouterService:
         )
         self.placement = Placement(placement, self.engines)
         self._threads = TokenizerThreads()
-        prompts = Prompts(self.engines, self._threads)
+        prompts = Prompts(config.prompts, self.engines, self._threads)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         admission = Admission(config, self.engines, self.room, self._threads, self.placement)
         self.cascade = (

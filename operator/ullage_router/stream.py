@@ -253,6 +253,7 @@ class Pipeline:
 
     async def _generate(self, call: Call, prompt: Prompt) -> Generation:
         self._placement.budget.requested()
+        call.record.degraded.extend(prompt.degraded)
         wish = Wish(
             prompt=prompt,
             asked_tokens=_asked_tokens(call.request),
@@ -277,7 +278,7 @@ class Pipeline:
                 if not self._may_retry(error, failures):
                     raise _as_told(error, call, len(failures)) from refusal
                 refused[grant.engine.address] = grant.engine.reports
-                call.record.degraded.clear()
+                call.record.degraded[:] = prompt.degraded
                 call.record.step("engine", error.reason)
 
     def _charge(self, call: Call, prompt_tokens: int) -> None:
