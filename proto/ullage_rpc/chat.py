@@ -15,7 +15,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ullage_rpc.tool_formats import Turn, tool_format, with_calls_as_text, with_tools_as_text
+from ullage_rpc.tool_formats import (
+    Turn,
+    described,
+    for_format,
+    tool_format,
+    with_calls_as_text,
+    with_tools_as_text,
+)
 
 
 class ChatTemplateError(Exception):
@@ -68,6 +75,7 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template rejects the messages or fails on them.
         """
+        messages = for_format(messages, self.tool_format)
         if not self._knows_calls:
             messages = with_calls_as_text(messages, self.tool_format)
         if not self._knows_tools:
@@ -77,7 +85,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 # Templates ask `tools is not none`, which an undefined variable is not either.
-                tools=list(tools) or None,
+                tools=described(tools, self.tool_format) or None,
                 **self._variables,
             )
         except Exception as error:  # a stranger's code may raise anything

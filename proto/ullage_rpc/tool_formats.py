@@ -42,6 +42,21 @@ def tool_format(template: str) -> ToolFormat:
     return ToolFormat.PLAIN
 
 
+_ONE_CALL_A_TURN = frozenset({ToolFormat.LLAMA, ToolFormat.HARMONY})
+
+
+def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
+    """The same conversation with no more calls in a turn than templates of the format write."""
+    if form not in _ONE_CALL_A_TURN:
+        return list(turns)
+    return [told for turn in _with_results(turns) for told in _one_by_one(*turn)]
+
+
+def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
+    """The same tools; with a description each where templates of the format fail without."""
+    return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
+
+
 def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
     """The same conversation for templates that do not write calls: they become content."""
     return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
@@ -68,6 +83,38 @@ def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:
         f"These functions can be called:\n{functions}\n"
         f"To call one, answer with nothing but a JSON object: {form}"
     )
+
+
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool["function"]
+    text = function.get("description") or ""
+    return {**tool, "function": {**function, "description": text}}
+
+
+def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
+    """Every turn; one with several calls together with the results that follow it."""
+    found: list[tuple[Turn, list[Turn]]] = []
+    for turn in turns:
+        if turn["role"] == "tool" and found and len(found[-1][0].get("tool_calls", ())) > 1:
+            found[-1][1].append(turn)
+        else:
+            found.append((turn, []))
+    return found
+
+
+def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
+    """A turn with several calls as turns with one, each before its result."""
+    calls = turn.get("tool_calls", ())
+    if len(calls) < 2:
+        return [turn]
+    told: list[Turn] = []
+    for call in calls:
+        told.append(
+            (turn if not told else {"role": "assistant", "content": ""}) | {"tool_calls": [call]}
+        )
+        told += [result for result in results if result.get("tool_call_id") == call["id"]]
+    ids = {call["id"] for call in calls}
+    return told + [result for result in results if result.get("tool_call_id") not in ids]
 
 
 def _as_text(turn: Turn, form: ToolFormat) -> Turn:

@@ -28,7 +28,7 @@ def num_characters(turns: Iterable[Turn]) -> int:
 
 def _num_characters(turn: Turn) -> int:
     calls = turn.get("tool_calls", ())
-    size = len(turn["content"]) + len(turn.get("thinking", ""))
+    size = len(turn["content"]) + len(turn.get("reasoning_content", ""))
     return size + (len(json.dumps(calls)) if calls else 0)
 
 
@@ -42,7 +42,10 @@ def _turn(message: inference_pb2.Message, name: str) -> Turn:
     if name:
         turn["name"] = name
     if message.reasoning:
-        turn["reasoning_content"] = turn["thinking"] = message.reasoning
+        turn["reasoning_content"] = message.reasoning
+    # Templates that say `thinking` take it or content before a call, not both.
+    if message.reasoning and not (message.tool_calls and message.content):
+        turn["thinking"] = message.reasoning
     return turn
 
 

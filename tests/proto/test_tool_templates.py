@@ -120,3 +120,31 @@ def test_arguments_that_are_no_object_stay_text(wrong: str) -> None:
     (turn,) = make_turns([inference_pb2.Message(role="assistant", tool_calls=[call])])
     assert turn["tool_calls"][0]["function"]["arguments"] == wrong
     assert num_characters([turn]) > len(wrong)
+
+
+ONE_CALL = """
+{%- for tool in tools or [] %}{{- '// ' + tool.function.description + '|' }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.tool_calls and message.tool_calls | length != 1 %}
+        {{- raise_exception('one call at once') }}
+    {%- elif message.tool_calls and message.thinking and message.content %}
+        {{- raise_exception('not both') }}
+    {%- elif message.tool_calls %}
+        {{- '[' + message.content + message.tool_calls[0].id + ']' }}
+    {%- else %}
+        {{- '(' + message.role + ' ' + message.content + ')' }}
+    {%- endif %}
+{%- endfor %}{# <|channel|> #}"""
+
+
+def test_several_calls_of_a_turn_are_told_one_by_one() -> None:
+    calls = [inference_pb2.ToolCall(id=i, name="f", arguments="{}") for i in "abc"]
+    messages = [
+        inference_pb2.Message(role="assistant", content="Look: ", reasoning="Hm", tool_calls=calls),
+        *(inference_pb2.Message(role="tool", tool_call_id=i, content=f"of {i}") for i in "cax"),
+        inference_pb2.Message(role="user", content="So?"),
+    ]
+    bare: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+    rendered = ChatTemplate(ONE_CALL, "", "").render(make_turns(messages), tools=[bare])
+    expected = "// |[Look: a](tool of a)[b][c](tool of c)(tool of x)(user So?)"
+    assert rendered == expected
