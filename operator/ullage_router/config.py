@@ -245,6 +245,22 @@ class LimitsSection(Strict, frozen=True, kw_only=True):
     """From the request's arrival to its last token."""
 
 
+class StreamingSection(Strict, frozen=True, kw_only=True):
+    """How tokens reach a client."""
+
+    buffer_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    """Tokens that an engine may be ahead of a client that reads slowly."""
+    coalesce_tokens: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
+    """Most tokens that leave together."""
+    coalesce_window: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
+    """Longest that tokens wait for others; 0: not at all. A client that got none for so long gets
+    the next one at once."""
+    tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Pace of one streamed answer; 0: as fast as tokens come."""
+    keepalive: Annotated[float, msgspec.Meta(ge=0)] = 15.0
+    """A comment is sent after so long without a token; 0: never."""
+
+
 class MemorySection(Strict, frozen=True, kw_only=True):
     """The engines' budget; they apply it, the router shows it in /stats."""
 
@@ -340,6 +356,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: LimitsSection = LimitsSection()
+    streaming: StreamingSection = StreamingSection()
     memory: MemorySection = MemorySection()
     tenants: TenantsSection | None = None
     """Unset: everybody may do everything."""

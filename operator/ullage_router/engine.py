@@ -12,6 +12,8 @@ from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.breaker import Breaker, BreakerPolicy
 from ullage_router.credit import Credit, CreditBook
 from ullage_router.errors import is_engine_fault, silent_engine
+from ullage_router.flow import Flow, Source
+from ullage_router.multiplex import Metadata, Multiplexer, Plain
 from ullage_router.predict import Profile
 from ullage_router.reports import ReportOrder
 from ullage_router.silence import Waits
@@ -109,6 +111,7 @@ class Engine:
         self._channel = self._owner.dial(self.address)
         self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._multiplexer = Multiplexer(self.stub, self.address)
         self._task = asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
@@ -117,14 +120,18 @@ class Engine:
         The engine stays as it was last heard: the new channel's first report is milliseconds away.
         """
         self._task.cancel()
-        closing = asyncio.create_task(self._channel.close(grace_s))
+        closing = asyncio.create_task(_retire(self._channel, self._multiplexer, grace_s))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+        had_stream = self._multiplexer.is_open
         self._connect()
+        if had_stream:
+            self._multiplexer.start()
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, *self._closing, return_exceptions=True)
+        await self._multiplexer.close()
         await self._channel.close()
 
     @property
@@ -236,6 +243,18 @@ class Engine:
             releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
         )
 
+    def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata,
+        flow: Flow,
+    ) -> Source:
+        """Begins a call; failures come with its first read."""
+        if self._multiplexer.is_open:
+            return self._multiplexer.call(request, timeout_s, metadata, flow)
+        return Plain(self.stub.Generate(request, timeout=timeout_s, metadata=metadata), flow)
+
     def reserve(self, size: int, tokens: int) -> Credit:
         """Credit of bytes and prompt tokens for a request that is about to be sent."""
         credit = self._book.reserve(size, tokens)
@@ -331,6 +350,7 @@ class Engine:
             self.model = await self._owner.load(described)
         except ValueError as error:
             raise WrongModel(str(error)) from error
+        await self._multiplexer.open()
         self.description = described
 
 
@@ -338,3 +358,10 @@ def to_profile(wire: inference_pb2.MemoryProfile) -> Profile:
     """The profile as the predictor takes it."""
     per_token = sum(group.bytes_per_token for group in wire.groups)
     return Profile(max(1, wire.block_tokens), per_token)
+
+
+async def _retire(channel: grpc.aio.Channel, multiplexer: Multiplexer, grace_s: float) -> None:
+    """Closes a channel when its answers have ended, at most `grace_s` later."""
+    multiplexer.retire()
+    await channel.close(grace_s)
+    await multiplexer.close()

@@ -13,14 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import grpc
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router import errors, validate
+from ullage_router import attempts, errors, validate
 from ullage_router.admission import Admission, Grant, Wish
-from ullage_router.answer import Answer, Call, Event, EventStream, read, timed_out
+from ullage_router.answer import Answer, Call, Event, timed_out
 from ullage_router.cascade.runner import Cascade
 from ullage_router.cascade.traits import estimated_tokens
 from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
+from ullage_router.flow import Source, flow_of
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
@@ -29,22 +30,6 @@ from ullage_router.tokenize import Model
 from ullage_router.tools.events import read_calls
 from ullage_router.wire import engine_request, fill_accepted
 from ullage_rpc.errors import ServiceError
-
-MAX_ENGINE_FAILURES = 3
-# A request at which engines break may be the cause, and must not go on to break them all.
-MAX_BREAKAGES = 2
-BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-# Failures that another engine may not have; anything else is the request's own.
-ANOTHER_ENGINE_MAY = frozenset(
-    {
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-    }
-)
 
 
 class Generation:
@@ -57,7 +42,7 @@ class Generation:
         ServiceError
     """
 
-    def __init__(self, grant: Grant, stream: EventStream, call: Call, first: Event) -> None:
+    def __init__(self, grant: Grant, stream: Source, call: Call, first: Event) -> None:
         self.accepted = inference_pb2.Accepted()
         self._grant = grant
         self._stream = stream
@@ -106,7 +91,7 @@ class Generation:
 
     async def _next(self) -> Event | None:
         try:
-            return await read(self._stream)
+            return await self._stream.read()
         except ServiceError as error:
             if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
@@ -157,6 +142,7 @@ class Pipeline:
         self.coalescer = Coalescer(config.routing.coalesce)
         self.replacer = Replacer(config.routing.replace.enabled)
         self._cascade = cascade
+        self._flow = flow_of(config.streaming)
         self._inflight = 0
         self._is_draining = False
 
@@ -276,7 +262,7 @@ class Pipeline:
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
                 if not self._may_retry(error, failures):
-                    raise _as_told(error, call, len(failures)) from refusal
+                    raise attempts.as_told(error, call.timeout_s, len(failures)) from refusal
                 refused[grant.engine.address] = grant.engine.reports
                 call.record.degraded[:] = prompt.degraded
                 call.record.step("engine", error.reason)
@@ -291,7 +277,7 @@ class Pipeline:
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Whether another engine is asked; what an engine did wrong costs budget."""
-        if error.code not in ANOTHER_ENGINE_MAY or _is_enough(failures):
+        if error.code not in attempts.ANOTHER_ENGINE_MAY or attempts.is_enough(failures):
             return False
         return not errors.is_engine_fault(error) or self._placement.may_retry()
 
@@ -302,9 +288,7 @@ class Pipeline:
             ServiceError: the engine refused or failed.
         """
         engine, request = grant.engine, engine_request(call, grant)
-        stream = engine.stub.Generate(
-            request, timeout=max(0.001, call.remaining_s), metadata=call.metadata
-        )
+        stream = engine.generate(request, max(0.001, call.remaining_s), call.metadata, self._flow)
         try:
             async with engine.waits.guard():
                 accepted = await _expect(stream)
@@ -335,8 +319,8 @@ def _num_samples(samples: inference_pb2.Samples) -> int:
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
-async def _expect(stream: EventStream) -> Event:
-    event = await read(stream)
+async def _expect(stream: Source) -> Event:
+    event = await stream.read()
     if event is None:
         raise errors.broken_stream("the engine ended it before its first token")
     return event
@@ -346,23 +330,3 @@ def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinishe
     """An engine that drains may cut an answer off; nobody asked for that here."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.broken_stream("the engine cancelled it")
-
-
-def _is_enough(failures: list[ServiceError]) -> bool:
-    """Whether a request that failed so on engines goes to no other."""
-    breakages = sum(error.reason in BREAKAGES for error in failures)
-    return len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
-
-
-def _as_told(error: ServiceError, call: Call, num_failures: int) -> ServiceError:
-    """What the client is told when no engine could serve the request."""
-    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.deadline(call.timeout_s)
-    if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "NO_ENGINE",
-            f"{num_failures} attempts failed, the last with: {error.message}; retry",
-            retry_after_s=error.retry_after_s or 1,
-        )
-    return error

@@ -8,7 +8,7 @@ ServiceError
     retry_after_s  when to come back; None when coming back cannot help
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Never
 
 import grpc
@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "ullage.dev"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ServiceError(Exception):
@@ -72,18 +73,28 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """The ServiceError that the peer raised, or the transport's failure as one."""
+    message = error.details() or error.code().name
+    return _from_details(error.code(), message, _details(error))
+
+
+def from_status(status: Any) -> ServiceError:
+    """The ServiceError that a google.rpc.Status tells of."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _from_details(code, status.message or code.name, status.details)
+
+
+def _from_details(
+    code: grpc.StatusCode, message: str, details: Iterable[AnyMessage]
+) -> ServiceError:
     metadata: dict[str, str] = {}
-    reason, retry_after_s = error.code().name, None
-    for detail in _details(error):
+    reason, retry_after_s = code.name, None
+    for detail in details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    message = error.details() or error.code().name
-    return ServiceError(
-        error.code(), reason, message, metadata=metadata, retry_after_s=retry_after_s
-    )
+    return ServiceError(code, reason, message, metadata=metadata, retry_after_s=retry_after_s)
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:

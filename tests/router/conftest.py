@@ -20,6 +20,7 @@ from ullage_router.config import RouterConfig, read_config
 from ullage_router.main import Router
 from ullage_rpc.channels import bind, new_server, open_channel
 from ullage_rpc.errors import ServiceError, abort
+from ullage_rpc.multiplex import serve_multiplex
 
 MODEL = "tiny"
 BYTES_PER_TOKEN = 1000
@@ -81,6 +82,8 @@ class FakeEngine(
         self.metadata: list[dict[str, str]] = []
         self.cancelled: list[str] = []
         self.active = 0
+        self.has_multiplex = True
+        self.streams = 0
         self.max_model_len = max_model_len
         self.template = TEMPLATE
         self.heartbeat_s = 0.2
@@ -169,6 +172,15 @@ class FakeEngine(
                 kv_pool_bytes=self.headroom.kv_pool_bytes,
             ),
         )
+
+    async def Multiplex(self, requests: object, context: Any) -> None:
+        if not self.has_multiplex:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        self.streams += 1
+        try:
+            await serve_multiplex(self.Generate, context)
+        finally:
+            self.streams -= 1
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
@@ -303,6 +315,7 @@ def router_config(tmp_path: Any, pools: dict[str, list[str]], **sections: Any) -
         "grpc": {"host": "127.0.0.1", "port": 0},
         "metrics": {"host": "127.0.0.1", "port": 0},
         "pools": [{"name": name, "targets": targets} for name, targets in pools.items()],
+        "streaming": {"coalesce_tokens": 1},  # so that tests see each word as the engine sent it
         **sections,
     }
     path = tmp_path / "router.yaml"

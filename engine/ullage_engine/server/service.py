@@ -25,6 +25,7 @@ from ullage_engine.server.supervisor import Supervisor
 from ullage_engine.tokenizer import ModelTokenizer
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.errors import ServiceError, abort, invalid
+from ullage_rpc.multiplex import serve_multiplex
 from ullage_rpc.turns import make_turns
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -104,6 +105,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._close(group, outcome)
         if failure is not None:  # last, for it waits for a client that does not read
             await abort(context, failure)
+
+    async def Multiplex(self, requests: object, context: Context) -> None:
+        await serve_multiplex(self.Generate, context)
 
     def _close(self, group: SampleGroup, outcome: str) -> None:
         self._end(group, "cancelled")  # the client went away, or another sample failed

@@ -1,0 +1,187 @@
+"""What is between an engine that sends and a client that reads: bounded, coalesced, paced.
+
+A source may be `window` responses ahead of the reader and no further. Tokens that come faster than
+a client needs them leave together: a reader gets news at once when it has had none for
+`coalesce_s`, and earlier when `coalesce_tokens` have come or the answer has ended. So the first
+token never waits, nor do those of an engine that is slower than that anyway.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.config import StreamingSection
+from ullage_rpc.errors import ServiceError
+
+Event = inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How one answer flows."""
+
+    window: int = 64
+    """Responses, of one token or several, that a source may be ahead of the reader."""
+    coalesce_tokens: int = 4
+    """Most tokens that leave together, unless the engine sent more in one."""
+    coalesce_s: float = 0.02
+    """How long tokens wait for others; 0: not at all."""
+    pace: float = 0.0
+    """Most tokens a second; 0: as fast as they come."""
+
+
+def flow_of(streaming: StreamingSection) -> Flow:
+    """As configured."""
+    return Flow(
+        window=streaming.buffer_tokens,
+        coalesce_tokens=streaming.coalesce_tokens,
+        coalesce_s=streaming.coalesce_window,
+        pace=streaming.tokens_per_second,
+    )
+
+
+class Source(Protocol):
+    """An answer as it comes from an engine."""
+
+    async def read(self) -> Event | None:
+        """The next response; None when there is no more.
+
+        Raises:
+            ServiceError: the call failed.
+        """
+
+    def cancel(self) -> None:
+        """Ends the engine's work; harmless when it has ended."""
+
+
+class Buffer:
+    """The responses of one call that its reader has not taken.
+
+    Args:
+        flow: its bounds.
+        grant: told how many responses more may come.
+    """
+
+    def __init__(self, flow: Flow, grant: Callable[[int], None]) -> None:
+        self._flow = flow
+        self._grant = grant
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._tokens = 0
+        self._taken = 0
+        self._error: ServiceError | None = None
+        self._has_ended = False
+        self._due = 0.0
+        """When tokens may leave, on the event loop's clock."""
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def put(self, event: Event) -> None:
+        """The next response."""
+        self._events.append(event)
+        if event.HasField("delta"):
+            self._tokens += event.delta.num_tokens
+        else:
+            self._has_ended = self._has_ended or event.HasField("finished")
+        self._wake()
+
+    def end(self, error: ServiceError | None = None) -> None:
+        """No more responses come; those that came are still read."""
+        self._has_ended = True
+        self._error = self._error or error
+        self._wake()
+
+    async def read(self) -> Event | None:
+        """The next response, tokens merged; None after the last.
+
+        Raises:
+            ServiceError: the call failed, and everything before was read.
+        """
+        if self._wait_s() != 0:
+            await self._news()
+        if self._events:
+            return self._take()
+        if self._error:
+            raise self._error
+        return None
+
+    async def _news(self) -> None:
+        self._reader = self._loop.create_future()
+        self._wake()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+            if self._timer:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wake(self) -> None:
+        """Lets the reader go on, now or as soon as it is due."""
+        if self._reader is None or self._reader.done():
+            return
+        wait_s = self._wait_s()
+        if wait_s == 0:
+            self._reader.set_result(None)
+        elif wait_s is not None and self._timer is None:
+            self._timer = self._loop.call_later(wait_s, self._is_due)
+
+    def _is_due(self) -> None:
+        self._timer = None
+        if self._reader and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until something may be read; None: until something comes."""
+        if not self._events:
+            return 0.0 if self._has_ended else None
+        if not self._events[0].HasField("delta"):
+            return 0.0
+        is_enough = self._has_ended or self._tokens >= self._flow.coalesce_tokens
+        if is_enough and not self._flow.pace:
+            return 0.0
+        return max(0.0, self._due - self._loop.time())
+
+    def _take(self) -> Event:
+        event = self._events.popleft()
+        self._taken += 1
+        if event.HasField("delta"):
+            self._merge(event.delta)
+        if self._taken >= max(1, self._flow.window // 2) and not self._has_ended:
+            self._grant(self._taken)
+            self._taken = 0
+        return event
+
+    def _merge(self, delta: inference_pb2.Delta) -> None:
+        """Adds what directly follows of the same sample to the first of it."""
+        most, tokens = self._flow.coalesce_tokens, delta.num_tokens
+        texts: list[str] = []
+        while self._events and self._events[0].HasField("delta"):
+            following = self._events[0].delta
+            if following.sample != delta.sample or tokens + following.num_tokens > most:
+                break
+            tokens += following.num_tokens
+            texts.append(following.text)
+            if following.token_ids:
+                delta.token_ids.extend(following.token_ids)
+            if following.logprobs:
+                delta.logprobs.extend(following.logprobs)
+            self._events.popleft()
+            self._taken += 1
+        if texts:
+            delta.text += "".join(texts)
+            delta.num_tokens = tokens
+        self._tokens -= tokens
+        self._set_due(tokens)
+
+    def _set_due(self, tokens: int) -> None:
+        pause_s = self._flow.coalesce_s
+        if self._flow.pace:
+            pause_s = max(pause_s, tokens / self._flow.pace)
+        self._due = self._loop.time() + pause_s
