@@ -64,6 +64,13 @@ class Record:
         if len(self.trail) > KEPT_STEPS:
             self.trail[KEPT_STEPS - 2 : KEPT_STEPS] = ["..."]
 
+    @property
+    def explanation(self) -> dict[str, str]:
+        """What was decided, for the details of an error; empty when nothing was."""
+        if not self.action:
+            return {}
+        return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
+
     def degrade(self, changes: Iterable[str]) -> None:
         """Takes over what an engine lowered, such as `max_tokens=64`; its word is the last."""
         for change in changes:

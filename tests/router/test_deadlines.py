@@ -182,3 +182,31 @@ def test_tenants_share_by_weight(start_service: "StartService", tmp_path: Path) 
             assert order[:3].count("gold") == order[3:6].count("gold") == 2
 
     asyncio.run(scenario())
+
+
+def test_an_overload_ends_in_answers_and_gives_all_memory_back(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        queue = {"max_requests": 12, "timeout": 2.0, "aging": 0.001}
+        limits = {"request_timeout": 60.0}
+        async with start_service(
+            single=(40, 40), routing={"queue": queue}, limits=limits
+        ) as service:
+            for engine in service.engines:
+                engine.heartbeat_s = 0.02
+
+            async def one(number: int) -> str:
+                more = {"priority": number % 3 - 1}
+                return await ask(service, f"r{number}", 20.0 + number % 7, **more)
+
+            ends = await asyncio.gather(*(one(number) for number in range(80)))
+            assert set(ends) == {"OK", "RESOURCE_EXHAUSTED"}
+            room = service.router.service.room
+            room.check_integrity()
+            assert (len(room), room.size, room.prompt_bytes) == (0, 0, 0)
+            engines = service.router.service.engines.all()
+            await service.until(lambda: not any(e.inflight for e in engines), PATIENCE_S)
+            assert [e.credit_bytes for e in engines] == [0, 0]
+
+    asyncio.run(scenario())

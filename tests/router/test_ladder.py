@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from ullage.headroom.v1 import headroom_pb2
@@ -20,6 +21,7 @@ from ullage_router.decide import Decision, Refuse, Run, ShrinkContext, Wait, dec
 from ullage_router.predict import Profile
 from ullage_router.stats import KEPT_STEPS, Record
 from ullage_router.views import EngineView, Facts, Policy, QueueState, Standing
+from ullage_rpc.errors import from_rpc_error
 
 if TYPE_CHECKING:
     Service = Any
@@ -284,5 +286,12 @@ def test_grpc_says_the_same(start_service: "StartService") -> None:
             first = await anext(aiter(service.grpc.Generate(request)))
             assert first.accepted.action == "shrink"
             assert list(first.accepted.trail) == ["shrinkOutput=KV_HEADROOM"]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in service.grpc.Generate(
+                    inference_pb2.GenerateRequest(text="x" * 1999)
+                ):
+                    pass
+            told = from_rpc_error(caught.value).metadata
+            assert (told["action"], told["trail"]) == ("reject", "reject=CONTEXT_TOO_LONG")
 
     asyncio.run(scenario())

@@ -62,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     yield response
         except ServiceError as error:
             error.retry_after_s = retry_after_s(error)
+            error.metadata |= record.explanation
             await abort(context, error)
 
     async def GetModel(
