@@ -6,6 +6,7 @@ Python's syntax is parsed and never evaluated: names, calls and literals are all
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,9 @@ def parse_json_calls(text: str) -> list[Call] | None:
 def parse_python_calls(text: str) -> list[Call] | None:
     """[name(argument=literal, ...), ...]; the models that write so write JSON sometimes."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as \\d, which mean themselves
+            tree = ast.parse(text.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_from_python(node) for node in nodes] or None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -72,6 +72,7 @@ def test_cutting_the_text_anywhere_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["hermes", "lfm2", "whole"])
+@settings(deadline=None)
 @given(text=st.text(alphabet="<|>a {[\"'\n", max_size=30))
 @example(text="<tool_call>")
 def test_text_without_calls_is_untouched(name: str, text: str) -> None:
@@ -103,6 +104,7 @@ FREE: list[tuple[str, str, Sequence[Piece]]] = [
         ],
     ),
     ("lfm2", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>", one("f", '{"a": 1}')),
+    ("lfm2", r"<|tool_call_start|>f(a='\d')<|tool_call_end|>", one("f", r'{"a": "\\d"}')),
     (
         "lfm2",
         "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>",
@@ -181,6 +183,7 @@ def test_what_is_no_call_is_not_evaluated(text: str) -> None:
     assert parse_json_calls(text) is None
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(str.isidentifier),
