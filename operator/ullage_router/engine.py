@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -24,6 +25,10 @@ from ullage_rpc.errors import ServiceError
 HEARTBEAT_S = 1.0
 STALE_AFTER_S = 3 * HEARTBEAT_S
 HOPELESS_AFTER_S = 10 * HEARTBEAT_S
+# Memory that nobody knows to be free is wasted, but every report costs the router time.
+MIN_REPORT_INTERVAL_MS = 20
+MAX_REPORT_INTERVAL_MS = 200
+MAX_REPORTS_PER_S = 500
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 GET_MODEL_TIMEOUT_S = 30.0
@@ -48,6 +53,10 @@ class Owner(Protocol):
 
     def restarted(self, engine: "Engine") -> None:
         """It lives anew, with empty caches."""
+
+    @property
+    def num_engines(self) -> int:
+        """How many share the router's attention."""
 
     def has_another(self, engine: "Engine") -> bool:
         """Whether another engine is ready."""
@@ -311,7 +320,8 @@ class Engine:
         self.trouble = reason
 
     async def _watch(self) -> None:
-        request = headroom_pb2.WatchHeadroomRequest()
+        interval_ms = report_interval_ms(self._owner.num_engines)
+        request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
         # Waiting for the connection, the call starts in the moment the engine is back; but of a
         # certificate that is refused only a call that does not wait is told.
         waits = not self._owner.is_secure
@@ -352,6 +362,12 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
+
+
+def report_interval_ms(num_engines: int) -> int:
+    """Least time between two reports of an engine: as fresh as a bounded sum of them allows."""
+    wanted = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
+    return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, wanted))
 
 
 def to_profile(wire: inference_pb2.MemoryProfile) -> Profile:

@@ -146,6 +146,10 @@ class Engines:
     def restarted(self, engine: Engine) -> None:
         self.on_forgotten(engine.address)
 
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
     def has_another(self, engine: Engine) -> bool:
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 

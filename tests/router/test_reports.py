@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage_router.engine import report_interval_ms
 from ullage_router.reports import ReportOrder
 
 
@@ -30,3 +31,7 @@ def test_within_a_stream_only_what_is_newer_counts(sequences: list[int]) -> None
     assert taken == sorted(set(taken))
     assert order.old == len(sequences) - len(taken)
     assert order.missed == taken[-1] - taken[0] + 1 - len(taken)
+
+
+def test_reports_are_as_fresh_as_their_number_allows() -> None:
+    assert [report_interval_ms(n) for n in (1, 10, 25, 100, 1000)] == [20, 20, 50, 200, 200]
