@@ -85,9 +85,9 @@ class Admission:
             routing.ladder,
             routing.rungs,
             routing.placement.affinity.max_extra_load,
-            routing.prefill.mlp_products,
+            routing.prefill,
         )
-        self.window = PrefillWindow(routing.prefill.window, routing.prefill.mlp_products, engines)
+        self.window = PrefillWindow(routing.prefill, engines)
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
         self._engines = engines

@@ -155,8 +155,9 @@ class _Ladder:
         return replace(run, choices=self._choices(engine, run.max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Where it could run as well, when its prompt is not computed at once and not cached."""
-        if not engine.backlog_tokens or engine.id == self.facts.preferred:
+        """Where it could run as well, when its prompt is neither computed soon nor cached."""
+        is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
+        if is_soon or engine.id == self.facts.preferred:
             return {}
         return {
             e.id: self._demand(e).total
@@ -316,7 +317,7 @@ def _room(facts: Facts, engine: EngineView) -> int:
 def _pick(fits: Sequence[EngineView], facts: Facts, policy: Policy) -> EngineView:
     """The preferred engine, unless another one has far less to do."""
     idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
-    drawn = _draw(idle or fits, facts.draw, policy.mlp_products)
+    drawn = _draw(idle or fits, facts.draw, policy.prefill.mlp_products)
     preferred = next((e for e in fits if e.id == facts.preferred), drawn)
     return preferred if preferred.load <= drawn.load + policy.max_extra_load else drawn
 

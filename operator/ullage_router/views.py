@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ullage_router.config import Rung, RungsSection
+from ullage_router.config import PrefillSection, Rung, RungsSection
 from ullage_router.predict import Profile, most_tokens
 
 # Share of the time left that the prompts before and its own may take: the answer needs the rest.
@@ -127,5 +127,4 @@ class Policy:
     rungs: RungsSection = field(default_factory=RungsSection)
     max_extra_load: int = 8
     """Requests that a preferred engine may have more than the one it is preferred to."""
-    mlp_products: int = 8192
-    """See `prefill.work`."""
+    prefill: PrefillSection = field(default_factory=PrefillSection)

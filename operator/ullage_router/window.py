@@ -1,14 +1,15 @@
 """A short window under load in which prompts wait for one another, to be spread well.
 
-A request whose engine has prompts to compute before it loses nothing by waiting a few milliseconds:
-its place could not be used yet. It holds its memory meanwhile. When the window closes, all that are
-in it are balanced over the engines of their pool (`prefill.py`) and move with their memory.
+A request whose engine has prompts to compute for longer than the window loses nothing by waiting in
+it: its place could not be used yet. It holds its memory meanwhile. When the window closes, all that
+are in it are balanced over the engines of their pool (`prefill.py`) and move with their memory.
 """
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ullage_router.config import PrefillSection
 from ullage_router.credit import Credit
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
@@ -38,14 +39,13 @@ class PrefillWindow:
     """The windows of all pools.
 
     Args:
-        length_s: how long one is open; 0: nobody waits.
-        mlp_products: see `prefill.work`.
+        section: how long one is open, and what prompts cost.
         engines: where seats may move.
     """
 
-    def __init__(self, length_s: float, mlp_products: int, engines: Engines) -> None:
-        self._length_s = length_s
-        self._mlp_products = mlp_products
+    def __init__(self, section: PrefillSection, engines: Engines) -> None:
+        self._length_s = section.window
+        self._mlp_products = section.mlp_products
         self._engines = engines
         self._seats: dict[str, list[Seat]] = {}
         self.waited = 0
@@ -58,7 +58,7 @@ class PrefillWindow:
 
     async def settle(self, seat: Seat) -> None:
         """Returns when the seat's engine is final; a cancelled request's memory is released."""
-        if not (seat.choices and self._length_s):
+        if not seat.choices:
             return
         pool = seat.engine.pool
         if pool not in self._seats:

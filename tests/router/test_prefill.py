@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_router.config import DEFAULT_LADDER
+from ullage_router.config import DEFAULT_LADDER, PrefillSection
 from ullage_router.credit import CreditBook
 from ullage_router.decide import Run, decide
 from ullage_router.predict import Profile
@@ -135,15 +136,18 @@ def view(id_: str, backlog: Sequence[int] = (), **more: Any) -> EngineView:
         "max_model_len": 16_000,
         "backlog_tokens": sum(backlog),
         "prefill_pairs": sum(map(pairs, backlog)),
+        "prefill_speed": 1000.0,
     }
     return EngineView(id=id_, pool="single", profile=PROFILE, **{**fields, **more})
 
 
-def runs(*engines: EngineView, **facts: Any) -> set[tuple[str, tuple[str, ...]]]:
+def runs(
+    *engines: EngineView, policy: Policy = POLICY, **facts: Any
+) -> set[tuple[str, tuple[str, ...]]]:
     """(engine, other choices) for any chance."""
     found = set()
     for draw in range(12):
-        decision = decide(Facts(100, 64, 16, draw=draw, **facts), engines, POLICY)
+        decision = decide(Facts(100, 64, 16, draw=draw, **facts), engines, policy)
         assert isinstance(decision, Run), decision
         found.add((decision.engine, tuple(decision.choices)))
     return found
@@ -153,6 +157,14 @@ def test_an_idle_engine_is_taken_at_once() -> None:
     busy, idle = view("a", [2000]), view("b", available=10 * BLOCK + 64_000)
     assert runs(busy, view("c", [10]), idle) == {("b", ())}
     assert runs(busy, view("b", health=0.1)) == {("a", ("a", "b"))}
+
+
+def test_only_who_would_wait_longer_than_the_window_waits_in_it() -> None:
+    assert runs(view("a", [5])) == {("a", ())}
+    assert runs(view("a", [6])) == {("a", ("a",))}
+    assert runs(view("a", [6000], prefill_speed=0.0)) == {("a", ())}
+    off = replace(POLICY, prefill=PrefillSection(window=0))
+    assert runs(view("a", [6000]), policy=off) == {("a", ())}
 
 
 def test_of_busy_engines_the_cheapest_prompts_are_waited_for() -> None:
@@ -173,7 +185,7 @@ def test_choices_are_those_that_may_have_it() -> None:
 
 # Through a router.
 
-POOL = {"single": (2000, 2000), "max_model_len": 8000, "limits": {"request_timeout": 60.0}}
+POOL = {"single": (2000, 2000), "max_model_len": 8000, "limits": {"request_timeout": 150.0}}
 
 
 def start(start_service: "StartService", window: float) -> Any:
@@ -193,9 +205,10 @@ def hold(service: "Service") -> asyncio.Event:
     return held
 
 
-async def free(service: "Service", blocks: int) -> None:
+async def free(service: "Service", blocks: int, speed: float = 1000.0) -> None:
+    """Engines have so many blocks free and compute so many prompt tokens a second."""
     for engine in service.engines:
-        engine.push(headroom_bytes=blocks * BLOCK)
+        engine.push(headroom_bytes=blocks * BLOCK, prefill_tokens_per_second=speed)
     known = service.router.service.engines.all()
     await service.until(
         lambda: all(e.headroom.headroom_bytes == blocks * BLOCK for e in known), PATIENCE_S
@@ -237,6 +250,7 @@ def test_nobody_waits_for_an_idle_engine(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start(start_service, window=10.0) as service:
             held = hold(service)
+            await free(service, 1999, speed=5.0)
             tasks = [asyncio.ensure_future(service.complete(prompt(i, 100))) for i in range(2)]
             await service.until(lambda: sorted(map(len, sent(service))) == [1, 1], PATIENCE_S)
             assert service.router.service.window.waited == 0
@@ -250,6 +264,7 @@ def test_who_leaves_the_window_leaves_no_memory_behind(start_service: "StartServ
     async def scenario() -> None:
         async with start(start_service, window=10.0) as service:
             held, window = hold(service), service.router.service.window
+            await free(service, 1999, speed=5.0)
             first = [asyncio.ensure_future(service.complete(prompt(i, 100))) for i in range(2)]
             await service.until(lambda: sorted(map(len, sent(service))) == [1, 1], PATIENCE_S)
             third = asyncio.ensure_future(service.complete(prompt(3, 100)))
