@@ -84,7 +84,9 @@ class Coalescer:
 
     def _find(self, call: Call, start: Begin) -> "_Generation":
         tenant = "" if self._section.across_tenants else call.record.tenant
-        key = key_of(call.request, f"{tenant} {call.visit.rules.max_tokens}")
+        rules = call.visit.rules
+        asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second}"
+        key = key_of(call.request, asker)
         found = self._open.get(key)
         if found and found.is_joinable:
             self.joined += 1

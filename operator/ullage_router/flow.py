@@ -9,7 +9,7 @@ token never waits, nor do those of an engine that is slower than that anyway.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
@@ -41,6 +41,11 @@ def flow_of(streaming: StreamingSection) -> Flow:
         coalesce_s=streaming.coalesce_window,
         pace=streaming.tokens_per_second,
     )
+
+
+def paced(flow: Flow, most: float | None) -> Flow:
+    """The flow at a tenant's pace, tokens a second, where that is the slower one."""
+    return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
 class Source(Protocol):

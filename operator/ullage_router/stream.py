@@ -21,7 +21,7 @@ from ullage_router.cascade.traits import estimated_tokens
 from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
 from ullage_router.engines import Engines
-from ullage_router.flow import Source, flow_of
+from ullage_router.flow import Source, flow_of, paced
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
@@ -288,7 +288,8 @@ class Pipeline:
             ServiceError: the engine refused or failed.
         """
         engine, request = grant.engine, engine_request(call, grant)
-        stream = engine.generate(request, max(0.001, call.remaining_s), call.metadata, self._flow)
+        flow = paced(self._flow, call.visit.rules.tokens_per_second)
+        stream = engine.generate(request, max(0.001, call.remaining_s), call.metadata, flow)
         try:
             async with engine.waits.guard():
                 accepted = await _expect(stream)

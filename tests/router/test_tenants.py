@@ -286,6 +286,36 @@ def test_the_longest_output(start_service: "StartService", keys: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_tenants_stream_waits_for_its_next_token(
+    start_service: "StartService", keys: Path
+) -> None:
+    """The engine has sent everything; one tenant has all of it, the other the first token."""
+
+    async def scenario() -> None:
+        slow = {"name": "alice", "tokens_per_second": 0.001}
+        quick = {"name": "bob", "tokens_per_second": 10_000}
+        async with start_service(tenants=section(keys, slow, quick)) as service:
+            body = {"prompt": "Hi", "stream": True}
+            path = "/v1/completions"
+            async with service.http.stream("POST", path, json=body, headers=bearer(ALICE)) as told:
+                lines = told.aiter_lines()
+                assert "Hello" in await anext(lines)
+                other = await service.http.post(path, json=body, headers=bearer(BOB))
+                assert "world" in other.text and "[DONE]" in other.text
+                await service.until(lambda: service.engine.active == 0)
+                rest = asyncio.create_task(_rest(lines))
+                done, _ = await asyncio.wait({rest}, timeout=0.3)
+                assert not done
+                rest.cancel()
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+
+    asyncio.run(scenario())
+
+
+async def _rest(lines: Any) -> list[str]:
+    return [line async for line in lines if line]
+
+
 def test_anonymous(start_service: "StartService", keys: Path) -> None:
     async def scenario() -> None:
         anonymous = {"name": "anonymous", "requests_per_minute": 1}
