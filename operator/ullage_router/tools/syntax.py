@@ -42,7 +42,7 @@ def parse_python_calls(text: str) -> list[Call] | None:
     """[name(argument=literal, ...), ...]; the models that write so write JSON sometimes."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes such as \\d, which mean themselves
+            warnings.simplefilter("ignore")  # of escapes such as \d, which mean themselves
             tree = ast.parse(text.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_from_python(node) for node in nodes] or None
