@@ -112,6 +112,15 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
+class TicketsSection(Strict, frozen=True, kw_only=True):
+    """Requests that come straight from clients, with a router's leave."""
+
+    keys_dir: Annotated[str, msgspec.Meta(min_length=1)]
+    """Folder with one key a file, the same as the routers'."""
+    required: bool = False
+    """Nothing is taken without a ticket."""
+
+
 class EngineConfig(Strict, frozen=True, kw_only=True):
     model: ModelSection
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -122,6 +131,8 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     batching: BatchingSection = BatchingSection()
     limits: LimitsSection = LimitsSection()
     degrade: DegradeSection = DegradeSection()
+    tickets: TicketsSection | None = None
+    """Unset: whoever reaches this engine may use it, and tickets are not looked at."""
     server: ServerSection = ServerSection()
 
 

@@ -343,6 +343,17 @@ class TLSSection(Strict, frozen=True, kw_only=True):
     engines: EngineTLS | None = None
 
 
+class TicketsSection(Strict, frozen=True, kw_only=True):
+    """Leave for clients to send requests straight to engines."""
+
+    keys_dir: Text
+    """Folder with one key a file; the last by name signs."""
+    ttl: Seconds = 10.0
+    """How long a ticket that is not used holds its memory."""
+    required: bool = False
+    """Engines take nothing without a ticket, so what this router sends has one too."""
+
+
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
     """Served name; requests for another are answered 404."""
@@ -353,6 +364,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     metrics: MetricsSection = MetricsSection()
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
+    tickets: TicketsSection | None = None
+    """Unset: Pick is off."""
     routing: RoutingSection = RoutingSection()
     prompts: PromptsSection = PromptsSection()
     limits: LimitsSection = LimitsSection()

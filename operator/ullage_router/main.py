@@ -75,7 +75,10 @@ class Router:
         listener = listen(config.http.host, config.http.port)
         self.http_port = listener.getsockname()[1]
         servicer = InferenceServicer(
-            self.service.pipeline, self.service.tenants, config.limits.request_timeout
+            self.service.pipeline,
+            self.service.tenants,
+            self.service.picker,
+            config.limits.request_timeout,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name

@@ -1,5 +1,6 @@
 """Puts the router's parts together and shows what they hold."""
 
+import functools
 import logging
 import time
 
@@ -12,6 +13,8 @@ from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.metrics import Metrics, TenantMetrics, largest
+from ullage_router.pick.picker import Picker
+from ullage_router.pick.tickets import TicketOffice
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompts
 from ullage_router.queue import WaitingRoom
@@ -45,8 +48,17 @@ class RouterService:
             Cascade(config.cascade, self._load, self.metrics.attempted) if config.cascade else None
         )
         self.window = admission.window
+        self.office = TicketOffice(config.tickets) if config.tickets else None
+        self.picker = Picker(config, self.engines, self.room, admission, self.office)
         self.pipeline = Pipeline(
-            config, self.engines, admission, prompts, self.placement, self._ended, self.cascade
+            config,
+            self.engines,
+            admission,
+            prompts,
+            self.placement,
+            self._ended,
+            self.cascade,
+            self.office,
         )
         self._watch()
 
@@ -56,11 +68,13 @@ class RouterService:
         await self.tenants.start()
 
     async def start(self) -> None:
+        self.picker.start()
         await self.engines.start()
 
     async def close(self) -> None:
         if self.cascade:
             await self.cascade.close()
+        await self.picker.close()
         await self.engines.close()
         await self.tenants.close()
         await self.tls.close()
@@ -105,6 +119,7 @@ class RouterService:
                 "safety_reserve": self.config.memory.safety_reserve,
             },
             "decisions": self.stats.counts(),
+            "picks": self.picker.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
             "latest": self.stats.latest(),
             **self.tenants.snapshot(),
@@ -138,6 +153,14 @@ class RouterService:
     def _watch(self) -> None:
         all_engines, watch = self.engines.all, self.metrics.watch
         watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
+        watch("open_picks", "Tickets given whose request has not ended", lambda: self.picker.open)
+        for how, what in (
+            ("placed", "Requests that Pick placed"),
+            ("refused", "Requests that Pick refused"),
+            ("expired", "Tickets that expired without a report of their request's end"),
+        ):
+            read = functools.partial(self.picker.counts.__getitem__, how)
+            self.metrics.count(f"picks_{how}", what, read)
         watch("queue_requests", "Requests waiting for memory", lambda: len(self.room))
         watch("prefill_requests", "Requests in the prefill window", lambda: len(self.window))
         self.metrics.count(

@@ -20,8 +20,10 @@ from ullage_router.cascade.runner import Cascade
 from ullage_router.cascade.traits import estimated_tokens
 from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
+from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.flow import Source, flow_of, paced
+from ullage_router.pick.tickets import TicketOffice
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
@@ -119,6 +121,7 @@ class Pipeline:
         placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
         cascade: other services that may answer instead.
+        office: signs what is sent to engines, where they want that.
 
     coalescer, replacer: share and replace requests; each counts what it did.
     """
@@ -132,6 +135,7 @@ class Pipeline:
         placement: Placement,
         on_end: Callable[[Record], None],
         cascade: Cascade | None = None,
+        office: TicketOffice | None = None,
     ) -> None:
         self._config = config
         self._engines = engines
@@ -143,6 +147,7 @@ class Pipeline:
         self.replacer = Replacer(config.routing.replace.enabled)
         self._cascade = cascade
         self._flow = flow_of(config.streaming)
+        self._office = office
         self._inflight = 0
         self._is_draining = False
 
@@ -281,6 +286,14 @@ class Pipeline:
             return False
         return not errors.is_engine_fault(error) or self._placement.may_retry()
 
+    def _proof(
+        self, engine: Engine, request: inference_pb2.GenerateRequest
+    ) -> tuple[tuple[str, str], ...]:
+        """A ticket, where engines take nothing without one."""
+        if self._office is None or not self._office.is_required:
+            return ()
+        return (self._office.proof(engine.id, request),)
+
     async def _send(self, call: Call, grant: Grant) -> Generation:
         """Sends the request and waits for its first token.
 
@@ -289,7 +302,8 @@ class Pipeline:
         """
         engine, request = grant.engine, engine_request(call, grant)
         flow = paced(self._flow, call.visit.rules.tokens_per_second)
-        stream = engine.generate(request, max(0.001, call.remaining_s), call.metadata, flow)
+        metadata = (*call.metadata, *self._proof(engine, request))
+        stream = engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
         try:
             async with engine.waits.guard():
                 accepted = await _expect(stream)

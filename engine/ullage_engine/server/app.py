@@ -23,6 +23,7 @@ from ullage_engine.config import EngineConfig
 from ullage_engine.detokenizer import TokenBytes, UnsupportedDecoder
 from ullage_engine.server.admin import AdminService
 from ullage_engine.server.board import Board
+from ullage_engine.server.gate import Gate
 from ullage_engine.server.headroom import HeadroomService
 from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.journal import Journal
@@ -35,6 +36,7 @@ from ullage_engine.weights.errors import WeightsError
 from ullage_engine.weights.source import resolve_source
 from ullage_rpc.channels import bind, new_server
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
+from ullage_rpc.config import ConfigError
 from ullage_rpc.errors import ServiceError
 from ullage_rpc.health import Health
 from ullage_rpc.heap import give_back_heap
@@ -82,8 +84,9 @@ class EngineApp:
             metrics=self._metrics,
             policy=policy,
         )
+        self._gate = _gate(config)
         self._inference = InferenceService(
-            config, self._board, self._journal, self._supervisor, self._metrics
+            config, self._board, self._journal, self._supervisor, self._metrics, self._gate
         )
         self.port = 0
         """Of gRPC, once `run` has bound it."""
@@ -159,10 +162,12 @@ class EngineApp:
                 port = server.grpc_port
                 self.port = _bind("grpc_port", grpc_server, server.host, port, credentials)
                 await grpc_server.start()
+                self._gate.start()
                 log.info("listening", extra={"host": server.host, "grpc_port": self.port})
                 self.listening.set()
                 yield
         finally:
+            await self._gate.close()
             await grpc_server.stop(grace=_LAST_MESSAGES_S)
             await asyncio.to_thread(stop_metrics)
 
@@ -242,6 +247,13 @@ class EngineApp:
             await self._health.set_ready(self._board.serving and not self._board.draining)
             await self._health.set_live(self._board.live)
             await self._board.changed(within_s=60.0)
+
+
+def _gate(config: EngineConfig) -> Gate:
+    try:
+        return Gate(config.tickets, config.server.engine_id)
+    except ConfigError as error:
+        raise AppError(str(error)) from error
 
 
 def _load_language(source: str) -> Language:

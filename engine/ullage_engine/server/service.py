@@ -16,6 +16,7 @@ from ullage_engine.memory import predictor
 from ullage_engine.server import answers
 from ullage_engine.server.board import Board
 from ullage_engine.server.degrade import degrade
+from ullage_engine.server.gate import Gate
 from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
 from ullage_engine.server.journal import Finish, Journal, Reason, Update
@@ -60,12 +61,14 @@ class InferenceService(rpc.InferenceServiceServicer):
         journal: Journal,
         supervisor: Supervisor,
         metrics: EngineMetrics,
+        gate: Gate,
     ) -> None:
         self._config = config
         self._board = board
         self._journal = journal
         self._supervisor = supervisor
         self._metrics = metrics
+        self._gate = gate
         self._keys = itertools.count(1)
         self._grammars = GrammarCheck()
         self._language: Language | None = None
@@ -85,6 +88,7 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:
+            self._gate.admit(request, context.invocation_metadata())
             language = self._accepting()
             job = await self._job(request, language)
         except ServiceError as error:

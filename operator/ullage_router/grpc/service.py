@@ -10,7 +10,8 @@ import grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.answer import Answer, Call
 from ullage_router.cascade.peer import PATH_KEY
-from ullage_router.errors import retry_after_s
+from ullage_router.errors import draining, retry_after_s
+from ullage_router.pick.picker import Picker
 from ullage_router.replace import HEADER
 from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
@@ -27,16 +28,20 @@ Response = inference_pb2.GenerateResponse
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate and GetModel.
+    """Generate, Pick and GetModel.
 
     Args:
         pipeline: serves requests.
         tenants: who may send them.
+        picker: places those that clients send to engines themselves.
         timeout_s: time limit of a request; a client's own deadline may be sooner.
     """
 
-    def __init__(self, pipeline: Pipeline, tenants: Tenants, timeout_s: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, tenants: Tenants, picker: Picker, timeout_s: float
+    ) -> None:
         self._pipeline = pipeline
+        self._picker = picker
         self._tenants = tenants
         self._timeout_s = timeout_s
 
@@ -63,6 +68,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except ServiceError as error:
             error.retry_after_s = retry_after_s(error)
             error.metadata |= record.explanation
+            await abort(context, error)
+
+    async def Pick(
+        self, request: inference_pb2.PickRequest, context: Context
+    ) -> inference_pb2.PickResponse:
+        authorization = _text(context).get("authorization")
+        try:
+            if self._pipeline.is_draining:
+                raise draining()
+            visit = self._tenants.visit(authorization)
+            if not visit.tenant:
+                return self._picker.pick(request, lambda: None)
+            return self._picker.pick(request, lambda: self._tenants.visit(authorization))
+        except ServiceError as error:
+            error.retry_after_s = retry_after_s(error)
             await abort(context, error)
 
     async def GetModel(

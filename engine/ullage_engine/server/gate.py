@@ -1,0 +1,134 @@
+"""Who may send requests to this engine: holders of a router's ticket, each once."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_engine.config import TicketsSection
+from ullage_rpc.errors import ServiceError
+from ullage_rpc.ticket_keys import TicketKeys
+from ullage_rpc.tickets import CLOCK_SKEW_S, TICKET_KEY, Claims, TicketError, engine_tag, verify
+
+MAX_TAKEN = 200_000
+"""Tickets remembered until they expire."""
+
+
+class Gate:
+    """Checks tickets.
+
+    Args:
+        section: None lets everybody in and looks at no ticket.
+        engine_id: tickets name the engine they are for.
+        clock: Unix time, seconds.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+
+    def __init__(
+        self,
+        section: TicketsSection | None,
+        engine_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = TicketKeys(Path(section.keys_dir)) if section else None
+        self._is_required = bool(section and section.required)
+        self._tag = engine_tag(engine_id)
+        self._clock = clock
+        self._taken: dict[int, float] = {}
+        """When each ticket that was taken expires, in the order of taking."""
+
+    def start(self) -> None:
+        if self._keys:
+            self._keys.start()
+
+    async def close(self) -> None:
+        if self._keys:
+            await self._keys.close()
+
+    @property
+    def num_taken(self) -> int:
+        """Tickets that were taken and are remembered."""
+        return len(self._taken)
+
+    def admit(
+        self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
+    ) -> None:
+        """Takes the request's ticket, if it has one, and holds the request to it.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
+        """
+        if self._keys is None:
+            return
+        ticket = dict(metadata or ()).get(TICKET_KEY)
+        if ticket is not None:
+            self._take(request, ticket if isinstance(ticket, str) else ticket.decode("latin-1"))
+        elif self._is_required:
+            raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
+
+    def _take(self, request: pb.GenerateRequest, ticket: str) -> None:
+        assert self._keys
+        now = self._clock()
+        try:
+            claims = verify(ticket, self._keys.all, self._tag, now)
+        except TicketError as error:
+            raise _refused(error.reason, str(error)) from error
+        self._forget(now)
+        if claims.id in self._taken:
+            raise _refused("TICKET_USED", "the ticket was used; pick again")
+        if len(self._taken) >= MAX_TAKEN:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_TICKETS",
+                f"{MAX_TAKEN} tickets were taken and have not expired yet; come back",
+                retry_after_s=1.0,
+            )
+        self._taken[claims.id] = claims.expires_ms / 1000 + CLOCK_SKEW_S
+        _hold(request, claims)
+
+    def _forget(self, now: float) -> None:
+        """Drops expired tickets; one behind a longer-lived one waits for that."""
+        while self._taken:
+            first = next(iter(self._taken))
+            if self._taken[first] >= now:
+                return
+            del self._taken[first]
+
+
+def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
+    """The request may not be larger than what was priced; what it leaves open the ticket says.
+
+    Raises:
+        ServiceError: PERMISSION_DENIED.
+    """
+    if request.WhichOneof("input") != "token_ids":
+        raise _over("the input", "text", "token ids")
+    samples = request.samples
+    asked = {
+        "prompt": (len(request.token_ids.ids), claims.prompt_tokens),
+        "max_tokens": (request.stop.max_tokens, claims.max_tokens),
+        "answers": (max(1, samples.n, samples.best_of, samples.beam.width), claims.samples),
+    }
+    for name, (value, most) in asked.items():
+        if value > most:
+            raise _over(name, str(value), f"at most {most}")
+    if not request.stop.HasField("max_tokens"):
+        request.stop.max_tokens = claims.max_tokens
+    request.priority = claims.priority
+
+
+def _over(field: str, value: str, wanted: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.PERMISSION_DENIED,
+        "TICKET_BUDGET",
+        f"{field} is {value} and the ticket is for {wanted}; pick what is sent",
+        metadata={"field": field},
+    )
+
+
+def _refused(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)

@@ -1,0 +1,1 @@
+"""Placing requests that clients send straight to engines."""

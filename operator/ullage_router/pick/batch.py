@@ -1,0 +1,178 @@
+"""Many decisions over one look at the engines: pure, and quick where a request simply fits.
+
+A request that fits the first pool as it is gets what `decide` would say, without its ladder; for
+every other one `decide` is asked. What a batch has placed already counts for the rest of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ullage_router.config import LARGE_POOL
+from ullage_router.decide import Refuse, Run, ShrinkContext, decide, min_output
+from ullage_router.predict import predict
+from ullage_router.views import EngineView, Facts, Policy, Standing
+
+WAIT_RETRY_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as its client priced it."""
+
+    prompt_tokens: int
+    max_tokens: int
+    """Most output tokens of each answer; 0: the service's limit."""
+    samples: int = 1
+    preferred: str = ""
+    """Address of the engine that has its beginning in its caches."""
+    refused_by: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One engine, with what the batch put on it."""
+
+    view: EngineView
+    longest: int
+    """Tokens of the longest sequence it can ever hold."""
+    available: int
+    load: int
+    backlog_tokens: int
+
+    def now(self) -> EngineView:
+        return replace(
+            self.view,
+            available=self.available,
+            load=self.load,
+            backlog_tokens=self.backlog_tokens,
+        )
+
+
+class Batch:
+    """Decides requests one after another.
+
+    Args:
+        views: the engines at this moment.
+        policy: the ladder's.
+        ahead: bytes that others wait for, by pool.
+        max_output_tokens: the service's limit.
+        patience_s: time that each whole answer has.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[EngineView],
+        policy: Policy,
+        ahead: Mapping[str, int],
+        max_output_tokens: int,
+        patience_s: float,
+    ) -> None:
+        self._policy = policy
+        self._ahead = ahead
+        self._max_output_tokens = max_output_tokens
+        self._patience_s = patience_s
+        self._seats = {view.id: _seat(view) for view in views}
+        self._has_large = any(view.pool == LARGE_POOL for view in views)
+        self._home = self._find_home()
+
+    def decide(self, ask: Ask, draw: int) -> Run | Refuse:
+        """Places the request, or says why it cannot run now as it is."""
+        most = min(ask.max_tokens or self._max_output_tokens, self._max_output_tokens)
+        run = self._quick(ask, most, draw) or self._slow(ask, most, draw)
+        if isinstance(run, Run):
+            seat = self._seats[run.engine]
+            seat.available -= run.demand.total
+            seat.load += 1
+            seat.backlog_tokens += ask.prompt_tokens
+        return run
+
+    def _find_home(self) -> list[_Seat]:
+        """Engines that a request which simply fits may take, by name."""
+        first = self._policy.pools[0]
+        if first in self._ahead:
+            return []
+        usable = (
+            seat
+            for seat in self._seats.values()
+            if seat.view.pool == first and seat.view.standing is Standing.USABLE
+        )
+        return sorted(usable, key=lambda seat: seat.view.id)
+
+    def _quick(self, ask: Ask, most: int, draw: int) -> Run | None:
+        home = self._home
+        if not home or ask.refused_by or ask.samples != 1:
+            return None
+        fits = [seat for seat in _pair(home, draw) if self._fits(seat, ask, most)]
+        if not fits:
+            return None
+        drawn = max(fits, key=_merit)
+        if ask.preferred and (seat := self._seats.get(ask.preferred)) in home:
+            is_idle = seat.load <= drawn.load + self._policy.max_extra_load
+            drawn = seat if is_idle and self._fits(seat, ask, most) else drawn
+        view = drawn.view
+        demand = predict(view.profile, ask.prompt_tokens, most, view.expected_output)
+        return Run("accept", "FITS", view.pool, view.id, most, demand, "accept")
+
+    def _fits(self, seat: _Seat, ask: Ask, most: int) -> bool:
+        view, prompt = seat.view, ask.prompt_tokens
+        if prompt + most > seat.longest:
+            return False
+        size = predict(view.profile, prompt, most, view.expected_output).total
+        if self._has_large and (
+            prompt > self._policy.large_request_tokens or size > self._policy.large_request_kv
+        ):
+            return False
+        if size > seat.available:
+            return False
+        has_backlog = seat.backlog_tokens and view.prefill_speed
+        return not has_backlog or seat.now().is_in_time(prompt, self._patience_s)
+
+    def _slow(self, ask: Ask, most: int, draw: int) -> Run | Refuse:
+        asked = most if ask.max_tokens else None
+        facts = Facts(
+            prompt_tokens=ask.prompt_tokens,
+            max_tokens=most,
+            min_tokens=min_output(asked, most, self._policy.rungs.shrink_output),
+            samples=ask.samples,
+            ahead=self._ahead,
+            refused_by=ask.refused_by,
+            patience_s=self._patience_s,
+            preferred=ask.preferred,
+            draw=draw,
+        )
+        decision = decide(facts, [seat.now() for seat in self._seats.values()], self._policy)
+        match decision:
+            case Run(action="shrink"):
+                return _left_to_generate(decision.reason, "a shorter answer")
+            case Run() | Refuse():
+                return decision
+            case ShrinkContext():
+                return _left_to_generate(decision.reason, "a shorter prompt")
+            case _:
+                return _left_to_generate(decision.reason, "waiting for memory")
+
+
+def _seat(view: EngineView) -> _Seat:
+    return _Seat(view, view.longest(0, 1), view.available, view.load, view.backlog_tokens)
+
+
+def _pair(home: list[_Seat], draw: int) -> tuple[_Seat, ...]:
+    """Two engines, drawn."""
+    if len(home) == 1:
+        return (home[0],)
+    first = draw % len(home)
+    second = (first + 1 + draw // len(home) % (len(home) - 1)) % len(home)
+    return home[first], home[second]
+
+
+def _merit(seat: _Seat) -> tuple[float, int, str]:
+    return (seat.available * seat.view.health, -seat.load, seat.view.id)
+
+
+def _left_to_generate(reason: str, what: str) -> Refuse:
+    return Refuse(
+        "busy",
+        reason,
+        f"the request needs {what}; send it to the router with Generate, which does that",
+        retry_after_s=WAIT_RETRY_S,
+    )

@@ -1,0 +1,75 @@
+"""The router's side of tickets: signing them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import SystemRandom
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.config import TicketsSection
+from ullage_rpc.ticket_keys import TicketKeys
+from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag, sign
+
+MAX_TAGS = 10_000
+"""Engines' names come and go with their pods."""
+
+_draw = SystemRandom().getrandbits
+
+
+def new_ids() -> Iterator[int]:
+    """64 random bits each, never 0: nobody guesses another's."""
+    while True:
+        if number := _draw(64):
+            yield number
+
+
+class TicketOffice:
+    """Signs tickets.
+
+    Args:
+        section: where the keys are and how long a ticket lasts.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+
+    def __init__(self, section: TicketsSection) -> None:
+        self.ttl_s = section.ttl
+        self.is_required = section.required
+        """Engines take nothing without a ticket."""
+        self.keys = TicketKeys(Path(section.keys_dir))
+        self.ids = new_ids()
+        self._tags: dict[str, bytes] = {}
+
+    def sign(
+        self,
+        number: int,
+        engine_id: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        samples: int = 1,
+        priority: int = 0,
+    ) -> str:
+        """Leave for one request of at most this size to this engine."""
+        expires_ms = int((time.time() + self.ttl_s) * 1000)
+        tag = self._tags.get(engine_id) or self._tag(engine_id)
+        claims = Claims(number, expires_ms, tag, prompt_tokens, max_tokens, samples, priority)
+        return sign(claims, self.keys.signing)
+
+    def proof(self, engine_id: str, request: inference_pb2.GenerateRequest) -> tuple[str, str]:
+        """Metadata with a ticket for just this request, in token ids and with its limit."""
+        samples = request.samples
+        return TICKET_KEY, self.sign(
+            next(self.ids),
+            engine_id,
+            len(request.token_ids.ids),
+            request.stop.max_tokens,
+            samples=max(1, samples.n, samples.best_of, samples.beam.width),
+            priority=request.priority,
+        )
+
+    def _tag(self, engine_id: str) -> bytes:
+        if len(self._tags) >= MAX_TAGS:
+            self._tags.clear()
+        return self._tags.setdefault(engine_id, engine_tag(engine_id))

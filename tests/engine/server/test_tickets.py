@@ -1,0 +1,143 @@
+"""Tickets at an engine: one request each, of its size, in time; none where they are off."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_engine.config import EngineConfig, TicketsSection
+from ullage_engine.server.gate import MAX_TAKEN, Gate
+from ullage_rpc.config import ConfigError
+from ullage_rpc.errors import ServiceError, from_rpc_error
+from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag, sign
+
+KEY = b"k" * 32
+NOW_S = 1_000_000.0
+Metadata = tuple[tuple[str, str], ...]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    (tmp_path / "key").write_bytes(KEY)
+    return tmp_path
+
+
+@pytest.fixture
+def make_gate(keys: Path) -> Callable[..., Gate]:
+    def make(now: list[float] | None = None, required: bool = False) -> Gate:
+        section = TicketsSection(keys_dir=str(keys), required=required)
+        times = now if now is not None else [NOW_S]
+        return Gate(section, "engine-0", lambda: times[0])
+
+    return make
+
+
+def ticket(number: int = 1, key: bytes = KEY, engine: str = "engine-0", **more: Any) -> Metadata:
+    fields = {"expires_ms": int(NOW_S * 1000) + 10_000, "prompt_tokens": 4, "max_tokens": 8}
+    claims = Claims(
+        id=number, engine=engine_tag(engine), **(fields | {"samples": 1, "priority": 5} | more)
+    )
+    return ((TICKET_KEY, sign(claims, key)),)
+
+
+def request(prompt: int = 4, **more: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(prompt)), **more)
+
+
+def refusal(gate: Gate, asked: pb.GenerateRequest, metadata: Metadata | None) -> str:
+    with pytest.raises(ServiceError) as caught:
+        gate.admit(asked, metadata)
+    return caught.value.reason
+
+
+def test_a_ticket_is_taken_once(make_gate: Callable[..., Gate]) -> None:
+    gate, asked = make_gate(), request(priority=99)
+    gate.admit(asked, ticket())
+    assert (asked.stop.max_tokens, asked.priority) == (8, 5), "the ticket says what is left open"
+    assert refusal(gate, request(), ticket()) == "TICKET_USED"
+    gate.admit(request(), ticket(2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "metadata", "reason"),
+    [
+        (request(5), ticket(), "TICKET_BUDGET"),
+        (request(stop=pb.StopConditions(max_tokens=9)), ticket(), "TICKET_BUDGET"),
+        (request(samples=pb.Samples(n=2)), ticket(), "TICKET_BUDGET"),
+        (request(samples=pb.Samples(best_of=2)), ticket(), "TICKET_BUDGET"),
+        (request(samples=pb.Samples(beam=pb.BeamSearch(width=2))), ticket(), "TICKET_BUDGET"),
+        (pb.GenerateRequest(text="x"), ticket(), "TICKET_BUDGET"),
+        (request(), ticket(key=b"o" * 32), "BAD_TICKET"),
+        (request(), ticket(engine="engine-1"), "BAD_TICKET"),
+        (request(), ticket(expires_ms=int(NOW_S * 1000) - 6000), "TICKET_EXPIRED"),
+        (request(), ((TICKET_KEY, "nonsense"),), "BAD_TICKET"),
+    ],
+)
+def test_what_is_refused(
+    make_gate: Callable[..., Gate], asked: pb.GenerateRequest, metadata: Metadata, reason: str
+) -> None:
+    for required in (False, True):
+        assert refusal(make_gate(required=required), asked, metadata) == reason
+
+
+def test_without_a_ticket(make_gate: Callable[..., Gate]) -> None:
+    make_gate().admit(request(), ())
+    assert refusal(make_gate(required=True), request(), None) == "TICKET_REQUIRED"
+    off = Gate(None, "engine-0")
+    off.admit(request(), ticket(key=b"o" * 32))
+
+
+def test_expired_tickets_are_forgotten_and_stay_refused(make_gate: Callable[..., Gate]) -> None:
+    now = [NOW_S]
+    gate = make_gate(now)
+    for number in range(1, 50):
+        gate.admit(request(), ticket(number))
+    now[0] = NOW_S + 16
+    assert refusal(gate, request(), ticket(1)) == "TICKET_EXPIRED"
+    later = int(now[0] * 1000) + 10_000
+    gate.admit(request(), ticket(99, expires_ms=later))
+    assert refusal(gate, request(), ticket(99, expires_ms=later)) == "TICKET_USED"
+    assert gate.num_taken == 1
+
+
+def test_the_memory_of_tickets_is_bounded(
+    make_gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_engine.server.gate.MAX_TAKEN", 3)
+    assert MAX_TAKEN > 3
+    gate = make_gate()
+    for number in range(3):
+        gate.admit(request(), ticket(number))
+    assert refusal(gate, request(), ticket(7)) == "TOO_MANY_TICKETS"
+
+
+def test_missing_keys_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no file"):
+        Gate(TicketsSection(keys_dir=str(tmp_path)), "engine-0")
+
+
+def test_a_served_engine_holds_requests_to_their_tickets(
+    serve: Any, config: EngineConfig, keys: Path
+) -> None:
+    async def scenario() -> None:
+        section = TicketsSection(keys_dir=str(keys), required=True)
+        changed = msgspec.structs.replace(config, tickets=section)
+        async with serve(changed, step_s=0.001) as engine:
+            soon = int(time.time() * 1000) + 10_000
+            mine = ticket(engine=config.server.engine_id, expires_ms=soon)
+            answer = [e async for e in engine.inference.Generate(request(), metadata=mine)]
+            assert answer[-1].finished.usage.completion_tokens <= 8
+            for metadata, reason in ((mine, "TICKET_USED"), ((), "TICKET_REQUIRED")):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in engine.inference.Generate(request(), metadata=metadata):
+                        pass
+                error = from_rpc_error(caught.value)
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+
+    asyncio.run(scenario())
