@@ -20,6 +20,7 @@ from ullage_rpc.channels import open_channel
 
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
+FIRST_RESOLVE_S = 2.0
 
 Dialer = Callable[[str], grpc.aio.Channel]
 
@@ -59,14 +60,16 @@ class Engines:
         self._models: dict[str, Model] = {}
         self._loading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._relist = asyncio.Event()
+        self._relist, self._resolved = asyncio.Event(), asyncio.Event()
         self._ejections = self._missed = 0
         """Of engines that are forgotten: counters never fall."""
 
     async def start(self) -> None:
-        """Resolves once and goes on in the background."""
-        await self._resolve()
+        """Looks for engines in the background; waits a moment for the first answer."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
+        with contextlib.suppress(TimeoutError):  # a silent name server must not hold up the start
+            async with asyncio.timeout(FIRST_RESOLVE_S):
+                await self._resolved.wait()
 
     async def close(self) -> None:
         if self._task:
@@ -159,15 +162,16 @@ class Engines:
 
     async def _keep_resolving(self) -> None:
         while True:
+            try:
+                await self._resolve()
+            except Exception:  # one failure must not end the search for engines
+                log.exception("cannot look for engines; trying again")
+            self._resolved.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_INTERVAL_S):
                     await self._relist.wait()
                     await asyncio.sleep(LEAST_RESOLVE_INTERVAL_S)
             self._relist.clear()
-            try:
-                await self._resolve()
-            except Exception:  # one failure must not end the search for engines
-                log.exception("cannot look for engines; trying again")
 
     async def _resolve(self) -> None:
         for pool in self._pools:

@@ -138,6 +138,28 @@ def test_a_name_that_is_gone_costs_no_engine(
     asyncio.run(scenario())
 
 
+def test_a_silent_name_server_does_not_hold_up_the_start(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = asyncio.Event()
+
+    async def scenario() -> None:
+        async with start_service() as one:
+
+            async def resolve(_: str) -> set[str]:
+                await answered.wait()
+                return {one.engine.address}
+
+            monkeypatch.setattr(engines, "resolve", resolve)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
+                assert (await service.complete()).status_code == 503
+                answered.set()
+                await service.until(lambda: service.router.service.is_ready, PATIENCE_S)
+                assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_a_loss_makes_the_router_look_for_engines(
     start_service: "StartService", monkeypatch: pytest.MonkeyPatch
 ) -> None:
