@@ -50,6 +50,12 @@ class RouterTLS:
     def num_problems(self) -> int:
         return sum(bool(c.state()["problem"]) for c in self._all().values())
 
+    @property
+    def expiry(self) -> float:
+        """Unix time at which the first certificate ends; 0 where there is none."""
+        ends = [c.material.expires.timestamp() for c in self._all().values()]
+        return min(ends, default=0.0)
+
     def snapshot(self) -> dict[str, object]:
         """The part of /stats; empty without TLS."""
         states = {name: certificates.state() for name, certificates in self._all().items()}

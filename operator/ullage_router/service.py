@@ -200,6 +200,16 @@ class RouterService:
             lambda: sum(engine.credit_bytes for engine in all_engines()),
         )
         watch(
+            "ejected_engines",
+            "Engines that get nothing because requests failed on them",
+            lambda: len(self.engines.held_back()),
+        )
+        self._count()
+        self._watch_secrets()
+
+    def _watch_secrets(self) -> None:
+        watch = self.metrics.watch
+        watch(
             "key_problems",
             "Files of tenants' keys that cannot be read, while those before stay valid",
             lambda: len(self.tenants.problems),
@@ -210,11 +220,10 @@ class RouterService:
             lambda: self.tls.num_problems,
         )
         watch(
-            "ejected_engines",
-            "Engines that get nothing because requests failed on them",
-            lambda: len(self.engines.held_back()),
+            "certificate_expiry_timestamp_seconds",
+            "When the first of the certificates ends; 0 without TLS",
+            lambda: self.tls.expiry,
         )
-        self._count()
 
     def _count(self) -> None:
         engines, placement, count = self.engines, self.placement, self.metrics.count

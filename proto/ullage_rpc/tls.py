@@ -7,8 +7,8 @@ verified, `ca.crt`: the keys of a `kubernetes.io/tls` Secret as cert-manager wri
 import asyncio
 import datetime
 import logging
+import os
 import ssl
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,11 +229,14 @@ def server_context(material: Material) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
-    """From a file of our own that holds both: the mounted ones may be swapped between two reads."""
-    with tempfile.NamedTemporaryFile(prefix="ullage-tls-") as file:  # readable by its owner alone
+    """From a file of our own: the mounted ones may be swapped between two reads of OpenSSL's.
+
+    It is one in memory, for a key must not reach a disk.
+    """
+    with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
         file.write(material.key + b"\n" + material.certificate)
         file.flush()
-        context.load_cert_chain(file.name)
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
 
 
 def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:

@@ -5,11 +5,14 @@ through inotify misses that on some file systems; a handful of `stat` calls a se
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 INTERVAL_S = 1.0
+
+log = logging.getLogger(__name__)
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 """Path, inode, time of change and size of every file."""
@@ -40,7 +43,7 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Calls `reload` after every change, for ever.
+    """Calls `reload` after every change, for ever; one that fails is tried again.
 
     Args:
         seen: the fingerprint before what is in use was read, so that no change is missed.
@@ -48,6 +51,11 @@ async def follow(
     while True:
         await asyncio.sleep(INTERVAL_S)
         found = await asyncio.to_thread(fingerprint, folders)
-        if found != seen:
-            seen = found
+        if found == seen:
+            continue
+        try:
             await reload()
+        except Exception:  # the next change must be noticed all the same
+            log.exception("changed files cannot be taken up; trying again")
+        else:
+            seen = found

@@ -193,6 +193,20 @@ def test_requests_per_minute(start_service: "StartService", keys: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_left_is_told_over_grpc(start_service: "StartService", keys: Path) -> None:
+    async def scenario() -> None:
+        async with start_service(
+            tenants=section(keys, defaults={"requests_per_minute": 9})
+        ) as service:
+            request = inference_pb2.GenerateRequest(text="Hi")
+            metadata = (("authorization", f"Bearer {ALICE}"),)
+            call = service.grpc.Generate(request, metadata=metadata)
+            assert dict(await call.initial_metadata())["x-ratelimit-remaining-requests"] == "8"
+            assert len([response async for response in call]) == 5
+
+    asyncio.run(scenario())
+
+
 def test_tokens_per_minute(start_service: "StartService", keys: Path) -> None:
     """Charged in advance as 2 + 32 expected, corrected to 2 + 3."""
 

@@ -97,6 +97,11 @@ def test_clients_over_tls(
                 assert (await http.post("/v1/completions", json=BODY)).status_code == 200
                 state = (await http.get("/stats")).json()["tls"]["router"]
                 assert state["problem"] == "" and 0 < state["expires_in_s"] <= 86_400
+                name = "ullage_router_certificate_expiry_timestamp_seconds "
+                text = (await http.get("/metrics")).text
+                [line] = [x for x in text.splitlines() if x.startswith(name)]
+                ends = datetime.datetime.fromtimestamp(float(line.split()[1]), datetime.UTC)
+                assert ends.isoformat() == state["expires"]
             async with secure(service, authority) as channel:
                 assert await generate(channel) == 5
             with pytest.raises(httpx.HTTPError):  # plaintext

@@ -63,6 +63,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         try:
             async with self._pipeline.serve(call) as generation:
+                if record.limits:
+                    await context.send_initial_metadata(tuple(record.limits.items()))
                 async for response in _responses(generation):
                     yield response
         except ServiceError as error:
