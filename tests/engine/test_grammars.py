@@ -18,7 +18,8 @@ from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import EngineRequest, SamplingParams
 from ullage_engine.core.sampler import sample
 from ullage_engine.detokenizer import TokenBytes, text_of
-from ullage_engine.server.grammar import compile_error, grammar_text
+from ullage_engine.grammar import compile_error
+from ullage_engine.server.grammar import grammar_text
 from ullage_engine.tokenizer import ModelTokenizer
 
 PROMPT = [7, 8, 9]

@@ -6,6 +6,7 @@ that was preempted, or resumed by another worker, goes on as if nothing had happ
 """
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +17,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ullage_engine.core.plan import Chunk, StepPlan
 from ullage_engine.core.request import EngineRequest
-from ullage_engine.grammar import LIMITS
+from ullage_engine.grammar import COMPILE_STACK_BYTES, LIMITS
 from ullage_engine.tokenizer import ModelTokenizer
+from ullage_rpc.heap import give_back_heap
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -78,6 +80,9 @@ class Grammars:
         self._load = load
         self._vocabulary: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        usual = threading.stack_size(COMPILE_STACK_BYTES)
+        self._thread.submit(int).result()  # starts the thread, whose stack cannot grow later
+        threading.stack_size(usual)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._open: dict[str, _Progress] = {}
 
@@ -119,6 +124,7 @@ class Grammars:
     def _make(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
             self._vocabulary = self._load()
+            give_back_heap()  # the tokenizer that it was made of
             log.info("grammars can be followed")
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():

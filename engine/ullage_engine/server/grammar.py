@@ -6,15 +6,16 @@ path in it.
 
 import asyncio
 import json
+import sys
+from asyncio.subprocess import PIPE
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_engine.grammar import LIMITS
+from ullage_engine.grammar import compile_error
 from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 64
 """Verdicts remembered, of at most 64 KiB of text each."""
-_MOST_SECONDS = 10.0
-"""To compile one grammar; fuel ends it long before on any machine that keeps up."""
+_MOST_AT_ONCE = 2
+_MOST_SECONDS = 20.0
+"""To compile one grammar; its processor time is bounded by less."""
+_TOO_MUCH = "it takes too much time or memory to compile"
 _MOST_SUBSCHEMAS = 256
 """Looked at to find the one that is at fault."""
 
@@ -44,10 +47,10 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class GrammarCheck:
-    """Compiles grammars for their errors, one at a time and off the event loop."""
+    """Compiles grammars for their errors, in processes that may die of them."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
@@ -61,19 +64,15 @@ class GrammarCheck:
         field, text = grammar_text(request.grammar)
         error = await self._error(text)
         if error:
-            place = _place(request.grammar, error)
+            place = "" if error == _TOO_MUCH else await _place(request.grammar, error)
             raise _wrong(field + place, error)
         return text
 
     async def _error(self, text: str) -> str:
         found = self._verdicts.get(text)
         if found is None:
-            loop = asyncio.get_running_loop()
-            compiling = loop.run_in_executor(self._thread, compile_error, text)
-            try:
-                found = await asyncio.wait_for(asyncio.shield(compiling), _MOST_SECONDS)
-            except TimeoutError:
-                return f"it takes more than {_MOST_SECONDS:g} s to compile"
+            async with self._turns:
+                found = await _compile(text)
             self._verdicts[text] = found
             if len(self._verdicts) > _MOST_KEPT:
                 self._verdicts.popitem(last=False)
@@ -81,10 +80,22 @@ class GrammarCheck:
         return found
 
 
-def compile_error(text: str) -> str:
-    """Why a grammar in llguidance's form cannot be compiled; empty if it can."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
-    return " ".join(messages[0].split())[:300] if is_error else ""
+async def _compile(text: str) -> str:
+    """Why a grammar cannot be compiled; empty if it can."""
+    command = [sys.executable, "-m", "ullage_engine.grammar"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_MOST_SECONDS):
+            told, _ = await process.communicate(text.encode())
+    except TimeoutError:
+        return _TOO_MUCH
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return _TOO_MUCH if process.returncode else told.decode()
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
@@ -156,14 +167,17 @@ def _depth(value: object) -> int:
     return depth
 
 
-def _place(grammar: pb.Grammar, error: str) -> str:
+async def _place(grammar: pb.Grammar, error: str) -> str:
     """Where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or not known.
 
     The deepest part that by itself has the same error.
     """
     if not grammar.HasField("json_schema"):
         return ""
-    schema = json.loads(grammar.json_schema)
+    return await asyncio.to_thread(_place_in, json.loads(grammar.json_schema), error)
+
+
+def _place_in(schema: dict[str, object], error: str) -> str:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for _, (path, part) in zip(range(_MOST_SUBSCHEMAS), _parts(schema), strict=False):
         try:

@@ -113,6 +113,26 @@ def test_a_request_that_the_worker_faults_is_told_so(serve: Serve, fake: ModuleT
     asyncio.run(scenario())
 
 
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1700)}
+DEADLY: list[dict[str, str]] = [
+    schema({"$defs": CHAIN | {"d1700": {"type": "null"}}, "$ref": "#/$defs/d0"}),
+    {"lark": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'},
+    schema({"type": "integer", "allOf": [{"multipleOf": 1997}, {"multipleOf": 1993}]}),
+]
+
+
+def test_a_grammar_that_kills_whoever_compiles_it_kills_no_server(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as engine:
+            for deadly in DEADLY:
+                error = await error_of(engine, ask(grammar=deadly))
+                assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+                assert "too much" in error.message
+            assert (await engine.generate(ask(grammar={"regex": "a"}))).finished
+
+    asyncio.run(scenario())
+
+
 def test_a_costly_grammar_holds_up_no_other_call(serve: Serve) -> None:
     costly = schema(
         {"properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(1200)}}
