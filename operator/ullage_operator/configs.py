@@ -12,7 +12,7 @@ import yaml
 
 from ullage_operator import naming
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service, Tenants
+from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service, Tenants, Tickets
 
 
 def engine_config(
@@ -33,6 +33,7 @@ def engine_config(
         "batching": plain(spec.batching),
         "limits": plain(spec.limits),
         "degrade": plain(spec.degrade),
+        **engine_tickets(spec.tickets),
         "server": {
             "pool": pool_name,
             "host": "0.0.0.0",
@@ -77,8 +78,22 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
         **tls_config(service),
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         **cascade_config(service),
+        **router_tickets(spec.tickets),
         "log_level": settings.log_level,
     }
+
+
+def router_tickets(tickets: Tickets | None) -> dict[str, Any]:
+    if tickets is None:
+        return {}
+    made = {"keys_dir": naming.TICKETS_DIR, "ttl": float(tickets.ttl)}
+    return {"tickets": made | {"required": tickets.required}}
+
+
+def engine_tickets(tickets: Tickets | None) -> dict[str, Any]:
+    if tickets is None:
+        return {}
+    return {"tickets": {"keys_dir": naming.TICKETS_DIR, "required": tickets.required}}
 
 
 def tls_config(service: Service) -> dict[str, Any]:

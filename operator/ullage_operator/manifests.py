@@ -49,7 +49,9 @@ def engine_objects(service: Service) -> list[Manifest]:
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
-    asking = {"from": [routers], "ports": [policy_port(naming.GRPC_PORT)]}
+    tickets = service.spec.tickets
+    clients = [{"podSelector": {}}] if tickets and tickets.required else []
+    asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     policy = {"ingress": [asking, from_anywhere(naming.METRICS_PORT)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]

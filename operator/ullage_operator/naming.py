@@ -22,6 +22,7 @@ PROBE_PORT = 8081
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
 KEYS_DIR = "/etc/ullage-keys"
+TICKETS_DIR = "/etc/ullage-tickets"
 TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"

@@ -31,12 +31,19 @@ def router_secrets(service: Service) -> list[MountedSecret]:
     if tls.engines:
         name = tls.engines.router_secret_name or tls.engines.secret_name
         found.append(MountedSecret("engine-tls", name, naming.ENGINE_TLS_DIR))
-    return found
+    return [*found, *ticket_secrets(service)]
 
 
 def engine_secrets(service: Service) -> list[MountedSecret]:
     tls = service.spec.tls.engines
-    return [MountedSecret("tls", tls.secret_name, naming.ENGINE_TLS_DIR)] if tls else []
+    found = [MountedSecret("tls", tls.secret_name, naming.ENGINE_TLS_DIR)] if tls else []
+    return [*found, *ticket_secrets(service)]
+
+
+def ticket_secrets(service: Service) -> list[MountedSecret]:
+    """What routers sign with and engines verify by."""
+    tickets = service.spec.tickets
+    return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
 
 def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:

@@ -320,6 +320,12 @@ class TLS(Section, frozen=True, kw_only=True):
     engines: EngineTLS | None = None
 
 
+class Tickets(Section, frozen=True, kw_only=True):
+    secret_name: str
+    ttl: Seconds
+    required: bool
+
+
 class SLO(Section, frozen=True, kw_only=True):
     ttft_p95: Seconds
     e2e_p95: Seconds
@@ -341,6 +347,7 @@ class Spec(Section, frozen=True, kw_only=True):
     limits: Limits
     degrade: Degrade
     tenants: Tenants | None = None
+    tickets: Tickets | None = None
     tls: TLS = TLS()
     slo: SLO
 
