@@ -122,6 +122,8 @@ class Picks:
             if self._accepted or self._ended:
                 await self._call()
         _leave(self._wishes)
+        while self._accepted or self._ended:
+            await self._call()
 
     async def _quiet(self) -> None:
         """Waits a moment for a wish that the reports can go with."""
