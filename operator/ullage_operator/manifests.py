@@ -50,7 +50,7 @@ def engine_objects(service: Service) -> list[Manifest]:
     match = naming.selector(service.name, naming.ENGINE)
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
     tickets = service.spec.tickets
-    clients = [{"podSelector": {}}] if tickets and tickets.required else []
+    clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     policy = {"ingress": [asking, from_anywhere(naming.METRICS_PORT)]}
     build = Builder(service, naming.ENGINE)
