@@ -57,6 +57,17 @@ class Metrics:
             ["step"],
             registry=self.registry,
         )
+        self._compressions = Counter(
+            "ullage_router_compressions",
+            "Long conversations by how their oldest turns were summed up; refused: facts were lost",
+            ["method"],
+            registry=self.registry,
+        )
+        self._saved_tokens = Counter(
+            "ullage_router_compression_saved_tokens",
+            "Prompt tokens that summaries saved",
+            registry=self.registry,
+        )
         self._ttft = self._histogram("ttft", "From arrival to the first token")
         self._e2e = self._histogram("e2e", "From arrival to the last token")
         self._queue_wait = self._histogram(
@@ -90,6 +101,11 @@ class Metrics:
         if attempt.confidence is not None:
             self._confidence.labels(attempt.step).observe(attempt.confidence)
         self._discarded.labels(attempt.step).inc(attempt.discarded_tokens)
+
+    def condensed(self, method: str, saved_tokens: int) -> None:
+        """A long conversation was summed up, or that was refused."""
+        self._compressions.labels(method).inc()
+        self._saved_tokens.inc(saved_tokens)
 
     def ended(self, record: Record) -> None:
         """A request got its last word."""

@@ -7,7 +7,8 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router import validate
 from ullage_router.cleanse import Rules, cleanse_turns
 from ullage_router.compress import droppable
-from ullage_router.config import PromptsSection
+from ullage_router.condense import Condenser
+from ullage_router.config import CleanseSection
 from ullage_router.engines import Engines
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_router.tools.use import ToolUse, tool_use
@@ -54,16 +55,21 @@ class Prompts:
     """Tokenises requests.
 
     Args:
-        section: what is done to conversations.
+        section: what is taken out of conversations.
+        condenser: sums up long ones.
         engines: tell the longest context.
         threads: where long texts are tokenised.
     """
 
     def __init__(
-        self, section: PromptsSection, engines: Engines, threads: TokenizerThreads
+        self,
+        section: CleanseSection,
+        condenser: Condenser,
+        engines: Engines,
+        threads: TokenizerThreads,
     ) -> None:
-        cleanse = section.cleanse
-        self._rules = Rules(cleanse.whitespace, cleanse.zero_width, cleanse.html)
+        self._rules = Rules(section.whitespace, section.zero_width, section.html)
+        self._condenser = condenser
         self._engines = engines
         self._threads = threads
 
@@ -99,6 +105,10 @@ class Prompts:
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
+        context = self._engines.max_model_len
+        if made := await self._condenser.condense(turns, len(ids), context, prompt.render):
+            turns, ids = made.turns, made.token_ids
+            degraded += (f"compressed_turns={made.num_turns}",)
         return replace(prompt, token_ids=ids, turns=turns, degraded=degraded)
 
     async def _cleansed(

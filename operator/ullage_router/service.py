@@ -9,6 +9,7 @@ from ullage_router.breaker import Breaker
 from ullage_router.cascade.plan import Load
 from ullage_router.cascade.runner import Cascade
 from ullage_router.certificates import RouterTLS
+from ullage_router.condense import Condenser
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
@@ -22,6 +23,7 @@ from ullage_router.stats import Record, Stats, route_of
 from ullage_router.stream import Pipeline
 from ullage_router.tenants import ANONYMOUS, Tenants
 from ullage_router.tokenize import TokenizerThreads
+from ullage_router.writer import Writer
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,10 @@ class RouterService:
         )
         self.placement = Placement(placement, self.engines)
         self._threads = TokenizerThreads()
-        prompts = Prompts(config.prompts, self.engines, self._threads)
+        compress = config.prompts.compress
+        writer = Writer(lambda: self.pipeline, compress.timeout)
+        self.condenser = Condenser(compress, self._threads, writer.write, self.metrics.condensed)
+        prompts = Prompts(config.prompts.cleanse, self.condenser, self.engines, self._threads)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         admission = Admission(config, self.engines, self.room, self._threads, self.placement)
         self.cascade = (
@@ -104,6 +109,7 @@ class RouterService:
                 "max_prompt_bytes": queue.max_prompt_bytes,
                 "timeout": queue.timeout,
             },
+            "compression": self.condenser.as_json(),
             "placement": self.placement.as_json(),
             "prefill": {
                 "waiting": len(self.window),

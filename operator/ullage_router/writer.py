@@ -1,0 +1,57 @@
+"""Has the served model write a summary: a request of the router's own through its pipeline."""
+
+import uuid
+from collections.abc import Callable
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.answer import Call
+from ullage_router.stats import Record
+from ullage_router.stream import Pipeline
+from ullage_router.tokenize import PromptError
+from ullage_rpc.errors import ServiceError
+
+INSTRUCTION = (
+    "Sum up the conversation below as briefly as you can. Keep every name, number, date, address "
+    "and piece of code exactly as it is written. Write the summary and nothing else.\n\n"
+)
+
+
+class Writer:
+    """Asks an engine.
+
+    Args:
+        pipeline: serves the request; called for when there is something to ask, since the pipeline
+            itself needs who asks.
+        timeout_s: for the whole answer.
+    """
+
+    def __init__(self, pipeline: Callable[[], Pipeline], timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_s = timeout_s
+
+    async def write(self, text: str, max_tokens: int) -> str:
+        """The model's summary; empty when no engine serves it or it has no end."""
+        pipeline = self._pipeline()
+        try:
+            prompt = pipeline.model("").render([{"role": "user", "content": INSTRUCTION + text}])
+            return await self._answer(pipeline, self._call(prompt, max_tokens))
+        except (ServiceError, PromptError):
+            return ""
+
+    def _call(self, prompt: list[int], max_tokens: int) -> Call:
+        # Token ids are never condensed themselves, so this ends.
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            sampling=inference_pb2.SamplingParams(temperature=0),
+            stop=inference_pb2.StopConditions(max_tokens=max_tokens),
+        )
+        return Call(request, Record(f"summary-{uuid.uuid4().hex}"), self._timeout_s)
+
+    async def _answer(self, pipeline: Pipeline, call: Call) -> str:
+        parts, reason = [], inference_pb2.FINISH_REASON_UNSPECIFIED
+        async with pipeline.serve(call) as answer:
+            async for event in answer.events():
+                parts.append(event.delta.text)
+                if event.HasField("finished"):
+                    reason = event.finished.reason
+        return "".join(parts).strip() if reason == inference_pb2.FINISH_REASON_STOP else ""
