@@ -77,7 +77,7 @@ class _Level:
             flow = self._flows[entry.tenant] = _Flow(self._now, entry.number)
         if not flow.entries:
             self._idle.discard((flow.tag, entry.tenant))
-            flow.tag, flow.number = max(flow.tag, self._now), entry.number
+            flow.number = entry.number
             self._order.add((flow.tag, flow.number, entry.tenant))
         flow.entries.add((entry.deadline, entry.number, entry))
         self.size += entry.size
