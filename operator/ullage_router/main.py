@@ -5,12 +5,12 @@ import asyncio
 import importlib.metadata
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import msgspec
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -18,7 +18,10 @@ from ullage_router.config import GRPCSection, ProbesSection, RouterConfig, read_
 from ullage_router.grpc.service import InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.server import HTTPServer
+from ullage_router.listening import CannotListen, listen
+from ullage_router.processes import Place, Supervisor, config_of, watch_parent
 from ullage_router.service import RouterService
+from ullage_router.siblings import Siblings
 from ullage_rpc import logs
 from ullage_rpc.channels import bind, new_server
 from ullage_rpc.config import ConfigError
@@ -40,23 +43,28 @@ The configuration names the model, the pools and their targets:
 log = logging.getLogger(__name__)
 
 
-class CannotListen(Exception):
-    """A port is taken or not allowed; the message names it."""
-
-
 class Router:
     """A running router.
 
     http_port, grpc_port, probe_port: where it listens, also when the configuration says 0.
+
+    Args:
+        config: of the whole router.
+        place: among the processes that share its ports; None when it is the only one.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-        self.service = RouterService(config)
+    def __init__(self, config: RouterConfig, place: Place | None = None) -> None:
+        self._config = config if place is None else config_of(config, place)
+        self._place = place
+        self.service = RouterService(self._config)
+        self._siblings: Siblings | None = None
+        if place:
+            registry, folder = self.service.metrics.registry, Path(place.folder)
+            self._siblings = Siblings(registry, folder, place.index, config.processes)
         self._health = Health()
-        self._grpc = new_server()
+        self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
-        self._http = HTTPServer(App(self.service))
+        self._http = HTTPServer(App(self.service, self._siblings))
         self._readiness: asyncio.Task[None] | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self.http_port = 0
@@ -72,7 +80,8 @@ class Router:
         """
         config = self._config
         await self.service.read_secrets()
-        listener = listen(config.http.host, config.http.port)
+        is_shared = self._place is not None
+        listener = listen(config.http.host, config.http.port, is_shared)
         self.http_port = listener.getsockname()[1]
         servicer = InferenceServicer(
             self.service.pipeline,
@@ -87,7 +96,7 @@ class Router:
         credentials = tls.server_credentials() if tls else None
         self.grpc_port = _bind("grpc", self._grpc, config.grpc, credentials)
         await self._serve_probes()
-        self._stop_metrics = _start_metrics(self.service, config)
+        await self._serve_metrics()
         await self.service.start()
         await self._grpc.start()
         await self._http.start(listener, tls.server_context() if tls else None)
@@ -107,13 +116,23 @@ class Router:
         await self.service.close()
         if self._probes:
             await self._probes.stop(None)
+        if self._siblings:
+            await self._siblings.stop()
         if self._stop_metrics:
             await asyncio.to_thread(self._stop_metrics)
+
+    async def _serve_metrics(self) -> None:
+        section = self._config.metrics
+        if self._siblings:
+            listener = listen(section.host, section.port, is_shared=True, name="metrics")
+            await self._siblings.start(listener)
+        else:
+            self._stop_metrics = _start_metrics(self.service, self._config)
 
     async def _serve_probes(self) -> None:
         """Health without TLS, which the kubelet's probes do not speak."""
         if section := self._config.probes:
-            self._probes = new_server()
+            self._probes = new_server(is_shared=self._place is not None)
             self._health.attach_alone(self._probes)
             self.probe_port = _bind("probes", self._probes, section)
             await self._probes.start()
@@ -124,23 +143,17 @@ class Router:
             await asyncio.sleep(READY_INTERVAL_S)
 
 
-async def serve(config: RouterConfig) -> None:
-    """Serves until SIGINT or SIGTERM, then drains."""
+async def serve(config: RouterConfig, place: Place | None = None) -> None:
+    """Serves until SIGINT or SIGTERM, or the end of its parent, then drains."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    router = Router(config)
+    if place:
+        watch_parent(stop)
+    router = Router(config, place)
     await router.start()
     await stop.wait()
     await router.stop()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise CannotListen(f"http: {host}:{port}: {error.strerror}; choose another port") from error
 
 
 def _bind(
@@ -173,6 +186,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="router.yaml")
+    parser.add_argument("--place", help=argparse.SUPPRESS)  # told by the parent of several
     version = f"%(prog)s {importlib.metadata.version('ullage')}"
     parser.add_argument("--version", action="version", version=version)
     return parser.parse_args(argv)
@@ -183,8 +197,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
     try:
         config = read_config(options.config)
-        logs.configure(config.log_level)
-        uvloop.run(serve(config))
+        place = msgspec.json.decode(options.place, type=Place) if options.place else None
+        logs.configure(config.log_level, fields={"process": place.index} if place else {})
+        if place is None and config.processes > 1:
+            return uvloop.run(Supervisor(options.config, config).run())
+        uvloop.run(serve(config, place))
     except (ConfigError, CannotListen) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,6 @@ SERVER_OPTIONS = (
     # Without this a server answers keepalive pings more frequent than 5 minutes with GOAWAY.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -63,6 +62,11 @@ def bind(
     return server.add_secure_port(address, credentials)
 
 
-def new_server() -> grpc.aio.Server:
-    """A server with no service and no port yet; it refuses requests that it cannot read."""
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(RequestGuard(),))
+def new_server(is_shared: bool = False) -> grpc.aio.Server:
+    """A server with no service and no port yet; it refuses requests that it cannot read.
+
+    Args:
+        is_shared: other processes of the same user may listen on its port too.
+    """
+    options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)))
+    return grpc.aio.server(options=options, interceptors=(RequestGuard(),))

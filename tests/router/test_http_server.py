@@ -12,7 +12,7 @@ import uvloop
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.reader import Limits
 from ullage_router.http.server import HTTPServer
-from ullage_router.main import listen
+from ullage_router.listening import listen
 from ullage_rpc.errors import ServiceError, invalid
 
 WAIT_S = 20.0

@@ -13,6 +13,7 @@ from ullage_router.http.errors import envelope, error_headers
 from ullage_router.http.generate import CHAT, COMPLETION, GenerateEndpoint, request_id
 from ullage_router.http.messages import Headers, Reply, Request
 from ullage_router.service import RouterService
+from ullage_router.siblings import Siblings
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
@@ -28,9 +29,9 @@ log = logging.getLogger(__name__)
 class App:
     """Answers every request that the server reads, and those that it cannot read."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, siblings: Siblings | None = None) -> None:
         self._service = service
-        self._routes = _routes(service)
+        self._routes = _routes(service, siblings)
 
     async def serve(self, request: Request, reply: Reply) -> None:
         try:
@@ -86,8 +87,9 @@ class _Options:
 class _Pages:
     """The small answers."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, siblings: Siblings | None) -> None:
         self._service = service
+        self._siblings = siblings
 
     def models(self, request: Request) -> object:
         self._service.tenants.visit(request.headers.get("authorization"))
@@ -102,13 +104,17 @@ class _Pages:
 
     def stats(self, request: Request) -> object:
         self._service.tenants.check_stats(request.headers.get("authorization"))
-        return self._service.snapshot()
+        place = self._siblings.describe() if self._siblings else {}
+        return {**self._service.snapshot(), **place}
 
     def healthz(self, request: Request) -> object:
         return {"status": "alive"}
 
     async def metrics(self, request: Request, reply: Reply) -> None:
-        body = generate_latest(self._service.metrics.registry)
+        if self._siblings:
+            body = await self._siblings.metrics()
+        else:
+            body = generate_latest(self._service.metrics.registry)
         reply.whole(HTTPStatus.OK, [(b"content-type", CONTENT_TYPE_LATEST.encode())], body)
 
     async def readyz(self, request: Request, reply: Reply) -> None:
@@ -130,9 +136,9 @@ class _Pages:
         }
 
 
-def _routes(service: RouterService) -> dict[str, dict[str, Endpoint]]:
+def _routes(service: RouterService, siblings: Siblings | None) -> dict[str, dict[str, Endpoint]]:
     """By path, then by method; a path that ends with a slash stands for all below it."""
-    pages = _Pages(service)
+    pages = _Pages(service, siblings)
     timeout_s, model = service.config.limits.request_timeout, service.config.model
     chat = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, CHAT)
     completion = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, COMPLETION)

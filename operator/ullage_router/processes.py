@@ -1,0 +1,224 @@
+"""Several router processes behind the same ports: a parent that serves nothing keeps them running.
+
+Each child is a whole router with its own connections to the engines. All listen on the same ports
+with SO_REUSEPORT, and the kernel shares connections out among them. What the configuration bounds
+for the router as a whole, each gets its part of.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ullage_router.config import RouterConfig
+from ullage_router.listening import reserve
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+STABLE_S = 10.0
+"""A child that lived this long starts again without delay."""
+STOP_MARGIN_S = 5.0
+UNUSABLE = 2
+"""Exit status of a child that cannot use its configuration: trying again would not help."""
+
+log = logging.getLogger(__name__)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells a child."""
+
+    index: int
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    probes_port: int
+    folder: str
+    """Where each child has a socket that tells the others its metrics."""
+
+
+def config_of(config: RouterConfig, place: Place) -> RouterConfig:
+    """A child's configuration: the ports that were chosen and its part of what is bounded."""
+    replace, count = msgspec.structs.replace, config.processes
+    queue = config.routing.queue
+    queue = replace(
+        queue,
+        max_requests=-(-queue.max_requests // count),
+        max_bytes=queue.max_bytes // count,
+        max_prompt_bytes=queue.max_prompt_bytes // count,
+    )
+    tenants = config.tenants and replace(config.tenants, share=config.tenants.share / count)
+    return replace(
+        config,
+        http=replace(config.http, port=place.http_port),
+        grpc=replace(config.grpc, port=place.grpc_port),
+        metrics=replace(config.metrics, port=place.metrics_port),
+        probes=config.probes and replace(config.probes, port=place.probes_port),
+        routing=replace(config.routing, queue=queue),
+        tenants=tenants,
+    )
+
+
+@dataclass(slots=True)
+class Ports:
+    """Sockets that hold the ports while no child listens; they take no connection themselves."""
+
+    http: socket.socket
+    grpc: socket.socket
+    metrics: socket.socket
+    probes: socket.socket | None
+
+    def place(self, index: int, folder: str) -> Place:
+        return Place(
+            index=index,
+            http_port=_port(self.http),
+            grpc_port=_port(self.grpc),
+            metrics_port=_port(self.metrics),
+            probes_port=_port(self.probes) if self.probes else 0,
+            folder=folder,
+        )
+
+
+@contextlib.contextmanager
+def reserved(config: RouterConfig) -> Iterator[Ports]:
+    """The configured ports, or free ones where they are 0.
+
+    Raises:
+        CannotListen: another program has one of them.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def hold(name: str, host: str, port: int) -> socket.socket:
+            return stack.enter_context(reserve(name, host, port))
+
+        yield Ports(
+            hold("http", config.http.host, config.http.port),
+            hold("grpc", config.grpc.host, config.grpc.port),
+            hold("metrics", config.metrics.host, config.metrics.port),
+            hold("probes", config.probes.host, config.probes.port) if config.probes else None,
+        )
+
+
+class Supervisor:
+    """Keeps one child a place running until it is told to stop.
+
+    Args:
+        config_path: what every child reads.
+        config: the same, read.
+    """
+
+    def __init__(self, config_path: Path, config: RouterConfig) -> None:
+        self._config_path = config_path
+        self._config = config
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._status = 0
+
+    async def run(self) -> int:
+        """Serves until SIGINT or SIGTERM and returns the exit status.
+
+        Raises:
+            CannotListen: a port cannot be used.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+        with (
+            reserved(self._config) as ports,
+            tempfile.TemporaryDirectory(prefix="ullage-") as folder,
+        ):
+            keeping = [
+                asyncio.create_task(self._keep(ports.place(index, folder)))
+                for index in range(self._config.processes)
+            ]
+            for task in keeping:  # a bug in one must not leave a place empty unseen
+                task.add_done_callback(lambda _: self._stopping.set())
+            await self._stopping.wait()
+            await self._stop()
+            await asyncio.gather(*keeping)
+        return self._status
+
+    async def _keep(self, place: Place) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            status = await self._run_child(place)
+            if self._stopping.is_set():
+                return
+            extra = {"child": place.index, "status": status}
+            if status == UNUSABLE:
+                log.error("a process cannot be started", extra=extra)
+                self._status = UNUSABLE
+                self._stopping.set()
+                return
+            if time.monotonic() - started >= STABLE_S:
+                backoff_s = FIRST_BACKOFF_S
+            log.error("a process died", extra={**extra, "restart_in_s": backoff_s})
+            await self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _run_child(self, place: Place) -> int:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "ullage_router.main",
+            "--config",
+            str(self._config_path),
+            "--place",
+            msgspec.json.encode(place).decode(),
+            # Its end tells a child that its parent is no more.
+            stdin=asyncio.subprocess.PIPE,
+        )
+        self._children[place.index] = child
+        log.info("process started", extra={"child": place.index, "child_pid": child.pid})
+        try:
+            if self._stopping.is_set():
+                child.terminate()
+            return await child.wait()
+        finally:
+            del self._children[place.index]
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _stop(self) -> None:
+        """Lets every child drain, and ends those that do not."""
+        for child in self._children.values():
+            _send(child, signal.SIGTERM)
+        limit_s = self._config.limits.request_timeout + STOP_MARGIN_S
+        ends = [asyncio.create_task(child.wait()) for child in self._children.values()]
+        if ends:
+            await asyncio.wait(ends, timeout=limit_s)
+        for child in self._children.values():
+            _send(child, signal.SIGKILL)
+
+
+def watch_parent(stop: asyncio.Event) -> None:
+    """Sets `stop` when the parent has ended, however it did."""
+    loop = asyncio.get_running_loop()
+
+    def is_over() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    loop.add_reader(sys.stdin.fileno(), is_over)
+
+
+def _send(child: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _port(held: socket.socket) -> int:
+    return int(held.getsockname()[1])
