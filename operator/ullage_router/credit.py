@@ -33,6 +33,7 @@ class CreditBook:
         self._open: set[Credit] = set()
         self._counted: set[Credit] = set()
         self._reports = 0
+        self._total = 0
 
     @property
     def reports(self) -> int:
@@ -42,7 +43,7 @@ class CreditBook:
     @property
     def total(self) -> int:
         """Bytes that no report is sure to include."""
-        return sum(credit.size for credit in self._open)
+        return self._total
 
     @property
     def tokens(self) -> int:
@@ -73,6 +74,7 @@ class CreditBook:
     def reserve(self, size: int, tokens: int) -> Credit:
         credit = Credit(size, tokens)
         self._open.add(credit)
+        self._total += size
         return credit
 
     def accepted(self, credit: Credit) -> None:
@@ -87,14 +89,20 @@ class CreditBook:
         """A report arrived; it includes every request accepted long enough before."""
         self._reports += 1
         counted = {c for c in self._open if c.counted_from and self._reports >= c.counted_from}
-        self._open -= counted
+        for credit in counted:
+            self._leave(credit)
         self._counted |= counted
 
     def release(self, credit: Credit) -> None:
         """The request ended."""
-        self._open.discard(credit)
+        if credit in self._open:
+            self._leave(credit)
         self._counted.discard(credit)
+
+    def _leave(self, credit: Credit) -> None:
+        self._open.remove(credit)
+        self._total -= credit.size
 
     def check_integrity(self) -> None:
         assert not self._open & self._counted
-        assert self.total >= 0
+        assert self._total == sum(credit.size for credit in self._open)

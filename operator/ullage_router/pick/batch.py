@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ullage_router.config import LARGE_POOL
 from ullage_router.decide import Refuse, Run, ShrinkContext, decide, min_output
-from ullage_router.predict import predict
+from ullage_router.predict import Demand, predict
 from ullage_router.views import EngineView, Facts, Policy, Standing
 
 WAIT_RETRY_S = 1
@@ -102,30 +102,33 @@ class Batch:
         home = self._home
         if not home or ask.refused_by or ask.samples != 1:
             return None
-        fits = [seat for seat in _pair(home, draw) if self._fits(seat, ask, most)]
+        fits = [(s, d) for s in _pair(home, draw) if (d := self._demand(s, ask, most))]
         if not fits:
             return None
-        drawn = max(fits, key=_merit)
+        drawn, demand = fits[0] if len(fits) == 1 else max(fits, key=_merit)
         if ask.preferred and (seat := self._seats.get(ask.preferred)) in home:
             is_idle = seat.load <= drawn.load + self._policy.max_extra_load
-            drawn = seat if is_idle and self._fits(seat, ask, most) else drawn
+            if is_idle and (there := self._demand(seat, ask, most)):
+                drawn, demand = seat, there
         view = drawn.view
-        demand = predict(view.profile, ask.prompt_tokens, most, view.expected_output)
         return Run("accept", "FITS", view.pool, view.id, most, demand, "accept")
 
-    def _fits(self, seat: _Seat, ask: Ask, most: int) -> bool:
+    def _demand(self, seat: _Seat, ask: Ask, most: int) -> Demand | None:
+        """Its bytes there; None where it does not simply fit."""
         view, prompt = seat.view, ask.prompt_tokens
         if prompt + most > seat.longest:
-            return False
-        size = predict(view.profile, prompt, most, view.expected_output).total
+            return None
+        demand = predict(view.profile, prompt, most, view.expected_output)
+        size = demand.total
         if self._has_large and (
             prompt > self._policy.large_request_tokens or size > self._policy.large_request_kv
         ):
-            return False
+            return None
         if size > seat.available:
-            return False
+            return None
         has_backlog = seat.backlog_tokens and view.prefill_speed
-        return not has_backlog or seat.now().is_in_time(prompt, self._patience_s)
+        is_late = has_backlog and not seat.now().is_in_time(prompt, self._patience_s)
+        return None if is_late else demand
 
     def _slow(self, ask: Ask, most: int, draw: int) -> Run | Refuse:
         asked = most if ask.max_tokens else None
@@ -165,7 +168,8 @@ def _pair(home: list[_Seat], draw: int) -> tuple[_Seat, ...]:
     return home[first], home[second]
 
 
-def _merit(seat: _Seat) -> tuple[float, int, str]:
+def _merit(fit: tuple[_Seat, Demand]) -> tuple[float, int, str]:
+    seat, _ = fit
     return (seat.available * seat.view.health, -seat.load, seat.view.id)
 
 

@@ -32,6 +32,7 @@ MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
 SWEEP_INTERVAL_S = 1.0
+NOWHERE = Origin("", ())
 NOBODY: frozenset[str] = frozenset()
 REPORT_LAG_S = 1.0
 """After it an engine's reports include a request that was sent with the ticket's last moment."""
@@ -252,8 +253,8 @@ class Picker:
     def _run(self, priced: pb.PricedRequest, bill: _Bill | None, batch: Batch, draw: int) -> Run:
         """Where it goes; raises ServiceError when it does not run now as it is."""
         placement = self._admission.placement
-        origin = Origin(priced.session_id, tuple(priced.prefixes))
-        has_origin = bool(origin.session or origin.prefixes)
+        has_origin = bool(priced.session_id or priced.prefixes)
+        origin = Origin(priced.session_id, tuple(priced.prefixes)) if has_origin else NOWHERE
         preferred = placement.preferred(origin) if has_origin else ""
         avoid = frozenset(priced.avoid) if priced.avoid else NOBODY
         most = min(priced.max_tokens, self._most(bill))
@@ -285,6 +286,7 @@ class Picker:
         for number in request.accepted:
             if found := self._open.get(number):
                 found.engine.accepted(found.credit)
+                found.engine.began(found.credit)
                 if found.bill:
                     found.bill.used()
         for number in request.ended:
@@ -304,6 +306,10 @@ class Picker:
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
+    is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS
+    if is_sized and not (has_more or priced.prefixes):
+        return  # as most are
     bounds: Sequence[tuple[str, int, int, int]] = (
         ("prompt_tokens", priced.prompt_tokens, 1, MAX_TOKENS),
         ("max_tokens", priced.max_tokens, 0, MAX_TOKENS),
