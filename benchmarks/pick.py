@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvloop
 from tokenizers import Tokenizer, models
 
@@ -157,10 +158,19 @@ async def answers(port: int, is_direct: bool, seconds: float) -> float:
         return done / (time.perf_counter() - started)
 
 
-async def measure(port: int, seconds: float) -> None:
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of CPU that it has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def measure(port: int, router: psutil.Process, seconds: float) -> None:
     for batch in BATCHES:
+        used, started = cpu_s(router), time.perf_counter()
         rate = await picks(port, batch, seconds)
-        print(f"Pick, batches of {batch:>3}: {rate:>9,.0f} admitted/s, one router process")
+        share = (cpu_s(router) - used) / (time.perf_counter() - started)
+        per_core = f"{rate / share:>9,.0f} a second of its CPU"
+        print(f"Pick, batches of {batch:>3}: {rate:>9,.0f} admitted/s, {per_core}")
     for is_direct, name in ((True, "with tickets"), (False, "through the router")):
         rate = await answers(port, is_direct, seconds)
         print(f"whole answers, {name:<18}: {rate:>9,.0f}/s, one client process")
@@ -193,7 +203,7 @@ def main() -> None:
         router = context.Process(target=run_router, args=(document, theirs), daemon=True)
         router.start()
         try:
-            uvloop.run(measure(ours.recv(), options.seconds))
+            uvloop.run(measure(ours.recv(), psutil.Process(router.pid), options.seconds))
         finally:
             router.terminate()
             engines.terminate()

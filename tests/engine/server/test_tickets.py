@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import EngineConfig, TicketsSection
@@ -122,6 +123,24 @@ def test_missing_keys_are_told(tmp_path: Path) -> None:
         Gate(TicketsSection(keys_dir=str(tmp_path)), "engine-0")
 
 
+async def multiplexed(engine: Any, metadata: dict[str, str]) -> str:
+    """What became of a call over the stream that routers keep open."""
+    stream = engine.inference.Multiplex()
+    call = pb.MultiplexCall(tag=1, request=request(), metadata=metadata, window=1000)
+    await stream.write(pb.MultiplexRequest(calls=[call]))
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                answer = await stream.read()
+                for event in answer.events:
+                    if event.HasField("status"):
+                        return code_pb2.Code.Name(status_pb2.Status.FromString(event.status).code)
+                    if event.response.HasField("finished"):
+                        return "served"
+    finally:
+        stream.cancel()
+
+
 def test_a_served_engine_holds_requests_to_their_tickets(
     serve: Any, config: EngineConfig, keys: Path
 ) -> None:
@@ -139,5 +158,8 @@ def test_a_served_engine_holds_requests_to_their_tickets(
                         pass
                 error = from_rpc_error(caught.value)
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+            assert await multiplexed(engine, {}) == "UNAUTHENTICATED"
+            fresh = ticket(3, engine=config.server.engine_id, expires_ms=soon)
+            assert await multiplexed(engine, dict(fresh)) == "served"
 
     asyncio.run(scenario())
