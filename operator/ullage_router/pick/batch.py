@@ -26,6 +26,8 @@ class Ask:
     preferred: str = ""
     """Address of the engine that has its beginning in its caches."""
     refused_by: frozenset[str] = frozenset()
+    limit: int = 0
+    """Most output tokens that its tenant may have; 0: no other than the service's."""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,8 @@ class Batch:
 
     def decide(self, ask: Ask, draw: int) -> Run | Refuse:
         """Places the request, or says why it cannot run now as it is."""
-        most = min(ask.max_tokens or self._max_output_tokens, self._max_output_tokens)
+        limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
+        most = min(ask.max_tokens or limit, limit)
         run = self._quick(ask, most, draw) or self._slow(ask, most, draw)
         if isinstance(run, Run):
             seat = self._seats[run.engine]

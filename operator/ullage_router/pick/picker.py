@@ -257,8 +257,10 @@ class Picker:
         origin = Origin(priced.session_id, tuple(priced.prefixes)) if has_origin else NOWHERE
         preferred = placement.preferred(origin) if has_origin else ""
         avoid = frozenset(priced.avoid) if priced.avoid else NOBODY
-        most = min(priced.max_tokens, self._most(bill))
-        ask = Ask(priced.prompt_tokens, most, priced.samples or 1, preferred, avoid)
+        limit = self._most(bill)
+        ask = Ask(
+            priced.prompt_tokens, priced.max_tokens, priced.samples or 1, preferred, avoid, limit
+        )
         decision = batch.decide(ask, draw)
         if isinstance(decision, Refuse):
             raise errors.refusal(decision)

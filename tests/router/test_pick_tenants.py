@@ -1,0 +1,96 @@
+"""Tenants that pick, and tenants whose requests a cascade answers."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_rpc.errors import from_rpc_error
+
+if TYPE_CHECKING:
+    Service = Any
+    StartService = Any
+
+ALICE = "sk-alice-0123456789"
+PROOF = (("authorization", f"Bearer {ALICE}"),)
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Any:
+    """The section, with alice's rules."""
+    folder = tmp_path / "api-keys"
+    folder.mkdir()
+    (folder / "alice").write_text(ALICE)
+
+    def make(**rules: Any) -> dict[str, Any]:
+        return {"keys_dir": str(folder), "tenants": [{"name": "alice", **rules}]}
+
+    return make
+
+
+@pytest.fixture
+def tickets(tmp_path: Path) -> dict[str, Any]:
+    folder = tmp_path / "ticket-keys"
+    folder.mkdir()
+    (folder / "key").write_bytes(b"k" * 32)
+    return {"keys_dir": str(folder)}
+
+
+async def usage(service: "Service") -> dict[str, Any]:
+    (alice,) = (await service.stats())["tenants"]["usage"]
+    found: dict[str, Any] = alice
+    return found
+
+
+def test_picks_are_charged_to_their_tenant(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(requests_per_minute=3, max_tokens=20, priority=7)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+            asked = pb.PickRequest(requests=[pb.PricedRequest(prompt_tokens=10)] * 4)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.grpc.Pick(asked)
+            assert from_rpc_error(caught.value).code is grpc.StatusCode.UNAUTHENTICATED
+            answer = await service.grpc.Pick(asked, metadata=PROOF)
+            *placed, over = answer.placed
+            assert [each.max_tokens for each in placed] == [20, 20, 20]
+            assert over.refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            assert over.refusal.retry_after_s >= 1
+            assert (await usage(service))["active"] == 3
+            used, unused, *_ = placed
+            told = pb.PickRequest(accepted=[used.id], ended=[each.id for each in placed])
+            await service.grpc.Pick(told, metadata=PROOF)
+            alice = await usage(service)
+            assert (alice["active"], alice["prompt_tokens"], alice["output_tokens"]) == (0, 10, 20)
+            assert unused.id != used.id
+
+    asyncio.run(scenario())
+
+
+def test_a_cascade_hands_the_key_on_and_charges_what_is_read(
+    start_service: "StartService", tenants: Any
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(tokens_per_minute=100_000)
+        async with start_service(model="small-model", tenants=rules) as small:
+            small.engine.script.logprob = -0.1
+            steps = [
+                {"name": "small", "target": f"127.0.0.1:{small.router.grpc_port}"},
+                {"name": "big"},
+            ]
+            section = {"name": "default/big", "steps": steps}
+            async with start_service(model="big-model", cascade=section, tenants=rules) as big:
+                headers = dict(PROOF)
+                body = {"model": "big-model", "prompt": "Hi"}
+                answer = await big.http.post("/v1/completions", json=body, headers=headers)
+                assert answer.headers["x-ullage-model"] == "small-model"
+                for service in (small, big):
+                    alice = await usage(service)
+                    assert (alice["prompt_tokens"], alice["output_tokens"]) == (2, 3)
+                assert "authorization" not in small.engine.metadata[0], "engines see no key"
+
+    asyncio.run(scenario())
