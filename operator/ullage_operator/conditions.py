@@ -1,9 +1,12 @@
 """Conditions of an LLMService: types, reasons and transitions.
 
-Ready        everything that the spec asks for serves
+Ready        every pool serves through a router, and nothing crash-loops
 Available    at least one router and one engine serve
-Progressing  a change is being rolled out
+Progressing  a change is being rolled out, or replicas are on their way
 Degraded     something is wrong that waiting alone may not cure
+
+A service that serves stays Ready while it rolls, scales or lacks one replica of several: that is
+what Progressing and Degraded tell.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,22 +14,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from ullage_operator.trouble import Trouble
+
 READY = "Ready"
 AVAILABLE = "Available"
 PROGRESSING = "Progressing"
 DEGRADED = "Degraded"
-
-_STUCK = frozenset(
-    {
-        "CrashLoopBackOff",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "RunContainerError",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +59,17 @@ def observe(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload
 
 
 def findings(
-    router: Workload,
-    pools: Sequence[Workload],
-    pods: Iterable[Mapping[str, Any]],
+    router: Workload, pools: Sequence[Workload], troubles: Sequence[Trouble]
 ) -> list[Finding]:
-    """The four conditions of a service whose spec is valid."""
+    """The four conditions of a service whose spec is valid.
+
+    Args:
+        troubles: of its pods, what blocks first.
+    """
     available = availability(router, pools)
     progressing = progress([router, *pools])
-    degraded = degradation(pods)
-    ready = readiness(available, progressing, degraded, [router, *pools])
+    degraded = degradation(troubles)
+    ready = readiness(router, pools, available, troubles)
     return [ready, available, progressing, degraded]
 
 
@@ -95,43 +90,35 @@ def progress(workloads: Sequence[Workload]) -> Finding:
     return Finding(PROGRESSING, False, "Settled", "every pod is of the newest configuration")
 
 
-def degradation(pods: Iterable[Mapping[str, Any]]) -> Finding:
-    """The first pod that cannot start or cannot be placed, by name."""
-    for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
-        if trouble := pod_trouble(pod):
-            reason, message = trouble
-            return Finding(DEGRADED, True, reason, f"pod {pod['metadata']['name']}: {message}")
-    return Finding(DEGRADED, False, "AsExpected", "no pod is stuck")
+def degradation(troubles: Sequence[Trouble]) -> Finding:
+    """The first pod that cannot start, be placed or stay up, and how many there are."""
+    if not troubles:
+        return Finding(DEGRADED, False, "AsExpected", "no pod is stuck")
+    return Finding(DEGRADED, True, troubles[0].reason, told(troubles))
 
 
-def pod_trouble(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why a pod is stuck: (reason, message)."""
-    status = pod.get("status", {})
-    for condition in status.get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            return "Unschedulable", condition.get("message", "no node fits")
-    for container in status.get("containerStatuses", ()):
-        waiting = container.get("state", {}).get("waiting", {})
-        if waiting.get("reason") in _STUCK:
-            ended = container.get("lastState", {}).get("terminated", {})
-            said = ended.get("message") or waiting.get("message") or "see its log"
-            return waiting["reason"], said.strip()
-    return None
+def told(troubles: Sequence[Trouble]) -> str:
+    others = len(troubles) - 1
+    return f"{troubles[0]}{f' (and {others} more pods)' if others else ''}"
 
 
 def readiness(
-    available: Finding, progressing: Finding, degraded: Finding, workloads: Sequence[Workload]
+    router: Workload, pools: Sequence[Workload], available: Finding, troubles: Sequence[Trouble]
 ) -> Finding:
-    """Ready only if all serve; otherwise the reason that helps most."""
-    if degraded.holds:
-        return Finding(READY, False, degraded.reason, degraded.message)
+    """Ready if all pools serve and nothing blocks; otherwise the reason that helps most."""
+    blocked = [trouble for trouble in troubles if trouble.blocks]
+    lacking = [pool for pool in pools if pool.desired and not pool.ready]
+    if blocked:
+        return Finding(READY, False, blocked[0].reason, told(blocked))
+    if troubles and (lacking or not available.holds):
+        return Finding(READY, False, troubles[0].reason, told(troubles))
     if not available.holds:
         return Finding(READY, False, available.reason, available.message)
-    if progressing.holds:
-        return Finding(READY, False, progressing.reason, progressing.message)
-    if any(workload.ready < workload.desired for workload in workloads):
-        return Finding(READY, False, "PodsNotReady", counts(workloads))
-    return Finding(READY, True, "AllReady", counts(workloads))
+    if lacking:
+        return Finding(READY, False, "PodsNotReady", counts(lacking))
+    workloads = [router, *pools]
+    is_full = all(each.ready >= each.desired for each in workloads)
+    return Finding(READY, True, "AllReady" if is_full else "Serving", counts(workloads))
 
 
 def counts(workloads: Iterable[Workload]) -> str:

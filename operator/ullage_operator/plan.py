@@ -20,6 +20,7 @@ from ullage_operator.manifests import (
 )
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
+from ullage_operator.trouble import troubles
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -42,6 +43,8 @@ class Observed:
     """Live objects that the service owns, by kind and name."""
     pods: Sequence[LiveObject] = ()
     """Pods of the service, for the reasons why they are stuck."""
+    lost_nodes: frozenset[str] = frozenset()
+    """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
     apis: frozenset[str] = frozenset()
     """Optional API group/versions that the cluster serves, such as monitoring.coreos.com/v1."""
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +90,8 @@ def status_of(service: Service, observed: Observed) -> Manifest:
     for pool_name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
-    found = findings(router, list(pools.values()), observed.pods)
+    wrong = troubles(observed.pods, observed.now, observed.lost_nodes)
+    found = findings(router, list(pools.values()), wrong)
     host = f"{name}.{service.namespace}.svc"
     return {
         "observedGeneration": service.generation,

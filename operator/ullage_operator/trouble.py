@@ -1,0 +1,252 @@
+"""Why a pod does not serve, and what to do about it: pure, from what the API says of the pod.
+
+A message names what was asked, what Kubernetes said of it, and the remedy, so that nobody has to
+look for the pod, its events and its log one after another.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from ullage_operator import naming
+
+Pod = Mapping[str, Any]
+
+LOOPING_RESTARTS = 2
+"""A container that ended so often and does not stay up crash-loops, also while it just runs."""
+STABLE_S = 60.0
+"""A pod that has been ready for this long does not crash-loop any more."""
+CREATING_S = 600.0
+"""Time to pull an image and mount volumes, after which it is worth a word."""
+_ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that is wrong with a pod."""
+
+    pod: str
+    reason: str
+    message: str
+    """What is wrong and what to do."""
+    blocks: bool
+    """It crash-loops: the service is not Ready, even if other pods serve. What else is wrong with
+    one pod is no reason to call a service that serves not Ready."""
+
+    def __str__(self) -> str:
+        return f"pod {self.pod}: {self.message}"
+
+
+def troubles(
+    pods: Iterable[Pod], now: datetime, lost_nodes: frozenset[str] = frozenset()
+) -> list[Trouble]:
+    """What is wrong, what blocks first, then by pod name.
+
+    Args:
+        now: in UTC.
+        lost_nodes: that are known not to answer.
+    """
+    ordered = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
+    found = [_on_lost_node(p, lost_nodes) or trouble_of(p, now) for p in ordered]
+    return sorted((each for each in found if each), key=lambda trouble: not trouble.blocks)
+
+
+def node_of(pod: Pod) -> str:
+    return str(pod.get("spec", {}).get("nodeName", ""))
+
+
+def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> Trouble | None:
+    node = node_of(pod)
+    if node not in lost_nodes:
+        return None
+    cure = (
+        f"bring {node} back, or delete the Node: its pods are then made elsewhere "
+        "(the operator does that by itself once Kubernetes has given them up)"
+    )
+    return _named(pod, "NodeLost", f"node {node} does not answer; {cure}")
+
+
+def trouble_of(pod: Pod, now: datetime) -> Trouble | None:
+    """The reason that helps most, or None for a pod that serves, starts or ends as it should."""
+    if "deletionTimestamp" in pod["metadata"]:
+        return None
+    looks = (_unscheduled, _container_stuck, _looping, _failed, _creating)
+    return next((trouble for look in looks if (trouble := look(pod, now))), None)
+
+
+def is_ready(pod: Pod) -> bool:
+    return _condition(pod, "Ready").get("status") == "True"
+
+
+def ready_since(pod: Pod) -> datetime | None:
+    """When the pod's readiness last changed, in UTC."""
+    return parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
+
+
+def has_started(pod: Pod) -> bool:
+    """Its containers run and passed their startup probes."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return bool(statuses) and all(each.get("started") for each in statuses)
+
+
+def restarts(pod: Pod) -> int:
+    """How often its containers were started again."""
+    return sum(each.get("restartCount", 0) for each in _containers(pod))
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """A Kubernetes time, in UTC."""
+    return datetime.fromisoformat(text).astimezone(UTC) if text else None
+
+
+def age_s(pod: Pod, now: datetime) -> float:
+    """Seconds since the pod was made; 0 where the API does not say."""
+    made = parse_time(pod["metadata"].get("creationTimestamp"))
+    return max(0.0, (now - made).total_seconds()) if made else 0.0
+
+
+def _condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    listed = pod.get("status", {}).get("conditions", ())
+    return next((each for each in listed if each["type"] == kind), {})
+
+
+def _containers(pod: Pod) -> list[Mapping[str, Any]]:
+    status = pod.get("status", {})
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def _named(pod: Pod, reason: str, message: str, blocks: bool = False) -> Trouble:
+    return Trouble(str(pod["metadata"]["name"]), reason, message, blocks)
+
+
+def _unscheduled(pod: Pod, now: datetime) -> Trouble | None:
+    placed = _condition(pod, "PodScheduled")
+    if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
+        return None
+    said = placed.get("message", "no node fits")
+    asked = _asks(pod)
+    wish = f"asks for {asked} and fits no node" if asked else "fits no node"
+    return _named(pod, "Unschedulable", f"{wish}: {said}; {_placing_remedy(pod, said)}")
+
+
+def _asks(pod: Pod) -> str:
+    """Its GPUs and the like, as `4 nvidia.com/gpu`."""
+    limits = _limits(pod)
+    return ", ".join(f"{amount} {name}" for name, amount in sorted(limits.items()))
+
+
+def _limits(pod: Pod) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for container in pod.get("spec", {}).get("containers", ()):
+        for name, amount in container.get("resources", {}).get("limits", {}).items():
+            if not name.startswith(_ORDINARY):
+                found[name] = str(amount)
+    return found
+
+
+def _placing_remedy(pod: Pod, said: str) -> str:
+    pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+    for name in _limits(pod):
+        if f"Insufficient {name}" in said:
+            return f"add a node with that many free {name}, free some, or lower {pool}.gpus"
+    known = (
+        ("untolerated taint", f"add the taint to {pool}.tolerations"),
+        ("node affinity/selector", f"correct {pool}.nodeSelector or label a node"),
+        ("persistentvolumeclaim", "make the claim that the pod names"),
+        ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
+        ("Insufficient", f"lower {pool}.resources or add a node"),
+    )
+    return next((cure for words, cure in known if words in said), f"see {pool}'s placement")
+
+
+def pool_of(pod: Pod) -> str:
+    """The pool of an engine's pod; nothing for a router's."""
+    return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))
+
+
+def _container_stuck(pod: Pod, now: datetime) -> Trouble | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, said = waiting.get("reason", ""), waiting.get("message", "").strip()
+        if reason in _IMAGE:
+            return _named(pod, reason, _image_message(container, reason, said))
+        if reason in _CONFIG:
+            cure = "make the Secret or ConfigMap that it names, or correct the pool's settings"
+            return _named(pod, reason, f"{said or 'its container cannot be made'}; {cure}")
+        if reason == "CrashLoopBackOff":
+            return _named(pod, reason, _crash_message(pod, container), True)
+    return None
+
+
+def _image_message(container: Mapping[str, Any], reason: str, said: str) -> str:
+    image = container.get("image", "its image")
+    if reason == "InvalidImageName":
+        return f"{image!r} is no image name; correct spec.image"
+    cure = "check the name in spec.image, spec.imagePullSecrets and the registry"
+    return f"image {image} cannot be pulled: {said or 'no reason given'}; {cure}"
+
+
+def _looping(pod: Pod, now: datetime) -> Trouble | None:
+    """Between two crashes a container runs, and may even be ready for a moment."""
+    since = ready_since(pod)
+    is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
+    for container in _containers(pod):
+        often = container.get("restartCount", 0) >= LOOPING_RESTARTS
+        if often and not is_stable and _ended(container).get("exitCode", 0) != 0:
+            return _named(pod, "CrashLoopBackOff", _crash_message(pod, container), True)
+    return None
+
+
+def stable_in_s(pod: Pod, now: datetime) -> float | None:
+    """Seconds until a pod that is ready after crashes counts as stable."""
+    since, trouble = ready_since(pod), _looping(pod, now)
+    if trouble is None or since is None or not is_ready(pod):
+        return None
+    return max(0.0, STABLE_S - (now - since).total_seconds())
+
+
+def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last end of a container that is started again and again."""
+    for state in (container.get("state", {}), container.get("lastState", {})):
+        if ended := state.get("terminated"):
+            return dict(ended)
+    return {}
+
+
+def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
+    ended, name = _ended(container), container.get("name", "its container")
+    said = (ended.get("message") or "").strip()
+    code = f" with exit code {ended['exitCode']}" if "exitCode" in ended else ""
+    times = container.get("restartCount", 0)
+    what = f"{name} has been restarted {times} times, last after it ended{code}"
+    if ended.get("reason") == "OOMKilled":
+        pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+        return f"{what}: out of host memory; raise {pool}.resources.limits.memory"
+    if said:
+        return f"{what}: {said[-1024:]}"
+    return f"{what}; see kubectl logs --previous {pod['metadata']['name']}"
+
+
+def _failed(pod: Pod, now: datetime) -> Trouble | None:
+    """Evicted, or refused by the kubelet; the StatefulSet makes another."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed":
+        return None
+    reason = status.get("reason") or "PodFailed"
+    said = status.get("message", "").strip() or "no reason given"
+    return _named(pod, reason, f"{said}; it is being replaced")
+
+
+def _creating(pod: Pod, now: datetime) -> Trouble | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting", {}).get("reason")
+        age = age_s(pod, now)
+        if waiting in ("ContainerCreating", "PodInitializing") and age >= CREATING_S:
+            what = f"its containers are not made after {age / 60:.0f} min"
+            cure = "a large image may still be pulled, or a volume cannot be mounted"
+            name = pod["metadata"]["name"]
+            return _named(pod, "ContainerCreating", f"{what}: {cure}; kubectl describe pod {name}")
+    return None
