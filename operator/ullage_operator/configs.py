@@ -11,8 +11,9 @@ import msgspec
 import yaml
 
 from ullage_operator import naming
+from ullage_operator.sections import Bytes, Seconds, Section
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Bytes, Pool, Seconds, Section, Service, Tenants, Tickets
+from ullage_operator.spec import Pool, Service, Tenants, Tickets
 
 
 def engine_config(
@@ -71,6 +72,8 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
             "max_output_tokens": spec.limits.max_output_tokens,
             "request_timeout": float(spec.limits.request_timeout),
         },
+        "streaming": plain(spec.streaming),
+        "processes": spec.router.processes,
         "memory": {
             "threshold": spec.memory.threshold,
             "safety_reserve": int(spec.memory.safety_reserve),

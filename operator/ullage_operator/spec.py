@@ -11,27 +11,9 @@ import msgspec
 from ullage_operator import naming, schema
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.quantity import parse_bytes, parse_seconds
+from ullage_operator.sections import Bytes, Router, Seconds, Section, Streaming
 
 LARGE = "large"
-_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA"}
-
-
-def camel(name: str) -> str:
-    """`session_kv_limit` is `sessionKVLimit` in the API."""
-    first, *rest = name.split("_")
-    return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
-
-
-class Bytes(int):
-    """A quantity of bytes."""
-
-
-class Seconds(float):
-    """A duration."""
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, rename=camel):
-    """Base of all parts of a spec; field names are those of the API in snake case."""
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -65,12 +47,12 @@ class Pool(Section, frozen=True, kw_only=True):
     gpus: int
     parallelism: Parallelism
     micro_batches: int
-    nccl: dict[str, str] = {}
+    nccl: dict[str, str] = msgspec.field(default_factory=dict)
     memory: Memory
     """The service's memory with the pool's own fields over it."""
-    resources: dict[str, dict[str, int | str]] = {}
-    node_selector: dict[str, str] = {}
-    tolerations: list[dict[str, Any]] = []
+    resources: dict[str, dict[str, int | str]] = msgspec.field(default_factory=dict)
+    node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 class Pools(Section, frozen=True, kw_only=True):
@@ -81,10 +63,6 @@ class Pools(Section, frozen=True, kw_only=True):
         """Pools that exist, in order of preference."""
         large = [] if self.large is None else [(LARGE, self.large)]
         return [("single", self.single), *large]
-
-
-class Router(Section, frozen=True, kw_only=True):
-    replicas: int
 
 
 class Queue(Section, frozen=True, kw_only=True):
@@ -345,6 +323,7 @@ class Spec(Section, frozen=True, kw_only=True):
     prompts: Prompts
     batching: Batching
     limits: Limits
+    streaming: Streaming
     degrade: Degrade
     tenants: Tenants | None = None
     tickets: Tickets | None = None

@@ -7,7 +7,8 @@ import pytest
 
 from ullage_operator import schema
 from ullage_operator.errors import InvalidManifest
-from ullage_operator.spec import camel, parse
+from ullage_operator.sections import camel
+from ullage_operator.spec import parse
 
 Make = Callable[..., dict[str, Any]]
 
