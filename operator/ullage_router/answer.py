@@ -30,6 +30,8 @@ class Call:
     """Who asks, and what of their quota this takes."""
     authorization: str | None = None
     """What the client proved itself with, for other services' routers."""
+    is_streamed: bool = True
+    """The client reads tokens as they come; otherwise only the whole answer counts."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed it on to here."""
     idempotency_key: str = ""

@@ -22,8 +22,6 @@ class Credit:
     """Of the prompt."""
     counted_from: int | None = None
     """Which report must include the request, counted as they arrive; None before Accepted."""
-    has_begun: bool = False
-    """Its first token came: nothing of its prompt is left to compute."""
 
 
 class CreditBook:
@@ -34,6 +32,8 @@ class CreditBook:
         self._counted: set[Credit] = set()
         self._reports = 0
         self._total = 0
+        self._prompts: set[Credit] = set()
+        """Those without a first token: few, where sums over all would be long."""
 
     @property
     def reports(self) -> int:
@@ -48,7 +48,7 @@ class CreditBook:
     @property
     def tokens(self) -> int:
         """Prompt tokens to compute that no report is sure to include."""
-        return sum(credit.tokens for credit in self._open if not credit.has_begun)
+        return sum(credit.tokens for credit in self._prompts if credit in self._open)
 
     def prefill_pairs(self, told_tokens: int) -> float:
         """Products of queries and keys in the prompts that are not computed yet.
@@ -56,8 +56,8 @@ class CreditBook:
         Args:
             told_tokens: prompt tokens that the engine has yet to compute, in its last report.
         """
-        unsure = sum(pairs(c.tokens) for c in self._open if not c.has_begun)
-        counted = [credit.tokens for credit in self._counted if not credit.has_begun]
+        unsure = sum(pairs(c.tokens) for c in self._prompts if c in self._open)
+        counted = [credit.tokens for credit in self._prompts if credit in self._counted]
         left = min(1.0, told_tokens / sum(counted)) if counted else 0.0
         return unsure + left * sum(map(pairs, counted))
 
@@ -74,6 +74,7 @@ class CreditBook:
     def reserve(self, size: int, tokens: int) -> Credit:
         credit = Credit(size, tokens)
         self._open.add(credit)
+        self._prompts.add(credit)
         self._total += size
         return credit
 
@@ -83,7 +84,7 @@ class CreditBook:
 
     def began(self, credit: Credit) -> None:
         """Its first token came."""
-        credit.has_begun = True
+        self._prompts.discard(credit)
 
     def reported(self) -> None:
         """A report arrived; it includes every request accepted long enough before."""
@@ -98,6 +99,7 @@ class CreditBook:
         if credit in self._open:
             self._leave(credit)
         self._counted.discard(credit)
+        self._prompts.discard(credit)
 
     def _leave(self, credit: Credit) -> None:
         self._open.remove(credit)
@@ -105,4 +107,5 @@ class CreditBook:
 
     def check_integrity(self) -> None:
         assert not self._open & self._counted
+        assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)

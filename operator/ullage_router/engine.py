@@ -114,6 +114,8 @@ class Engine:
         self.trouble = ""
         """Why its reports ended or never began; empty while they come."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._profile = Profile(1, 0)
+        self._releases: tuple[Release, ...] = ()
         self._connect()
 
     def _connect(self) -> None:
@@ -241,7 +243,7 @@ class Engine:
             standing=Standing.UNUSABLE if is_out else self.standing,
             available=self.available,
             capacity=told.kv_pool_bytes or described.profile.kv_pool_bytes,
-            profile=to_profile(described.profile),
+            profile=self._profile,
             expected_output=told.expected_output_tokens,
             max_model_len=described.max_model_len,
             health=told.health,
@@ -249,7 +251,7 @@ class Engine:
             backlog_tokens=self.backlog_tokens,
             prefill_pairs=self._prefill_pairs,
             prefill_speed=told.prefill_tokens_per_second,
-            releases=tuple(Release(r.after_ms / 1000, r.bytes) for r in told.releases),
+            releases=self._releases,
         )
 
     def generate(
@@ -345,6 +347,7 @@ class Engine:
                 self._owner.restarted(self)
         self.trouble = ""
         self.headroom = headroom
+        self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
         self._heard_at = time.monotonic()
         self._is_connected = True
         self._book.reported()
@@ -362,6 +365,7 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
+        self._profile = to_profile(described.profile)
 
 
 def report_interval_ms(num_engines: int) -> int:

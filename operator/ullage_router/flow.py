@@ -16,6 +16,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.config import StreamingSection
 from ullage_rpc.errors import ServiceError
 
+WHOLE_WINDOW_S = 0.1
 Event = inference_pb2.GenerateResponse
 
 
@@ -43,9 +44,22 @@ def flow_of(streaming: StreamingSection) -> Flow:
     )
 
 
+def of_whole(flow: Flow) -> Flow:
+    """For an answer that a client gets in one piece: tokens come as few larger pieces."""
+    if flow.coalesce_tokens == 1:
+        return replace(flow, pace=0.0)
+    most = max(flow.coalesce_tokens, flow.window // 2)
+    return replace(flow, coalesce_tokens=most, coalesce_s=WHOLE_WINDOW_S, pace=0.0)
+
+
 def paced(flow: Flow, most: float | None) -> Flow:
     """The flow at a tenant's pace, tokens a second, where that is the slower one."""
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
+
+
+def _is_special(delta: inference_pb2.Delta) -> bool:
+    """It carries what cannot be joined to text."""
+    return bool(delta.reasoning or delta.tool_calls)
 
 
 class Source(Protocol):
@@ -74,7 +88,8 @@ class Buffer:
         self._flow = flow
         self._grant = grant
         self._loop = asyncio.get_running_loop()
-        self._events: deque[Event] = deque()
+        self._events: deque[tuple[Event, inference_pb2.Delta | None]] = deque()
+        """With the delta of those that are one."""
         self._tokens = 0
         self._taken = 0
         self._error: ServiceError | None = None
@@ -87,14 +102,17 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._events)
 
-    def put(self, event: Event) -> None:
-        """The next response."""
-        self._events.append(event)
-        if event.HasField("delta"):
-            self._tokens += event.delta.num_tokens
+    def put(self, event: Event, kind: str | None) -> None:
+        """The next response, which has the field `kind`."""
+        if kind == "delta":
+            delta = event.delta
+            self._events.append((event, delta))
+            self._tokens += delta.num_tokens
         else:
-            self._has_ended = self._has_ended or event.HasField("finished")
-        self._wake()
+            self._events.append((event, None))
+            self._has_ended = self._has_ended or kind == "finished"
+        if self._reader is not None:
+            self._wake()
 
     def end(self, error: ServiceError | None = None) -> None:
         """No more responses come; those that came are still read."""
@@ -146,7 +164,7 @@ class Buffer:
         """Seconds until something may be read; None: until something comes."""
         if not self._events:
             return 0.0 if self._has_ended else None
-        if not self._events[0].HasField("delta"):
+        if self._events[0][1] is None:
             return 0.0
         is_enough = self._has_ended or self._tokens >= self._flow.coalesce_tokens
         if is_enough and not self._flow.pace:
@@ -154,10 +172,10 @@ class Buffer:
         return max(0.0, self._due - self._loop.time())
 
     def _take(self) -> Event:
-        event = self._events.popleft()
+        event, delta = self._events.popleft()
         self._taken += 1
-        if event.HasField("delta"):
-            self._merge(event.delta)
+        if delta is not None:
+            self._merge(delta)
         if self._taken >= max(1, self._flow.window // 2) and not self._has_ended:
             self._grant(self._taken)
             self._taken = 0
@@ -165,11 +183,13 @@ class Buffer:
 
     def _merge(self, delta: inference_pb2.Delta) -> None:
         """Adds what directly follows of the same sample to the first of it."""
-        most, tokens = self._flow.coalesce_tokens, delta.num_tokens
+        most, tokens, sample = self._flow.coalesce_tokens, delta.num_tokens, delta.sample
         texts: list[str] = []
-        while self._events and self._events[0].HasField("delta"):
-            following = self._events[0].delta
-            if following.sample != delta.sample or tokens + following.num_tokens > most:
+        while tokens < most and self._events:
+            following = self._events[0][1]
+            if following is None or following.sample != sample:
+                break
+            if tokens + following.num_tokens > most or _is_special(following):
                 break
             tokens += following.num_tokens
             texts.append(following.text)

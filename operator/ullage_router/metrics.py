@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from ullage_router.cascade.trail import Attempt
 from ullage_router.config import OTHER_TENANTS
+from ullage_router.errors import CLIENT_CLOSED
 from ullage_router.stats import Record
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
@@ -34,6 +35,12 @@ class Metrics:
             "ullage_router_requests",
             "Requests by HTTP status, of gRPC the status that says the same; 499: client gone",
             ["code"],
+            registry=self.registry,
+        )
+        self._early_stops = Counter(
+            "ullage_router_early_stops",
+            "Requests whose client left before the end, by whether it had a token already",
+            ["had_tokens"],
             registry=self.registry,
         )
         self._coalesced = self._counter("coalesced", "Requests that shared another's generation")
@@ -112,6 +119,8 @@ class Metrics:
         if record.action:
             self._decisions.labels(record.action, record.route).inc()
         self._requests.labels(str(record.status)).inc()
+        if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
+            self._early_stops.labels("no" if record.ttft_s is None else "yes").inc()
         if record.coalesced_with:
             self._coalesced.inc()
         if record.error == "REPLACED":

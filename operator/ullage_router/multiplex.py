@@ -198,8 +198,10 @@ class _Line:
         if call is None:  # cancelled while this was under way
             return
         if event.HasField("response"):
-            call.put(event.response)
-            is_over = event.response.HasField("finished")
+            response = event.response
+            kind = response.WhichOneof("event")
+            call.put(response, kind)
+            is_over = kind == "finished"
         else:
             call.end(_error(event.status))
             is_over = True
@@ -244,8 +246,8 @@ class Tagged:
         self._timer.cancel()
         self._line.cancel(self._tag)
 
-    def put(self, event: Event) -> None:
-        self._buffer.put(event)
+    def put(self, event: Event, kind: str | None) -> None:
+        self._buffer.put(event, kind)
 
     def end(self, error: ServiceError | None) -> None:
         self._timer.cancel()
@@ -282,7 +284,7 @@ class Plain:
                 event = await read(self._stream)
                 if event is None:
                     break
-                self._buffer.put(event)
+                self._buffer.put(event, event.WhichOneof("event"))
             self._buffer.end()
         except ServiceError as error:
             self._buffer.end(error)

@@ -22,7 +22,7 @@ from ullage_router.coalesce import Coalescer
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
-from ullage_router.flow import Source, flow_of, paced
+from ullage_router.flow import Source, flow_of, of_whole, paced
 from ullage_router.pick.tickets import TicketOffice
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
@@ -147,6 +147,7 @@ class Pipeline:
         self.replacer = Replacer(config.routing.replace.enabled)
         self._cascade = cascade
         self._flow = flow_of(config.streaming)
+        self._whole_flow = of_whole(self._flow)
         self._office = office
         self._inflight = 0
         self._is_draining = False
@@ -301,7 +302,9 @@ class Pipeline:
             ServiceError: the engine refused or failed.
         """
         engine, request = grant.engine, engine_request(call, grant)
-        flow = paced(self._flow, call.visit.rules.tokens_per_second)
+        flow = self._whole_flow
+        if call.is_streamed:
+            flow = paced(self._flow, call.visit.rules.tokens_per_second)
         metadata = (*call.metadata, *self._proof(engine, request))
         stream = engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
         try:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
-from ullage_rpc.heap import give_back_heap
+from ullage_rpc.heap import give_back_heap, settle_heap
 from ullage_rpc.tool_formats import ToolFormat, Turn
 
 # Encoding this many characters takes about a millisecond; longer texts leave the event loop.
@@ -123,6 +123,7 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         description=response,
     )
     give_back_heap()  # parsing took as much again
+    settle_heap()
     return model
 
 

@@ -10,6 +10,7 @@ from typing import TextIO
 import msgspec
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_ENCODER = msgspec.json.Encoder(enc_hook=repr)
 
 
 class JsonFormatter(logging.Formatter):
@@ -19,19 +20,30 @@ class JsonFormatter(logging.Formatter):
         """`fields` are part of every line."""
         super().__init__()
         self._fields = fields
+        self._second = 0
+        self._second_text = ""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": _rfc3339(record.created),
+            "time": self._time(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
             **self._fields,
         }
-        line.update({k: v for k, v in vars(record).items() if k not in _STANDARD})
+        fields = vars(record)
+        line.update({name: fields[name] for name in fields.keys() - _STANDARD})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=repr).decode()
+        return _ENCODER.encode(line).decode()
+
+    def _time(self, seconds: float) -> str:
+        """RFC 3339, UTC; the whole seconds' text serves all lines of a second."""
+        whole = int(seconds)
+        if whole != self._second:
+            self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+            self._second = whole
+        return f"{self._second_text}.{int(seconds % 1 * 1000):03d}Z"
 
 
 def configure(
@@ -40,11 +52,10 @@ def configure(
     fields: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Sends every log record of this process to `stream` as JSON, with `fields` in each line."""
+    # What no line here shows is not looked up for each (logging's own advice).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    vars(logging)["logAsyncioTasks"] = False  # from Python 3.12 on
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(fields))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-def _rfc3339(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"

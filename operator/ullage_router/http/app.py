@@ -139,9 +139,8 @@ class _Pages:
 def _routes(service: RouterService, siblings: Siblings | None) -> dict[str, dict[str, Endpoint]]:
     """By path, then by method; a path that ends with a slash stands for all below it."""
     pages = _Pages(service, siblings)
-    timeout_s, model = service.config.limits.request_timeout, service.config.model
-    chat = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, CHAT)
-    completion = GenerateEndpoint(service.pipeline, service.tenants, model, timeout_s, COMPLETION)
+    chat = GenerateEndpoint(service, CHAT)
+    completion = GenerateEndpoint(service, COMPLETION)
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},

@@ -57,6 +57,8 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._unflushed: list[bytes] = []
+        self._unflushed_bytes = 0
         self._unsent = 0
         self._unsent_since = 0.0
         self._is_reading = True
@@ -109,10 +111,24 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._release()
 
+    @property
+    def is_full(self) -> bool:
+        return self._drained is not None
+
     def write(self, data: bytes) -> None:
-        """Sends; nothing when the client has gone."""
-        if self._transport:
-            self._transport.write(data)
+        """Sends at the end of this turn of the event loop, together with what else is written in
+        it; nothing when the client has gone."""
+        if not self._unflushed:
+            self._loop.call_soon(self._flush)
+        self._unflushed.append(data)
+        self._unflushed_bytes += len(data)
+        if self._unflushed_bytes > WRITE_BUFFER_BYTES:  # so that `drain` sees it
+            self._flush()
+
+    def _flush(self) -> None:
+        pieces, self._unflushed, self._unflushed_bytes = self._unflushed, [], 0
+        if pieces and self._transport:
+            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     async def drain(self) -> None:
         """Waits until the client has taken most of what it was sent."""
@@ -127,6 +143,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Sends what was written and closes."""
+        self._flush()
         if self._transport:
             self._transport.close()
 
@@ -215,7 +232,7 @@ class Connection(asyncio.Protocol):
         elif not reply.is_complete:  # the client must not take a part for the whole
             self._transport.abort()
         elif not reply.is_kept_alive or self.is_closing:
-            self._transport.close()
+            self.close()
         else:
             self._go_on()
 

@@ -13,20 +13,19 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.answer import Answer, Call
 from ullage_router.http import convert
 from ullage_router.http.answers import (
-    JSON,
     ChatFormat,
     Collected,
     CompletionFormat,
     Format,
     Wanted,
 )
+from ullage_router.http.chunks import Chunks
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.schemas import Common
 from ullage_router.http.sse import Writer
 from ullage_router.replace import HEADER
+from ullage_router.service import RouterService
 from ullage_router.stats import Record
-from ullage_router.stream import Pipeline
-from ullage_router.tenants import Tenants
 from ullage_router.trace import trace_context
 from ullage_rpc.errors import ServiceError
 
@@ -69,26 +68,23 @@ class GenerateEndpoint:
     """Serves one path.
 
     Args:
-        pipeline: serves requests.
-        tenants: who may send them.
-        model: the served name, which answers carry.
-        timeout_s: time limit of a request.
+        service: serves requests, and says who may send them.
         dialect: chat or completions.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, tenants: Tenants, model: str, timeout_s: float, dialect: Dialect
-    ) -> None:
-        self._pipeline = pipeline
-        self._tenants = tenants
-        self._model = model
-        self._timeout_s = timeout_s
+    def __init__(self, service: RouterService, dialect: Dialect) -> None:
+        config = service.config
+        self._pipeline = service.pipeline
+        self._tenants = service.tenants
+        self._model = config.model
+        self._timeout_s = config.limits.request_timeout
+        self._keepalive_s = config.streaming.keepalive
         self._dialect = dialect
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         headers = request.headers
         record = Record(request_id(headers))
-        writer = Writer(reply, record)
+        writer = Writer(reply, record, self._keepalive_s)
         try:
             visit = self._tenants.visit(headers.get("authorization"))
             parsed = self._parse(request)
@@ -106,6 +102,7 @@ class GenerateEndpoint:
             visit,
             idempotency_key=headers.get(HEADER, ""),
             authorization=headers.get("authorization"),
+            is_streamed=bool(parsed.body.stream),
         )
         await self._answer(call, parsed.body, writer)
 
@@ -121,9 +118,10 @@ class GenerateEndpoint:
     async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
         try:
             async with self._pipeline.serve(call) as generation:
-                form = self._dialect.format(self._wanted(call, body))
+                wanted = self._wanted(call, body)
+                form = self._dialect.format(wanted)
                 if body.stream:
-                    await _stream(generation, form, writer)
+                    await _stream(generation, Chunks(form, wanted), writer)
                 else:
                     await _whole(generation, form, writer, body.n or 1)
         except ServiceError as error:
@@ -151,24 +149,17 @@ class GenerateEndpoint:
         )
 
 
-async def _stream(generation: Answer, form: Format, writer: Writer) -> None:
+async def _stream(generation: Answer, chunks: Chunks, writer: Writer) -> None:
     writer.start_stream()
-    opening = form.opening(generation.accepted)
-    async for event in generation.events():
-        if chunks := _chunks(event, form):
-            await writer.chunks(*opening, *chunks)
-            opening = []
-    writer.end_stream()
-
-
-def _chunks(event: inference_pb2.GenerateResponse, form: Format) -> list[JSON]:
-    match event.WhichOneof("event"):
-        case "finished":
-            return form.closing(event.finished)
-        case "sample_finished":
-            return form.ended(event.sample_finished)
-        case _:
-            return form.piece(event.delta)
+    try:
+        opening = chunks.opening(generation.accepted)
+        async for event in generation.events():
+            if data := chunks.of(event):
+                await writer.events(opening + data)
+                opening = b""
+        writer.end_stream()
+    finally:
+        writer.stop()
 
 
 async def _whole(generation: Answer, form: Format, writer: Writer, n: int) -> None:

@@ -46,6 +46,10 @@ class Outlet(Protocol):
     def is_closing(self) -> bool:
         """The connection ends with this reply, whatever the client wants."""
 
+    @property
+    def is_full(self) -> bool:
+        """The client does not take what it is sent."""
+
     def write(self, data: bytes) -> None:
         """Sends, or keeps what the client does not take yet."""
 
@@ -84,6 +88,11 @@ class Reply:
         """A part of the body; returns when the client has taken enough of those before it."""
         self._outlet.write(self._take_head() + self._frame(data))
         await self._outlet.drain()
+
+    def nudge(self, data: bytes) -> None:
+        """A part that is of no use to a client which has others to read."""
+        if not (self.is_complete or self._outlet.is_full):
+            self._outlet.write(self._take_head() + self._frame(data))
 
     def end(self, data: bytes = b"") -> None:
         """The last part."""

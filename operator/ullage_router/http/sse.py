@@ -1,5 +1,7 @@
 """Writes one answer: a JSON body, or server-sent events that end with [DONE] whatever happens."""
 
+import asyncio
+
 import msgspec
 
 from ullage_router.errors import http_status
@@ -10,6 +12,7 @@ from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
 _encode = msgspec.json.Encoder().encode
+KEEPALIVE = b": keepalive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -21,10 +24,14 @@ def event(data: bytes) -> bytes:
 class Writer:
     """The answer's way out; a slow client makes it wait, and with it the engine's stream."""
 
-    def __init__(self, reply: Reply, record: Record) -> None:
+    def __init__(self, reply: Reply, record: Record, keepalive_s: float = 0.0) -> None:
         self._reply = reply
         self._record = record
+        self._keepalive_s = keepalive_s
         self._is_streaming = False
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def whole(self, answer: JSON) -> None:
         """A complete answer."""
@@ -39,10 +46,29 @@ class Writer:
         ]
         self._reply.start(200, headers)
         self._is_streaming = True
+        if self._keepalive_s:
+            self._sent_at = self._loop.time()
+            self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
-    async def chunks(self, *chunks: JSON) -> None:
-        """Events of a stream, in one write."""
-        await self._reply.piece(b"".join(event(_encode(chunk)) for chunk in chunks))
+    def stop(self) -> None:
+        """Nothing more is sent unless somebody asks for it."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _keep_alive(self) -> None:
+        """Sends a comment where nothing was sent for long enough."""
+        now = self._loop.time()
+        if now - self._sent_at >= self._keepalive_s:
+            self._reply.nudge(KEEPALIVE)
+            self._sent_at = now
+        due = self._sent_at + self._keepalive_s
+        self._timer = self._loop.call_at(due, self._keep_alive)
+
+    async def events(self, data: bytes) -> None:
+        """Events of a stream."""
+        self._sent_at = self._loop.time()
+        await self._reply.piece(data)
 
     def end_stream(self, last: bytes = b"") -> None:
         self._reply.end(last + DONE)
