@@ -11,9 +11,10 @@ import msgspec
 import yaml
 
 from ullage_operator import naming
+from ullage_operator.pools import Pool
 from ullage_operator.sections import Bytes, Seconds, Section
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Pool, Service, Tenants, Tickets
+from ullage_operator.spec import Service, Tenants, Tickets
 
 
 def engine_config(

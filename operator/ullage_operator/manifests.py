@@ -4,8 +4,9 @@ from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.configs import engine_config, router_config, to_yaml
+from ullage_operator.pools import Pool
 from ullage_operator.settings import VERSION, Settings
-from ullage_operator.spec import Pool, Service
+from ullage_operator.spec import Service
 from ullage_operator.templates import engine_template, router_template
 
 Manifest = dict[str, Any]
@@ -143,10 +144,11 @@ class Builder:
         }
 
     def account(self, name: str) -> Manifest:
+        annotations = self._service.spec.service_account.annotations
         return {
             "apiVersion": "v1",
             "kind": "ServiceAccount",
-            "metadata": self.metadata(name),
+            "metadata": self.metadata(name) | ({"annotations": annotations} if annotations else {}),
             "automountServiceAccountToken": False,
         }
 

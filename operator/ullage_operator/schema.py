@@ -74,8 +74,8 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
-    known = schema.get("properties")
-    if not isinstance(value, dict) or not known:
+    known = fields(schema, value)
+    if not isinstance(value, dict) or not (known or "properties" in schema):
         return
     for name in value:
         where = join(path, str(name))
@@ -83,6 +83,15 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             yield from unknown_fields(known[name], value[name], where)
         elif path or name not in _TOP_LEVEL:
             yield Problem(where, f"unknown field; {suggestion(str(name), known)}")
+
+
+def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
+    """The schema of every field of an object; of a map, of every key that it has."""
+    if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):
+        every: Schema = schema["additionalProperties"]
+        return dict.fromkeys(map(str, value), every)
+    known: Mapping[str, Schema] = schema.get("properties", {})
+    return known
 
 
 def suggestion(word: str, known: Mapping[str, Any]) -> str:
@@ -102,7 +111,7 @@ def fill(schema: Schema, value: Any) -> None:
             fill(schema.get("items", {}), item)
     if not isinstance(value, dict):
         return
-    for name, field in schema.get("properties", {}).items():
+    for name, field in fields(schema, value).items():
         if name in value and value[name] is None:
             del value[name]
         if name not in value and "default" in field:
@@ -185,7 +194,7 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         for index, item in enumerate(value):
             yield from rules(schema.get("items", {}), item, f"{path}[{index}]")
     if isinstance(value, dict):
-        for name, field in schema.get("properties", {}).items():
+        for name, field in fields(schema, value).items():
             if name in value:
                 yield from rules(field, value[name], join(path, name))
 
@@ -195,8 +204,8 @@ def typed(schema: Schema, value: Any) -> Any:
     if isinstance(value, list):
         return [typed(schema.get("items", {}), item) for item in value]
     if isinstance(value, dict):
-        fields = schema.get("properties", {})
-        return {name: typed(fields.get(name, {}), item) for name, item in value.items()}
+        known = fields(schema, value)
+        return {name: typed(known.get(name, {}), item) for name, item in value.items()}
     return float(value) if schema.get("type") == "number" else value
 
 

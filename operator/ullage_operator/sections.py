@@ -1,4 +1,4 @@
-"""What parts of a spec are made of, and the parts about the router's own processes and streams."""
+"""What parts of a spec are made of, and the part about the router's streams."""
 
 import msgspec
 
@@ -21,11 +21,6 @@ class Seconds(float):
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, rename=camel):
     """Base of all parts of a spec; field names are those of the API in snake case."""
-
-
-class Router(Section, frozen=True, kw_only=True):
-    replicas: int
-    processes: int
 
 
 class Streaming(Section, frozen=True, kw_only=True):

@@ -10,10 +10,17 @@ import msgspec
 
 from ullage_operator import naming, schema
 from ullage_operator.errors import InvalidManifest
+from ullage_operator.pools import (
+    LARGE,
+    SINGLE,
+    Memory,
+    Pool,
+    PullSecret,
+    Router,
+    ServiceAccount,
+)
 from ullage_operator.quantity import parse_bytes, parse_seconds
-from ullage_operator.sections import Bytes, Router, Seconds, Section, Streaming
-
-LARGE = "large"
+from ullage_operator.sections import Bytes, Seconds, Section, Streaming
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -24,45 +31,6 @@ class Model(Section, frozen=True, kw_only=True):
     kv_dtype: str
     max_model_len: int | None = None
     deterministic: bool
-
-
-class Parallelism(Section, frozen=True, kw_only=True):
-    tensor: int
-    pipeline: int
-
-
-class Memory(Section, frozen=True, kw_only=True):
-    threshold: float
-    safety_reserve: Bytes
-    session_kv_limit: Bytes
-    max_kv: Bytes
-    device_bytes: Bytes | None = None
-    prefix_cache: bool
-    session_idle: Seconds
-    host_kv: Bytes
-
-
-class Pool(Section, frozen=True, kw_only=True):
-    replicas: int
-    gpus: int
-    parallelism: Parallelism
-    micro_batches: int
-    nccl: dict[str, str] = msgspec.field(default_factory=dict)
-    memory: Memory
-    """The service's memory with the pool's own fields over it."""
-    resources: dict[str, dict[str, int | str]] = msgspec.field(default_factory=dict)
-    node_selector: dict[str, str] = msgspec.field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = msgspec.field(default_factory=list)
-
-
-class Pools(Section, frozen=True, kw_only=True):
-    single: Pool
-    large: Pool | None = None
-
-    def items(self) -> list[tuple[str, Pool]]:
-        """Pools that exist, in order of preference."""
-        large = [] if self.large is None else [(LARGE, self.large)]
-        return [("single", self.single), *large]
 
 
 class Queue(Section, frozen=True, kw_only=True):
@@ -315,8 +283,11 @@ class Spec(Section, frozen=True, kw_only=True):
     device: str
     image: str | None = None
     allow_fault_injection: bool
+    service_account: ServiceAccount
+    image_pull_secrets: tuple[PullSecret, ...] = ()
     router: Router
-    pools: Pools
+    pools: dict[str, Pool]
+    """In order of preference: single, large, the others by name."""
     memory: Memory
     routing: Routing
     cascade: Cascade | None = None
@@ -362,10 +333,11 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
 
 
 def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec with every pool's memory complete."""
+    """The spec with every pool's memory complete, and pools in order of preference."""
+    known = {name: rank for rank, name in enumerate((SINGLE, LARGE))}
+    ordered = sorted(spec["pools"].items(), key=lambda item: (known.get(item[0], 2), item[0]))
     pools = {
-        name: pool | {"memory": spec["memory"] | pool.get("memory", {})}
-        for name, pool in spec["pools"].items()
+        name: pool | {"memory": spec["memory"] | pool.get("memory", {})} for name, pool in ordered
     }
     return {**spec, "pools": pools}
 

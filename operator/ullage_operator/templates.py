@@ -5,18 +5,16 @@ emptyDir volumes.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.configs import digest
-from ullage_operator.secrets import (
-    engine_secrets,
-    router_secrets,
-    secret_mounts,
-    secret_volumes,
-)
+from ullage_operator.pools import Placing, Pool
+from ullage_operator.secrets import router_secrets, secret_mounts, secret_volumes
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Pool, Service
+from ullage_operator.spec import Service
+from ullage_operator.volumes import config_volume, engine_mounts, engine_volumes, scratch_volume
 
 Manifest = dict[str, Any]
 
@@ -25,10 +23,21 @@ PRE_STOP_S = 15
 """Until no router sends new work to a pod that ends."""
 LAST_MARGIN_S = 15
 """For the last messages and the end of the process, after the drain."""
+ENGINE_ENV: tuple[Manifest, ...] = (
+    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+    {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
+    # Kernels are compiled once; the home directory cannot be written.
+    {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
+)
 START_PERIOD_S = 5
 START_FAILURES = 360
 """Half an hour to fetch and load a model."""
 
+DEFAULT_SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "ScheduleAnyway",
+}
 ROUTER_RESOURCES = {
     "requests": {"cpu": "250m", "memory": "256Mi"},
     "limits": {"memory": "1Gi"},
@@ -38,25 +47,17 @@ ROUTER_RESOURCES = {
 def engine_template(
     service: Service, pool_name: str, pool: Pool, config: str, settings: Settings
 ) -> Manifest:
-    volumes = [
-        config_volume(naming.pool_name(service.name, pool_name)),
-        # In memory: weights there outlive a worker, so that its restart takes seconds.
-        memory_volume("run"),
-        scratch_volume("cache"),
-        scratch_volume("tmp"),
-        *claim_volumes(service),
-        *([memory_volume("shm")] if pool.gpus > 1 else []),
-        *secret_volumes(engine_secrets(service)),
-    ]
+    runtime = {"runtimeClassName": pool.runtime_class_name} if pool.runtime_class_name else {}
     spec = {
         "serviceAccountName": naming.engine_name(service.name),
-        **pod_defaults(service, naming.ENGINE, pool_name),
-        **({"nodeSelector": pool.node_selector} if pool.node_selector else {}),
-        **({"tolerations": pool.tolerations} if pool.tolerations else {}),
+        **pod_defaults(service),
+        **placement(pool, naming.selector(service.name, naming.ENGINE, pool_name)),
+        **runtime,
         "containers": [engine_container(service, pool, settings)],
-        "volumes": volumes,
+        "volumes": engine_volumes(service, pool_name, pool),
     }
-    return template(service, naming.ENGINE, pool_name, config, settings, spec)
+    meta = metadata(service, naming.ENGINE, pool_name, pool, config)
+    return {"metadata": meta, "spec": spec}
 
 
 def engine_container(service: Service, pool: Pool, settings: Settings) -> Manifest:
@@ -72,12 +73,8 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [
-            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
-            # Kernels are compiled once; the home directory cannot be written.
-            {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
-        ],
+        "env": [*ENGINE_ENV, *pool.env],
+        **({"envFrom": pool.env_from} if pool.env_from else {}),
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
@@ -90,34 +87,31 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         # Lenient: a busy engine is not a dead one.
         "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
-        "volumeMounts": [
-            {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
-            {"name": "run", "mountPath": naming.RUN_DIR},
-            {"name": "cache", "mountPath": naming.CACHE_DIR},
-            {"name": "tmp", "mountPath": "/tmp"},
-            *claim_mounts(service),
-            *([{"name": "shm", "mountPath": "/dev/shm"}] if pool.gpus > 1 else []),
-            *secret_mounts(engine_secrets(service)),
-        ],
+        "volumeMounts": engine_mounts(service, pool),
     }
 
 
 def engine_resources(service: Service, pool: Pool) -> Manifest:
     """The pool's own resources, and its GPUs unless it computes on the CPU.
 
-    Amounts are text, as the API server stores them, so that what is applied equals what is read.
+    GPUs are limits, by which the DCGM exporter, too, tells whose they are.
     """
-    resources = {
-        kind: {name: str(amount) for name, amount in amounts.items()}
-        for kind, amounts in pool.resources.items()
-    }
+    resources = amounts(pool.resources)
     if service.spec.device != "cpu":
-        resources.setdefault("limits", {})["nvidia.com/gpu"] = str(pool.gpus)
+        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus)
     return resources
 
 
+def amounts(resources: Mapping[str, Mapping[str, int | str]]) -> Manifest:
+    """As text, as the API server stores them, so that what is applied equals what is read."""
+    return {
+        kind: {name: str(amount) for name, amount in by_name.items()}
+        for kind, by_name in resources.items()
+    }
+
+
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    secrets = router_secrets(service)
+    router, secrets = service.spec.router, router_secrets(service)
     container = {
         "name": naming.ROUTER,
         "image": settings.router_image,
@@ -130,7 +124,7 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             port("metrics", naming.METRICS_PORT),
             *probe_ports(service.spec.tls.router is not None),
         ],
-        "resources": ROUTER_RESOURCES,
+        "resources": amounts(router.resources) or ROUTER_RESOURCES,
         "securityContext": container_security(),
         **router_probes(service.spec.tls.router is not None),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
@@ -142,7 +136,8 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
     }
     spec = {
         "serviceAccountName": naming.router_name(service.name),
-        **pod_defaults(service, naming.ROUTER),
+        **pod_defaults(service),
+        **placement(router, naming.selector(service.name, naming.ROUTER)),
         "containers": [container],
         "volumes": [
             config_volume(naming.router_name(service.name)),
@@ -150,28 +145,25 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             *secret_volumes(secrets),
         ],
     }
-    return template(service, naming.ROUTER, None, config, settings, spec)
-
-
-def template(
-    service: Service,
-    component: str,
-    pool: str | None,
-    config: str,
-    settings: Settings,
-    spec: Manifest,
-) -> Manifest:
-    # Without the version: an operator's update must not restart every engine by a label.
     return {
-        "metadata": {
-            "labels": naming.selector(service.name, component, pool),
-            "annotations": {naming.CONFIG_HASH: digest(config)},
-        },
+        "metadata": metadata(service, naming.ROUTER, None, router, config),
         "spec": spec,
     }
 
 
-def pod_defaults(service: Service, component: str, pool: str | None = None) -> Manifest:
+def metadata(
+    service: Service, component: str, pool_name: str | None, placing: Placing, config: str
+) -> Manifest:
+    # Without the version: an operator's update must not restart every engine by a label.
+    return {
+        "labels": placing.pod_labels | naming.selector(service.name, component, pool_name),
+        "annotations": placing.pod_annotations | {naming.CONFIG_HASH: digest(config)},
+    }
+
+
+def pod_defaults(service: Service) -> Manifest:
+    """What pods of both kinds have in common, as Pod Security's restricted profile asks."""
+    pulled = [{"name": secret.name} for secret in service.spec.image_pull_secrets]
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -183,15 +175,22 @@ def pod_defaults(service: Service, component: str, pool: str | None = None) -> M
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": naming.selector(service.name, component, pool)},
-            }
-        ],
+        **({"imagePullSecrets": pulled} if pulled else {}),
     }
+
+
+def placement(placing: Placing, match: dict[str, str]) -> Manifest:
+    """Where pods run; `match` are the labels by which they are spread."""
+    wanted = {
+        "nodeSelector": placing.node_selector,
+        "tolerations": placing.tolerations,
+        "affinity": placing.affinity,
+        "priorityClassName": placing.priority_class_name,
+    }
+    spread = placing.topology_spread_constraints or [DEFAULT_SPREAD]
+    constraints = [{**each, "labelSelector": {"matchLabels": match}} for each in spread]
+    given = {name: value for name, value in wanted.items() if value}
+    return given | {"topologySpreadConstraints": constraints}
 
 
 def grace_s(service: Service) -> int:
@@ -247,33 +246,3 @@ def http_probe(path: str, period_s: int, failures: int) -> Manifest:
         "timeoutSeconds": 5,
         "failureThreshold": failures,
     }
-
-
-def config_volume(config_map: str) -> Manifest:
-    return {"name": "config", "configMap": {"name": config_map}}
-
-
-def memory_volume(name: str) -> Manifest:
-    return {"name": name, "emptyDir": {"medium": "Memory"}}
-
-
-def scratch_volume(name: str) -> Manifest:
-    return {"name": name, "emptyDir": {}}
-
-
-def claim_of(service: Service) -> str:
-    """The claim of a `pvc://claim/path` source, or nothing."""
-    scheme, _, rest = service.spec.model.source.partition("://")
-    return rest.partition("/")[0] if scheme == "pvc" else ""
-
-
-def claim_volumes(service: Service) -> list[Manifest]:
-    claim = claim_of(service)
-    volume = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-    return [volume] if claim else []
-
-
-def claim_mounts(service: Service) -> list[Manifest]:
-    claim = claim_of(service)
-    mount = {"name": "models", "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
-    return [mount] if claim else []

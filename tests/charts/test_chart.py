@@ -147,7 +147,10 @@ def planned():
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",
         "metadata": {"name": "s", "namespace": "n", "uid": "u"},
-        "spec": {"model": {"source": "file:///m", "name": "m"}, "pools": {"large": pool}},
+        "spec": {
+            "model": {"source": "file:///m", "name": "m"},
+            "pools": {"single": {}, "large": pool},
+        },
     }
     observed = Observed(now=datetime.now(UTC), apis=frozenset({PODMONITOR_API}))
     return plan(parse(manifest), observed, Settings()).apply

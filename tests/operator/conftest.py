@@ -22,11 +22,13 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 def manifest() -> Callable[..., dict[str, Any]]:
-    """A minimal manifest; keywords add fields to its spec."""
+    """A minimal manifest; keywords add fields to its spec, and pools to the pool single."""
 
     def make(**spec: Any) -> dict[str, Any]:
         made = deepcopy(MANIFEST)
         made["spec"] |= spec
+        if isinstance(spec.get("pools"), dict):
+            made["spec"]["pools"] = {"single": {}} | spec["pools"]
         return made
 
     return make

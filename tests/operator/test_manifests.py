@@ -18,7 +18,8 @@ from ullage_operator.plan import Observed, Plan
 from ullage_router.config import AffinitySection, RetrySection, RouterConfig
 
 MakePlan = Callable[..., Plan]
-LARGE = {"large": {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
+FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}
+LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
 
 
 def find(plan: Plan, kind: str, name: str) -> dict[str, Any]:
@@ -51,6 +52,8 @@ def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
     plan = make_plan(
         pools={
             "large": {
+                "gpus": 4,
+                "parallelism": {"tensor": 2, "pipeline": 2},
                 "memory": {"maxKV": "1Gi"},
                 "microBatches": 8,
                 "nccl": {"NCCL_BUFFSIZE": "4194304"},

@@ -20,7 +20,8 @@ def refusals(manifest: Any) -> list[str]:
 
 
 def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
-    service = parse(manifest(pools={"large": {}}))
+    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
+    service = parse(manifest(pools=pools))
     spec = service.spec
     assert (service.name, service.namespace, service.uid) == ("demo", "models", "uid-1")
     assert service.generation == 3
@@ -34,8 +35,8 @@ def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
     assert spec.batching.decode_window == 0.003
     assert spec.batching.decode_max_batch_tokens == 8192
     assert (spec.slo.ttft_p95, spec.slo.e2e_p95, spec.slo.error_rate) == (7.0, 20.0, 0.005)
-    large = spec.pools.large
-    assert large is not None
+    single, large = spec.pools["single"], spec.pools["large"]
+    assert (single.gpus, single.parallelism.tensor, single.parallelism.pipeline) == (1, 1, 1)
     assert (large.gpus, large.parallelism.tensor, large.parallelism.pipeline) == (4, 2, 2)
     assert large.micro_batches == 6
 
@@ -48,7 +49,7 @@ def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
     made = manifest(
         memory={"safetyReserve": "64Mi"}, pools={"single": {"memory": {"deviceBytes": "1Gi"}}}
     )
-    memory = parse(made).spec.pools.single.memory
+    memory = parse(made).spec.pools["single"].memory
     assert (memory.safety_reserve, memory.device_bytes) == (64 << 20, 1 << 30)
     assert parse(made).spec.memory.device_bytes is None
 
@@ -68,7 +69,12 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
     ("spec", "line"),
     [
         ({"memory": {"treshold": 1}}, "spec.memory.treshold: unknown field; did you mean thresh"),
-        ({"pools": {"small": {}}}, "spec.pools.small: unknown field; the fields here are large,"),
+        (
+            {"pools": {"small": {"gpu": 1}}},
+            "spec.pools.small.gpu: unknown field; did you mean gpus",
+        ),
+        ({"pools": {"a-b": {}}}, "spec.pools: names of pools must be at most 20 lower-case"),
+        ({"pools": {"engine": {}}}, "spec.pools: router, engine and canary are names of the op"),
         ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
         ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
         ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),
@@ -186,7 +192,7 @@ def test_a_deterministic_sum_is_over_two_ranks_at_most(manifest: Make, pool: str
 
 def test_variables_of_nccl_that_only_begin_like_files_are_set(manifest: Make) -> None:
     nccl = {"NCCL_NET_PLUGIN_MODE": "1", "NCCL_PATHS": "1"}
-    single = parse(manifest(pools={"single": {"nccl": nccl}})).spec.pools.single
+    single = parse(manifest(pools={"single": {"nccl": nccl}})).spec.pools["single"]
     assert single.nccl == nccl
 
 

@@ -65,6 +65,7 @@ def plan_local(
             or the folder's path is too long.
     """
     check_cascade(service)
+    check_pools(service)
     settings = Settings(log_level=log_level)
     decided = plan(one_router(service), Observed(now=datetime.now(UTC)), settings)
     wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
@@ -142,6 +143,22 @@ def check_cascade(service: Service) -> None:
             f"spec.cascade.steps: {names[0]} is found by that name in a cluster only; serve it "
             "with ullage up as well and write address: 127.0.0.1:PORT with its gRPC port"
         )
+
+
+def check_pools(service: Service) -> None:
+    """What only a cluster can give; a process of this machine sees its files and environment."""
+    for name, pool in service.spec.pools.items():
+        path = f"spec.pools.{name}"
+        if pool.volumes:
+            raise LocalFailure(
+                f"{path}.volumes: ullage up mounts nothing; leave them out here, its processes see "
+                "the files of this machine"
+            )
+        if pool.env_from or any("valueFrom" in variable for variable in pool.env):
+            raise LocalFailure(
+                f"{path}.env: only a cluster can look values up; set them in the environment of "
+                "ullage up, which engines inherit, and leave valueFrom and envFrom out"
+            )
 
 
 def check_engines(made: Iterable[Pod]) -> None:

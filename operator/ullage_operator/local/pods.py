@@ -22,7 +22,7 @@ class Pod:
     owner: str
     """Name of the Deployment or StatefulSet."""
     part: str
-    """Where the spec speaks of it: pools.single, pools.large or router."""
+    """Where the spec speaks of it, such as pools.single or router."""
     command: tuple[str, ...]
     env: Mapping[str, str]
     ports: Mapping[str, int]

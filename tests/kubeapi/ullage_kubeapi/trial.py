@@ -62,6 +62,8 @@ class World:
             "metadata": {"name": "s"},
             "spec": {"model": model, "device": "cpu", **spec},
         }
+        if "pools" in spec:
+            body["spec"]["pools"] = {"single": {}} | spec["pools"]
         return self.client.post(self.services, json=body)
 
     def patch(self, path: str, body: dict[str, Any]) -> httpx.Response:
