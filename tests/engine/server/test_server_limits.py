@@ -77,6 +77,9 @@ class SlowReader:
     def time_remaining(self) -> None:
         """It set no deadline of its own."""
 
+    def invocation_metadata(self) -> None:
+        """It came with none."""
+
 
 def test_a_client_slower_than_the_engine_gets_what_there_was_in_its_time(
     serve: Serve, config: EngineConfig
