@@ -29,6 +29,12 @@ def has_drifted(desired: Object, live: Object) -> bool:
     return not _within(desired, live)
 
 
+def was_edited(desired: Object, live: Object) -> bool:
+    """Whether a drifted object was made of this very configuration and changed by others since."""
+    made_of = desired["metadata"]["annotations"][APPLIED_HASH]
+    return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == made_of)
+
+
 def _within(desired: Any, live: Any) -> bool:
     if isinstance(desired, Mapping) and isinstance(live, Mapping):
         return all(name in live and _within(value, live[name]) for name, value in desired.items())

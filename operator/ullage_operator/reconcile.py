@@ -12,8 +12,10 @@ from ullage_operator.errors import (
     Permanent,
     Temporary,
 )
+from ullage_operator.events import Deeds, named, transitions
 from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.plan import Observed, Plan, key_of, plan
+from ullage_operator.publisher import Publisher
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
 from ullage_operator.status import belongs, failed_status, gather, is_leaving
@@ -39,6 +41,7 @@ class Reconciler:
         self, cluster: Cluster, settings: Settings, metrics: ReconcileMetrics, resync_s: float
     ) -> None:
         self._cluster = cluster
+        self._publisher = Publisher(cluster)
         self._settings = settings
         self._metrics = metrics
         self._resync_s = resync_s
@@ -68,6 +71,8 @@ class Reconciler:
         result, status = await self._pursue(key, manifest, observed)
         if status != observed.status:
             await self._cluster.apply_status(manifest, status)
+            before, after = observed.status.get("conditions", ()), status["conditions"]
+            await self._publisher.tell(manifest, transitions(before, after))
         return result
 
     async def _pursue(
@@ -90,16 +95,21 @@ class Reconciler:
     async def _act(
         self, key: ServiceKey, manifest: Object, decided: Plan, observed: Observed
     ) -> None:
-        for obj in map(stamped, decided.apply):
-            found = observed.objects.get(key_of(obj))
-            if found is None:
-                await self._check_free(manifest, obj)
-            if found is None or has_drifted(obj, found):
-                await self._cluster.apply(obj)
-                _logger.info("%s: applied %s %s", key, obj["kind"], obj["metadata"]["name"])
-        for gone in decided.delete:
-            await self._cluster.delete(gone)
-            _logger.info("%s: deleted %s %s", key, gone["kind"], gone["metadata"]["name"])
+        deeds = Deeds()
+        try:
+            for obj in map(stamped, decided.apply):
+                found = observed.objects.get(key_of(obj))
+                if found is None:
+                    await self._check_free(manifest, obj)
+                if found is None or has_drifted(obj, found):
+                    deeds.applied(obj, found, await self._cluster.apply(obj))
+                    _logger.info("%s: applied %s", key, named(obj))
+            for gone in decided.delete:
+                await self._cluster.delete(gone)
+                deeds.deleted.append(named(gone))
+                _logger.info("%s: deleted %s", key, named(gone))
+        finally:
+            await self._publisher.tell(manifest, deeds.notes())
 
     async def _check_free(self, manifest: Object, obj: Object) -> None:
         """Refuses to take over an object of the same name that is not this service's."""

@@ -127,6 +127,7 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
         # Owner references with blockOwnerDeletion need it where that admission check is on.
         ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
         ("", "pods"): {"list", "watch"},
+        ("events.k8s.io", "events"): {"create", "patch"},
         ("apiextensions.k8s.io", "customresourcedefinitions"): {"list", "watch"},
     }
     watched = {(group, plural) for group, _, plural in WATCHED}
