@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install install-dev demo up test check lint faults clean
+.PHONY: install install-dev demo up test check lint faults images clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,9 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/python scripts/readme_tree.py --check
 
 check: lint test            ## the gate
+
+images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/images.md)
+	$(BIN)/python scripts/images.py $(if $(BASE),--base $(BASE)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .run dist

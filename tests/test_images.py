@@ -1,0 +1,176 @@
+"""The images' Dockerfile and the commands that build them, without building."""
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ullage_operator import main, naming
+from ullage_operator.settings import Settings
+from ullage_operator.templates import USER
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+FINAL = ("operator", "engine", "engine-cuda")
+Stage = list[tuple[str, str]]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+images = load("images")
+
+
+def stages() -> dict[str, Stage]:
+    """Name of each stage -> its instructions, the first of which says what it begins with."""
+    joined = re.sub(r"\\\n\s*", " ", re.sub(r"(?m)^\s*#.*\n", "", DOCKERFILE))
+    found: dict[str, Stage] = {}
+    for line in filter(None, joined.splitlines()):
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            source, _, name = rest.partition(" AS ")
+            found[name] = [("FROM", source)]
+        elif found:
+            found[name].append((word, rest))
+        else:
+            assert (word, rest) == ("ARG", "BASE"), "the base is the caller's to name, and pin"
+    return found
+
+
+def values(stage: str, word: str) -> list[str]:
+    return [rest for found, rest in stages()[stage] if found == word]
+
+
+def test_there_is_a_stage_for_every_image_and_none_beside():
+    assert {*stages()} == {*images.IMAGES, "base", "install"}
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_the_image_runs_as_the_pods_user_and_starts_its_program(name):
+    assert values(name, "USER") == [f"{USER}:{USER}"]
+    assert f"ullage:x:{USER}:{USER}:" in values("base", "RUN")[0]
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (entry,) = json.loads(values(name, "ENTRYPOINT")[0])
+    assert entry in scripts
+
+
+def test_what_installs_stays_behind():
+    for name in FINAL:
+        assert values(name, "FROM") == ["base"]
+        assert values(name, "COPY") == ["--from=install /opt/ullage /opt/ullage"]
+        assert not any("pip" in run for run in values(name, "RUN"))
+
+
+def test_nothing_of_this_machine_can_get_in():
+    """No file of the build context is copied, and pip asks no index."""
+    copied = [v for name in stages() for word in ("COPY", "ADD") for v in values(name, word)]
+    assert all(value.startswith("--from=install ") for value in copied)
+    (install,) = values("install", "RUN")
+    assert "--no-index --find-links /wheels" in install
+    assert "direct_url.json -delete" in install
+    assert not re.search(r"https?://|index-url|trusted-host|proxy", DOCKERFILE)
+
+
+def test_bytecode_knows_no_times():
+    """A bytecode file with its source's time would differ from build to build."""
+    (install,) = values("install", "RUN")
+    assert "--no-compile" in install
+    assert "PYTHONHASHSEED=0" in install
+    assert "--invalidation-mode unchecked-hash" in install
+    assert any("PYTHONDONTWRITEBYTECODE=1" in value for value in values("base", "ENV"))
+
+
+def test_ports_are_those_of_the_pods():
+    engine = {naming.GRPC_PORT, naming.METRICS_PORT}
+    both = engine | {naming.HTTP_PORT, main.PROBES_PORT}
+    wanted = {"operator": both, "engine": engine, "engine-cuda": engine}
+    for name, ports in wanted.items():
+        assert {int(port) for port in values(name, "EXPOSE")[0].split()} == ports
+
+
+def test_extras_are_the_projects_and_only_engines_have_torch():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    for name, image in images.IMAGES.items():
+        named = [requirement for extra in image.extra.split(",") for requirement in extras[extra]]
+        named += extras["engine"] if "ullage[engine]" in named else []
+        has_torch = any(requirement.startswith("torch") for requirement in named)
+        assert has_torch is (name != "operator")
+
+
+def test_pods_run_the_images_that_are_built():
+    settings = Settings()
+    names = {image.split("/")[-1] for image in (settings.engine_image, settings.router_image)}
+    assert names == {f"{name}:{images.version()}" for name in images.USUAL}
+
+
+@pytest.mark.parametrize("tool", ["buildah", "docker"])
+def test_a_target_is_built_with_its_wheels_base_and_date(tool, tmp_path):
+    command = images.Build(tool, tmp_path, 1234).target("engine", "some/tag:1", "some/base@x")
+    text = shlex.join(command)
+    wheels = tmp_path / "wheels" / "engine"
+    assert command[0] == tool and command[-1] == str(wheels)
+    assert f"--build-context wheels={wheels}" in text
+    assert "--target engine" in text and "--tag some/tag:1" in text
+    assert "BASE=some/base@x" in command and f"ALONE={images.DEMO_MODEL}" in command
+    assert ("--timestamp=1234" in command) or ("SOURCE_DATE_EPOCH=1234" in command)
+
+
+def test_only_wheels_for_the_images_python_and_c_library_are_fetched(tmp_path):
+    own, needed, model = images.fetch_commands("engine", tmp_path, "aarch64")
+    assert own[3:] == ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), "."]
+    assert "--only-binary=:all:" in needed and "--python-version=3.11" in needed
+    assert "--platform=manylinux_2_28_aarch64" in needed
+    assert not any("manylinux_2_37" in part for part in needed)
+    assert needed[-4:-2] == ["--constraint", "constraints.txt"]
+    assert model[-2:] == ["--no-deps", images.DEMO_MODEL]
+
+
+def test_the_demo_model_is_the_one_that_is_tested():
+    assert f"'{images.DEMO_MODEL}'" in (ROOT / "Makefile").read_text()
+
+
+def oci_archive(path: Path, layers: list[bytes]) -> str:
+    """Writes an archive in OCI layout; answers the digest of its manifest."""
+    blobs: dict[str, bytes] = {}
+
+    def add(content: bytes) -> dict[str, object]:
+        name = hashlib.sha256(content).hexdigest()
+        blobs[f"blobs/sha256/{name}"] = content
+        return {"digest": f"sha256:{name}", "size": len(content)}
+
+    manifest = add(json.dumps({"layers": [add(layer) for layer in layers]}).encode())
+    blobs["index.json"] = json.dumps({"manifests": [manifest]}).encode()
+    with tarfile.open(path, "w") as tar:
+        for name, content in blobs.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return str(manifest["digest"])
+
+
+def test_an_archives_digest_and_sizes_are_told(tmp_path):
+    plain, packed = bytes(5_000), gzip.compress(bytes(100_000))
+    digest = oci_archive(tmp_path / "x.tar", [plain, packed])
+    made = images.inspect(tmp_path / "x.tar")
+    assert made == images.Made(digest, len(plain) + len(packed), 105_000)
+
+
+def test_an_unknown_image_is_named(capsys):
+    assert images.main(["router"]) == 2
+    assert "no image router: operator, engine, engine-cuda" in capsys.readouterr().err
