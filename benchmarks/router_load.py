@@ -41,7 +41,8 @@ def request(is_streamed: bool) -> bytes:
 class Connection(asyncio.Protocol):
     """Sends one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_words: bytes) -> None:
+        self._last_words = last_words
         self._read = bytearray()
         self._waiting: asyncio.Future[bool] | None = None
         self._transport: asyncio.Transport | None = None
@@ -61,10 +62,7 @@ class Connection(asyncio.Protocol):
         else:
             is_over = self._read.endswith(END_OF_CHUNKS)
         if is_over:
-            is_good = head.startswith(b"http/1.1 200") and (
-                bool(has_length) or b"data: [DONE]" in self._read
-            )
-            self._finish(is_good)
+            self._finish(head.startswith(b"http/1.1 200") and self._last_words in self._read)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -90,12 +88,15 @@ class Load:
     def __init__(self, port: int, is_streamed: bool) -> None:
         self._port = port
         self._data = request(is_streamed)
+        self._last_words = b"data: [DONE]" if is_streamed else b'"finish_reason"'
         self.latencies: list[float] = []
         self.errors = 0
 
     async def connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        _, connection = await loop.create_connection(
+            lambda: Connection(self._last_words), "127.0.0.1", self._port
+        )
         return connection
 
     async def once(self, connection: Connection) -> None:
