@@ -45,6 +45,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python scripts/readme_tree.py --check
+	$(BIN)/python scripts/api_reference.py --check
 
 check: lint test            ## the gate
 

@@ -49,7 +49,7 @@ def engine_config(
                 else {}
             ),
             "allow_fault_injection": spec.allow_fault_injection,
-            "log_level": settings.log_level,
+            "log_level": spec.observability.log_level or settings.log_level,
         },
     }
 
@@ -83,7 +83,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         **cascade_config(service),
         **router_tickets(spec.tickets),
-        "log_level": settings.log_level,
+        "log_level": spec.observability.log_level or settings.log_level,
     }
 
 

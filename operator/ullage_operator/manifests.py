@@ -94,21 +94,24 @@ def pool_objects(
 
 def pod_monitors(service: Service) -> list[Manifest]:
     """Scrapes routers and engines; only where the Prometheus operator's API exists."""
-    return [
-        Builder(service, component).object(
-            PODMONITOR_API,
-            "PodMonitor",
-            name,
-            {
-                "selector": {"matchLabels": naming.selector(service.name, component)},
-                "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
-            },
-        )
-        for component, name in (
-            (naming.ROUTER, naming.router_name(service.name)),
-            (naming.ENGINE, naming.engine_name(service.name)),
-        )
-    ]
+    wanted = service.spec.observability.pod_monitor
+    names = {
+        naming.ROUTER: naming.router_name(service.name),
+        naming.ENGINE: naming.engine_name(service.name),
+    }
+    made = [pod_monitor(service, component, name) for component, name in names.items()]
+    return made if wanted.enabled else []
+
+
+def pod_monitor(service: Service, component: str, name: str) -> Manifest:
+    wanted = service.spec.observability.pod_monitor
+    spec = {
+        "selector": {"matchLabels": naming.selector(service.name, component)},
+        "podMetricsEndpoints": [{"port": "metrics", "interval": wanted.interval}],
+    }
+    made = Builder(service, component).object(PODMONITOR_API, "PodMonitor", name, spec)
+    meta = made["metadata"]
+    return made | {"metadata": meta | {"labels": wanted.labels | meta["labels"]}}
 
 
 class Builder:

@@ -4,7 +4,7 @@
 pods as processes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -97,6 +97,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
         "observedGeneration": service.generation,
         "endpoint": f"{'https' if service.spec.tls.router else 'http'}://{host}:{naming.HTTP_PORT}",
         "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
+        "engines": engines_text(pools.values()),
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
             pool_name: pool_status(service, pool_name, workload)
@@ -106,6 +107,12 @@ def status_of(service: Service, observed: Observed) -> Manifest:
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def engines_text(pools: Iterable[Workload]) -> str:
+    """Engines that serve of those that are asked for, in all pools."""
+    counted = list(pools)
+    return f"{sum(pool.ready for pool in counted)}/{sum(pool.desired for pool in counted)}"
 
 
 def pool_status(service: Service, pool: str, workload: Workload) -> Manifest:

@@ -278,6 +278,17 @@ class SLO(Section, frozen=True, kw_only=True):
     error_rate: float
 
 
+class PodMonitor(Section, frozen=True, kw_only=True):
+    enabled: bool
+    interval: str
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Observability(Section, frozen=True, kw_only=True):
+    log_level: str | None = None
+    pod_monitor: PodMonitor
+
+
 class Spec(Section, frozen=True, kw_only=True):
     model: Model
     device: str
@@ -300,6 +311,7 @@ class Spec(Section, frozen=True, kw_only=True):
     tickets: Tickets | None = None
     tls: TLS = TLS()
     slo: SLO
+    observability: Observability
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,8 +88,17 @@ def test_scale_subresource_points_at_fields() -> None:
 
 
 def test_printer_columns() -> None:
-    names = [column["name"] for column in VERSION["additionalPrinterColumns"]]
-    assert names == ["Ready", "Reason", "Single", "Large", "URL", "Age"]
+    columns = VERSION["additionalPrinterColumns"]
+    names = [column["name"] for column in columns if not column.get("priority")]
+    assert names == ["Ready", "Reason", "Engines", "URL", "Age"]
+    wide = [column["name"] for column in columns if column.get("priority")]
+    assert wide == ["Model", "Single", "Large", "Routers", "gRPC"]
+
+
+@pytest.mark.parametrize("column", VERSION["additionalPrinterColumns"], ids=lambda c: c["name"])
+def test_columns_show_fields_that_there_are(column: dict[str, str]) -> None:
+    path = column["jsonPath"].partition("[?")[0].replace(".pools.single.", ".pools.*.")
+    assert path.startswith(".metadata.") or path.replace(".pools.large.", ".pools.*.") in NODES
 
 
 def sections(kind: Any, path: str) -> Iterator[tuple[str, set[str]]]:

@@ -1,0 +1,158 @@
+"""Writes docs/llmservice.md, the reference of the API, from the CRD; --check only compares.
+
+python scripts/api_reference.py [--check]
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
+PAGE = ROOT / "docs" / "llmservice.md"
+
+Schema = Mapping[str, Any]
+
+HEAD = """# LLMService
+
+Every field of `serving.ullage.dev/v1alpha1`, made by `python scripts/api_reference.py` from
+`crds/llmservices.serving.ullage.dev.yaml`; `kubectl explain llms.spec` says the same in a cluster.
+Unknown fields are refused, and `ullage plan -f FILE` checks a manifest without a cluster.
+`NAME` stands for any key of a map and `[]` for an item of a list. Fields in **bold** are required.
+
+Amounts of memory are Kubernetes quantities (`512Mi`, `2Gi`), durations are Go's (`1m30s`, `6ms`).
+
+    kubectl get llms          # Ready, why, engines, URL
+    kubectl get llms -o wide  # also the model, the pools and the routers
+    kubectl scale llms NAME --replicas 3   # pool single
+"""
+
+AS_IN_A_POD = (
+    "affinity",
+    "tolerations",
+    "topologySpreadConstraints",
+    "env",
+    "envFrom",
+    "volumes",
+)
+"""Told in one line: their fields are Kubernetes' own."""
+
+
+def main() -> int:
+    page = render(yaml.safe_load(CRD.read_text(encoding="utf-8")))
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is not of this CRD; run python scripts/api_reference.py")
+    return 1
+
+
+def render(crd: Schema) -> str:
+    root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    parts = [HEAD, *rule_lines(root, "## Rules of the whole object\n")]
+    for name, section in root["properties"]["spec"]["properties"].items():
+        required = name in root["properties"]["spec"]["required"]
+        parts += chapter(f"spec.{name}", section, required)
+    parts += rule_lines(root["properties"]["spec"], "## Rules across sections\n")
+    parts += chapter("status", root["properties"]["status"], False)
+    return "\n".join(parts)
+
+
+def chapter(path: str, node: Schema, required: bool) -> Iterator[str]:
+    """A section of the spec: its own line, a table of its fields, its rules."""
+    yield f"## {path}\n"
+    yield f"{sentence(node)}{' Required.' if required else ''}\n"
+    rows = list(fields(node, ""))
+    if rows:
+        yield "| Field | Type | Default | Meaning |\n| --- | --- | --- | --- |"
+        yield from (row(name, field, needed) for name, field, needed in rows)
+        yield ""
+    else:
+        yield f"{type_of(node)}; default {default_of(node) or 'none'}.\n"
+    yield from rule_lines(node, "Rules:\n", rows)
+
+
+def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
+    """(path below the section, schema, whether it is required) of every field, depth first."""
+    node, path = below(node, path)
+    for name, field in node.get("properties", {}).items():
+        here = f"{path}.{name}" if path else name
+        yield here, field, name in node.get("required", ())
+        if name not in AS_IN_A_POD:
+            yield from fields(field, here)
+
+
+def below(node: Schema, path: str) -> tuple[Schema, str]:
+    """Through lists and maps of objects to the object, with what stands for its place."""
+    if "properties" in node.get("items", {}):
+        return node["items"], f"{path}[]"
+    if "properties" in (node.get("additionalProperties") or {}):
+        return node["additionalProperties"], f"{path}.NAME" if path else "NAME"
+    return node, path
+
+
+def row(name: str, field: Schema, required: bool) -> str:
+    shown = f"**`{name}`**" if required else f"`{name}`"
+    return f"| {shown} | {type_of(field)} | {default_of(field)} | {sentence(field)} |"
+
+
+def sentence(node: Schema) -> str:
+    return str(node.get("description", "")).strip().replace("|", "\\|")
+
+
+def default_of(node: Schema) -> str:
+    if "default" not in node or isinstance(node["default"], dict):
+        return ""
+    value = node["default"]
+    if isinstance(value, list):
+        return "" if not value or isinstance(value[0], dict) else f"`{', '.join(map(str, value))}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def type_of(node: Schema) -> str:
+    """The type and its bounds, in a few words."""
+    if "enum" in node:
+        return " \\| ".join(f"`{value}`" if value != "" else "`''`" for value in node["enum"])
+    if node.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if "ms" in node.get("pattern", "") and "h|m" in node["pattern"]:
+        return "duration"
+    kind = str(node["type"])
+    if kind == "array":
+        return f"list of at most {node.get('maxItems', 'any number of')}"
+    if kind == "object" and "additionalProperties" in node:
+        return "map"
+    return kind + bounds(node)
+
+
+def bounds(node: Schema) -> str:
+    low, high = node.get("minimum"), node.get("maximum")
+    if low is not None and high is not None:
+        return f" {low} to {high}"
+    return f" ≥ {low}" if low is not None else f" ≤ {high}" if high is not None else ""
+
+
+def rule_lines(node: Schema, title: str, rows: Any = ()) -> list[str]:
+    """The messages of the rules of a node and of its fields, each once."""
+    nodes = [node, *(field for _, field, _ in rows)]
+    nodes += [each for field in list(nodes) if isinstance(each := inner(field), dict)]
+    messages = [
+        " ".join(rule["message"].split())
+        for each in nodes
+        for rule in each.get("x-kubernetes-validations", ())
+    ]
+    listed = [f"* {message}" for message in dict.fromkeys(messages)]
+    return [title, *listed, ""] if listed else []
+
+
+def inner(node: Schema) -> Any:
+    return node.get("items") or node.get("additionalProperties")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
