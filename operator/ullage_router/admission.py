@@ -4,10 +4,11 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ullage_router.affinity import Origin
+from ullage_router.canary import Side
 from ullage_router.compress import compress
 from ullage_router.config import RouterConfig
 from ullage_router.credit import Credit
@@ -46,6 +47,10 @@ class Wish:
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share of the queue."""
+    side: Side = Side.STABLE
+    """Of a rollout."""
+    is_trial: bool = False
+    """The canary may have it at once; stable engines have it otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,17 @@ class Grant:
     credit: Credit
     prompt: Prompt
     max_tokens: int
+
+
+class NotOnCanary(Exception):
+    """The canary cannot run the request at once, or failed it; stable engines should have it.
+
+    served_elsewhere: called when they did.
+    """
+
+    def __init__(self, served_elsewhere: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.served_elsewhere = served_elsewhere
 
 
 class Admission:
@@ -103,6 +119,7 @@ class Admission:
 
         Raises:
             ServiceError: it can never fit, does not fit now, or there is no engine.
+            NotOnCanary: the stable engines should have it.
         """
         climb = _Climb(self, wish, record, refused)
         try:
@@ -129,7 +146,7 @@ class Admission:
             samples=wish.samples,
             droppable=wish.prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=state,
-            ahead=self._room.ahead(wish.priority, ticket),
+            ahead={} if wish.is_trial else self._room.ahead(wish.priority, ticket),
             refused_by=refused,
             patience_s=wish.deadline - time.monotonic(),
             preferred=preferred,
@@ -203,7 +220,10 @@ class _Climb:
 
     async def run(self) -> Grant:
         while True:
-            match self._decide():
+            decision = self._decide()
+            if self._wish.is_trial:
+                decision = _on_canary(decision)
+            match decision:
                 case Run() as run:
                     return await self._grant(run)
                 case ShrinkContext() as shrink:
@@ -215,11 +235,11 @@ class _Climb:
 
     def _decide(self) -> Run | ShrinkContext | Wait | Refuse:
         engines, refusers = self._admission.engines, self._refusers()
-        self._preferred = self._admission.placement.preferred(self._origin)
+        self._preferred = self._admission.placement.preferred(self._origin, self._wish.side)
         facts = self._admission.facts(
             self._wish, self._ticket, self._state, refusers, self._preferred
         )
-        views = engines.views(self._wish.prompt.model)
+        views = engines.views(self._wish.prompt.model, self._wish.side)
         return decide(facts, views, self._admission.policy)
 
     def _refusers(self) -> frozenset[str]:
@@ -338,3 +358,14 @@ class _Climb:
                 "degraded": record.degraded,
             },
         )
+
+
+def _on_canary(decision: Run | ShrinkContext | Wait | Refuse) -> Run:
+    """Only what runs at home as it is.
+
+    Raises:
+        NotOnCanary: it does not.
+    """
+    if isinstance(decision, Run) and decision.step == "accept":
+        return decision
+    raise NotOnCanary

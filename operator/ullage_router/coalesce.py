@@ -253,6 +253,7 @@ class _Reader:
             raise self._error()
         self._call.record.ttft_s = time.monotonic() - self._call.record.arrived
         self.accepted.CopyFrom(generation.accepted)
+        self._call.record.revision = self.accepted.revision
         self.accepted.request_id = self._call.record.request_id
 
     async def events(self) -> AsyncGenerator[Event, None]:

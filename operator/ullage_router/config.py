@@ -375,6 +375,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     """Unset: everybody may do everything."""
     cascade: CascadeSection | None = None
     """None: this service's own engines answer everything."""
+    rollout_file: Text | None = None
+    """Says which engines are a canary's (`canary.RolloutFile`)."""
     processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Router processes that share the ports."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -11,6 +11,7 @@ import grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.breaker import Breaker, BreakerPolicy
+from ullage_router.canary import Side
 from ullage_router.credit import Credit, CreditBook
 from ullage_router.errors import is_engine_fault, silent_engine
 from ullage_router.flow import Flow, Source
@@ -81,6 +82,7 @@ class Engine:
         model_name: the model it must serve.
         breaker: when failures hold it back.
         owner: told what happens.
+        side: of a rollout.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class Engine:
         model_name: str,
         breaker: BreakerPolicy,
         owner: Owner,
+        side: Side = Side.STABLE,
     ) -> None:
         self.address = address
+        self.side = side
         self.pool = pool
         self.is_listed = True
         """The address is still in DNS."""
@@ -179,7 +183,10 @@ class Engine:
     @property
     def is_over(self) -> bool:
         """Out of DNS, silent and without requests: nothing is lost by closing it."""
-        is_heard = self._is_connected and self.age_s <= HOPELESS_AFTER_S
+        # A canary's address may soon be a stable engine's.
+        is_heard = (
+            self._is_connected and self.age_s <= HOPELESS_AFTER_S and self.side is Side.STABLE
+        )
         return not (self.is_listed or is_heard or self._book.inflight)
 
     @property
@@ -226,17 +233,17 @@ class Engine:
             case _:
                 return Standing.UNUSABLE
 
-    def view(self, fingerprint: str, is_held_back: bool) -> EngineView | None:
+    def view(self, fingerprint: str, is_left_out: bool) -> EngineView | None:
         """What `decide` needs; None as long as the engine never introduced itself.
 
         Args:
             fingerprint: of the model whose token ids the request has; others cannot serve it.
-            is_held_back: its breaker wants it left alone for now.
+            is_left_out: it gets nothing now, for its breaker's sake or the request's.
         """
         told, described = self.headroom, self.description
         if told is None or described is None or self.model is None:
             return None
-        is_out = is_held_back or self.model.fingerprint != fingerprint
+        is_out = is_left_out or self.model.fingerprint != fingerprint
         return EngineView(
             id=self.address,
             pool=self.pool,
@@ -346,6 +353,7 @@ class Engine:
             case "restart":
                 self._owner.restarted(self)
         self.trouble = ""
+        self.order.lost(headroom.worker_restarts)
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
         self._heard_at = time.monotonic()

@@ -12,6 +12,7 @@ import grpc
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router.breaker import BreakerPolicy, held_back
+from ullage_router.canary import Side
 from ullage_router.config import BreakerSection, PoolSection
 from ullage_router.engine import Engine
 from ullage_router.tokenize import Model, fingerprint, load_model
@@ -50,18 +51,20 @@ class Engines:
         dialer: Dialer | None = None,
     ) -> None:
         self._pools = tuple(pools)
+        self._canary: tuple[PoolSection, ...] = ()
         self._model_name = model_name
         self._on_change = on_change
         self._breaker = BreakerPolicy(breaker.failures, breaker.pause, breaker.max_pause)
         self._dialer = dialer
         self._max_ejected_share = breaker.max_ejected_share
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        self._engines: dict[tuple[str, str], Engine] = {}
+        self._engines: dict[tuple[Side, str, str], Engine] = {}
         self._models: dict[str, Model] = {}
         self._loading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._relist, self._resolved = asyncio.Event(), asyncio.Event()
         self._ejections = self._missed = 0
+        self._lost = dict.fromkeys(Side, 0)
         """Of engines that are forgotten: counters never fall."""
 
     async def start(self) -> None:
@@ -82,10 +85,28 @@ class Engines:
 
     @property
     def model(self) -> Model | None:
-        """The model of the first engine that is ready, or of any that introduced itself."""
+        """The model of the stable engines."""
+        return self.model_of(Side.STABLE)
+
+    def model_of(self, side: Side) -> Model | None:
+        """The model of the first engine that is ready, or of any that introduced itself, of that
+        side if it has one."""
         known = [engine for engine in self._engines.values() if engine.model]
-        ready = [engine for engine in known if engine.state == "ready"]
-        return (ready or known)[0].model if known else None
+        best = sorted(known, key=lambda e: (e.side is not side, e.state != "ready"))
+        return best[0].model if best else None
+
+    def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
+        """Follows other engines as the canary's from now on; none: there is no canary."""
+        self._canary = pools
+        self._relist.set()
+
+    def is_ready_on(self, side: Side) -> bool:
+        """Whether an engine of that side takes requests."""
+        return any(e.side is side and e.state == "ready" for e in self._engines.values())
+
+    def workers_lost(self, side: Side) -> int:
+        """Workers and servers of that side that ended by themselves, as far as was seen."""
+        return self._lost[side] + sum(e.order.workers_lost for e in self.all() if e.side is side)
 
     @property
     def max_model_len(self) -> int:
@@ -101,18 +122,25 @@ class Engines:
     def is_ready(self) -> bool:
         return any(engine.state == "ready" for engine in self._engines.values())
 
-    def views(self, model: Model) -> list[EngineView]:
-        """Every engine that ever introduced itself, in order of the pools."""
-        held = self.held_back()
-        views = (e.view(model.fingerprint, e.address in held) for e in self._engines.values())
+    def views(self, model: Model, side: Side = Side.STABLE) -> list[EngineView]:
+        """Every engine that ever introduced itself, in order of the pools.
+
+        Those of the other side cannot be used, unless no engine of this one is ready.
+        """
+        held, has_choice = self.held_back(), self.is_ready_on(side)
+        views = (
+            e.view(model.fingerprint, e.address in held or (has_choice and e.side is not side))
+            for e in self._engines.values()
+        )
         order = [pool.name for pool in self._pools]
         return sorted((v for v in views if v), key=lambda v: (order.index(v.pool), v.id))
 
     def held_back(self) -> frozenset[str]:
         """Addresses of engines that get nothing because requests failed on them."""
         now, held = time.monotonic(), frozenset[str]()
-        for pool in self._pools:
-            ready = [e for e in self.all() if e.pool == pool.name and e.state == "ready"]
+        for side, pool in self._sides():
+            ready = [e for e in self.all() if (e.side, e.pool) == (side, pool.name)]
+            ready = [e for e in ready if e.state == "ready"]
             held |= held_back(((e.address, e.breaker) for e in ready), self._max_ejected_share, now)
         return held
 
@@ -173,26 +201,35 @@ class Engines:
                     await asyncio.sleep(LEAST_RESOLVE_INTERVAL_S)
             self._relist.clear()
 
+    def _sides(self) -> list[tuple[Side, PoolSection]]:
+        stable = [(Side.STABLE, pool) for pool in self._pools]
+        return stable + [(Side.CANARY, pool) for pool in self._canary]
+
     async def _resolve(self) -> None:
-        for pool in self._pools:
+        for side, pool in self._sides():
             answers = await asyncio.gather(*(resolve(target) for target in pool.targets))
+            found = {a for answer in answers if answer for a in answer}
             if all(answer is not None for answer in answers):
-                self._update(pool.name, {a for answer in answers if answer for a in answer})
+                self._update(side, pool.name, found)
             else:  # a name server in trouble must not cost a working engine
-                self._add(pool.name, {a for answer in answers if answer for a in answer})
+                self._add(side, pool.name, found)
+        canaries = {pool.name for pool in self._canary}
+        for (side, name, _), engine in self._engines.items():
+            if side is Side.CANARY and name not in canaries:
+                engine.is_listed = False
         await self._forget()
 
-    def _update(self, pool: str, addresses: set[str]) -> None:
-        for (name, address), engine in self._engines.items():
-            if name == pool:
+    def _update(self, side: Side, pool: str, addresses: set[str]) -> None:
+        for (*place, address), engine in self._engines.items():
+            if place == [side, pool]:
                 engine.is_listed = address in addresses
-        self._add(pool, addresses)
+        self._add(side, pool, addresses)
 
-    def _add(self, pool: str, addresses: set[str]) -> None:
+    def _add(self, side: Side, pool: str, addresses: set[str]) -> None:
         for address in sorted(addresses):
-            if (pool, address) not in self._engines:
-                self._engines[pool, address] = Engine(
-                    address, pool, self._model_name, self._breaker, self
+            if (side, pool, address) not in self._engines:
+                self._engines[side, pool, address] = Engine(
+                    address, pool, self._model_name, self._breaker, self, side
                 )
 
     async def _forget(self) -> None:
@@ -203,6 +240,7 @@ class Engines:
                 self.on_forgotten(engine.address)
                 self._ejections += engine.breaker.openings
                 self._missed += engine.order.missed
+                self._lost[engine.side] += engine.order.workers_lost
                 await engine.close()
                 self._on_change()
 

@@ -102,6 +102,21 @@ def is_engine_fault(error: ServiceError) -> bool:
     return error.code in _FAULTS and not is_excused
 
 
+_THE_REQUESTS = frozenset(
+    {
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+
+def is_failure(error: ServiceError) -> bool:
+    """Whether it counts against a revision: all that is neither the request's own nor a lack of
+    memory, also what no single engine is blamed for."""
+    return error.code not in _THE_REQUESTS and error.reason not in LEAVING
+
+
 def silent_engine(engine: str, silent_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,

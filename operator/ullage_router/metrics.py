@@ -43,6 +43,12 @@ class Metrics:
             ["had_tokens"],
             registry=self.registry,
         )
+        self._sides = Counter(
+            "ullage_router_revision_requests",
+            "Requests sent to engines by side of a rollout and HTTP status",
+            ["side", "code"],
+            registry=self.registry,
+        )
         self._coalesced = self._counter("coalesced", "Requests that shared another's generation")
         self._replaced = self._counter("replaced", "Requests that a later one replaced")
         self._attempts = Counter(
@@ -121,6 +127,8 @@ class Metrics:
         self._requests.labels(str(record.status)).inc()
         if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
             self._early_stops.labels("no" if record.ttft_s is None else "yes").inc()
+        if record.side:
+            self._sides.labels(record.side, str(record.status)).inc()
         if record.coalesced_with:
             self._coalesced.inc()
         if record.error == "REPLACED":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ullage_router.affinity import Affinity, AffinityPolicy, Origin
 from ullage_router.budget import BudgetPolicy, RetryBudget
+from ullage_router.canary import Side
 from ullage_router.config import PlacementSection
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
@@ -33,9 +34,9 @@ class Placement:
         """What tells where a request's beginning may be cached."""
         return self._affinity.origin(session, token_ids)
 
-    def preferred(self, origin: Origin) -> str:
-        """The address of the engine that has most of it; empty when none is known."""
-        usable = {engine.address for engine in self._engines.all() if engine.state == "ready"}
+    def preferred(self, origin: Origin, side: Side = Side.STABLE) -> str:
+        """The address of the engine that has most of it; empty when none of that side is known."""
+        usable = {e.address for e in self._engines.all() if e.state == "ready" and e.side is side}
         return self._affinity.find(origin, usable.__contains__)
 
     def placed(self, origin: Origin, preferred: str, engine: Engine) -> None:

@@ -20,6 +20,9 @@ class ReportOrder:
         """Reports that came twice or too late, and were passed over."""
         self.restarts = 0
         """New lives of the engine's server, the first one not counted."""
+        self.workers_lost = 0
+        """Ends of its workers and of its server that nobody asked for."""
+        self._restarts_told = 0
 
     def connected(self) -> None:
         """A new stream begins: its numbers have nothing to do with the last one's."""
@@ -37,8 +40,19 @@ class ReportOrder:
         self.sequence = sequence
         return "gap" if missed else "next"
 
+    def lost(self, worker_restarts: int) -> None:
+        """What a report that was taken says about its workers.
+
+        Args:
+            worker_restarts: since the start of the server.
+        """
+        self.workers_lost += max(0, worker_restarts - self._restarts_told)
+        self._restarts_told = worker_restarts
+
     def _restart(self, epoch: int, sequence: int) -> Kind:
         kind: Kind = "next" if self.epoch is None else "restart"
         self.restarts += kind == "restart"
+        self.workers_lost += kind == "restart"
+        self._restarts_told = 0
         self.epoch, self.sequence = epoch, sequence
         return kind

@@ -14,11 +14,13 @@ from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.metrics import Metrics, TenantMetrics, largest
+from ullage_router.outcomes import TrialCollector
 from ullage_router.pick.picker import Picker
 from ullage_router.pick.tickets import TicketOffice
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompts
 from ullage_router.queue import WaitingRoom
+from ullage_router.rollout import Rollout
 from ullage_router.stats import Record, Stats, route_of
 from ullage_router.stream import Pipeline
 from ullage_router.tenants import ANONYMOUS, Tenants
@@ -42,6 +44,8 @@ class RouterService:
             config.pools, config.model, self.room.wake, placement.breaker, self.tls.dialer
         )
         self.placement = Placement(placement, self.engines)
+        self.rollout = Rollout(config.rollout_file, self.engines)
+        self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
         self._threads = TokenizerThreads()
         compress = config.prompts.compress
         writer = Writer(lambda: self.pipeline, compress.timeout)
@@ -62,6 +66,7 @@ class RouterService:
             prompts,
             self.placement,
             self._ended,
+            self.rollout,
             self.cascade,
             self.office,
         )
@@ -74,12 +79,14 @@ class RouterService:
 
     async def start(self) -> None:
         self.picker.start()
+        await self.rollout.canary.start()
         await self.engines.start()
 
     async def close(self) -> None:
         if self.cascade:
             await self.cascade.close()
         await self.picker.close()
+        await self.rollout.canary.close()
         await self.engines.close()
         await self.tenants.close()
         await self.tls.close()
@@ -125,6 +132,7 @@ class RouterService:
                 "safety_reserve": self.config.memory.safety_reserve,
             },
             "decisions": self.stats.counts(),
+            "rollout": self.rollout.as_json(),
             "picks": self.picker.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
             "latest": self.stats.latest(),
@@ -257,6 +265,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "address": engine.address,
         "pool": engine.pool,
         "route": route_of(engine.pool),
+        "side": engine.side.value,
         "state": engine.state,
         "trouble": engine.trouble,
         "inflight": engine.inflight,

@@ -44,6 +44,10 @@ class Record:
     """Steps taken with their reasons, such as `queue=KV_HEADROOM`, oldest first."""
     model: str = ""
     """That serves it."""
+    side: str = ""
+    """stable or canary; empty until it was sent to an engine."""
+    revision: str = ""
+    """Of the engine that serves it; empty when that is not known."""
     attempts: list[Attempt] = field(default_factory=list)
     """Steps of the cascade that were tried."""
     status: int = 0
@@ -104,6 +108,8 @@ class Record:
             "degraded": list(self.degraded),
             "trail": list(self.trail),
             "model": self.model,
+            "side": self.side,
+            "revision": self.revision,
             "attempts": [attempt.as_json() for attempt in self.attempts],
             "status": self.status,
             "error": self.error,

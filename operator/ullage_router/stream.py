@@ -9,13 +9,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import attempts, errors, validate
-from ullage_router.admission import Admission, Grant, Wish
+from ullage_router.admission import Admission, Grant, NotOnCanary, Wish
 from ullage_router.answer import Answer, Call, Event, timed_out
+from ullage_router.canary import Side
 from ullage_router.cascade.runner import Cascade
 from ullage_router.cascade.traits import estimated_tokens
 from ullage_router.coalesce import Coalescer
@@ -23,14 +26,16 @@ from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.flow import Source, flow_of, of_whole, paced
+from ullage_router.outcomes import Observation
 from ullage_router.pick.tickets import TicketOffice
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
+from ullage_router.rollout import Rollout
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_router.tools.events import read_calls
-from ullage_router.wire import engine_request, fill_accepted
+from ullage_router.wire import asked_tokens, engine_request, fill_accepted, make_wish, num_samples
 from ullage_rpc.errors import ServiceError
 
 
@@ -44,8 +49,11 @@ class Generation:
         ServiceError
     """
 
-    def __init__(self, grant: Grant, stream: Source, call: Call, first: Event) -> None:
+    def __init__(
+        self, grant: Grant, stream: Source, call: Call, first: Event, seen: Observation
+    ) -> None:
         self.accepted = inference_pb2.Accepted()
+        self._seen = seen
         self._grant = grant
         self._stream = stream
         self._call = call
@@ -64,8 +72,10 @@ class Generation:
                 yield event
         except ServiceError as error:
             engine.failed(credit, error)
+            self._seen.failed(error)
             raise
         engine.breaker.succeeded(credit)
+        self._seen.succeeded()
 
     async def _told(self) -> AsyncIterator[Event]:
         record = self._call.record
@@ -120,6 +130,7 @@ class Pipeline:
         prompts: tokenises.
         placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
+        rollout: on which side of it a request runs.
         cascade: other services that may answer instead.
         office: signs what is sent to engines, where they want that.
 
@@ -134,6 +145,7 @@ class Pipeline:
         prompts: Prompts,
         placement: Placement,
         on_end: Callable[[Record], None],
+        rollout: Rollout,
         cascade: Cascade | None = None,
         office: TicketOffice | None = None,
     ) -> None:
@@ -143,6 +155,7 @@ class Pipeline:
         self._prompts = prompts
         self._placement = placement
         self._on_end = on_end
+        self._rollout = rollout
         self.coalescer = Coalescer(config.routing.coalesce)
         self.replacer = Replacer(config.routing.replace.enabled)
         self._cascade = cascade
@@ -164,16 +177,17 @@ class Pipeline:
         """Refuses new requests; those begun go on."""
         self._is_draining = True
 
-    def model(self, name: str) -> Model:
-        """The served model.
+    def model(self, name: str, side: Side = Side.STABLE) -> Model:
+        """The served model, of a side of the rollout.
 
         Raises:
             ServiceError: it has another name, or no engine has described it yet.
         """
         self._check_name(name)
-        if self._engines.model is None:
+        model = self._engines.model_of(side)
+        if model is None:
             raise errors.no_engine()
-        return self._engines.model
+        return model
 
     def _check_name(self, name: str) -> None:
         if name not in ("", self._config.model):
@@ -237,26 +251,58 @@ class Pipeline:
         return await self._first_token(call)
 
     async def _first_token(self, call: Call) -> Answer:
-        model = self.model(call.request.model)
+        side = self._rollout.side_of(call.request.session_id)
+        model = self.model(call.request.model, side)
         call.record.model = self._config.model
         prompt = await self._prompts.make(model, call.request)
         self._charge(call, len(prompt.token_ids))
-        return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt))
+        return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt, side))
 
-    async def _generate(self, call: Call, prompt: Prompt) -> Generation:
+    async def _generate(self, call: Call, prompt: Prompt, side: Side) -> Generation:
         self._placement.budget.requested()
         call.record.degraded.extend(prompt.degraded)
-        wish = Wish(
-            prompt=prompt,
-            asked_tokens=_asked_tokens(call.request),
-            samples=_num_samples(call.request.samples),
-            max_tokens=call.visit.rules.max_tokens,
-            priority=call.request.priority,
-            session=call.request.session_id,
-            deadline=call.record.arrived + call.timeout_s,
-            tenant=call.visit.tenant,
-            weight=call.visit.rules.weight,
-        )
+        wish = make_wish(call, prompt)
+        wish = replace(wish, side=side, is_trial=self._rollout.is_trial(side))
+        if wish.is_trial:
+            try:
+                return await self._tried(wish, call)
+            except NotOnCanary as left:
+                wish = await self._on_stable(wish, call)
+                generation = await self._placed(wish, call)
+                left.served_elsewhere()
+                return generation
+        return await self._placed(wish, call)
+
+    async def _tried(self, wish: Wish, call: Call) -> Generation:
+        """On the canary, which has one try at once.
+
+        Raises:
+            NotOnCanary: the stable engines should have it.
+        """
+        outcomes = self._rollout.outcomes
+        try:
+            grant = await self._admission.admit(wish, call.record, {})
+            return await self._send(call, grant)
+        except NotOnCanary:
+            outcomes.declined()
+            raise
+        except ServiceError as error:
+            if call.remaining_s <= 0:
+                raise
+            call.record.step("engine", error.reason)
+            raise NotOnCanary(partial(outcomes.contradicted, error)) from error
+
+    async def _on_stable(self, wish: Wish, call: Call) -> Wish:
+        """The same for the stable engines, with the tokens of their model."""
+        model, prompt = self.model(call.request.model), wish.prompt
+        if model.fingerprint != prompt.model.fingerprint:
+            prompt = await self._prompts.make(model, call.request)
+        call.record.degraded[:] = prompt.degraded
+        call.record.step("stable", "CANARY")
+        return replace(wish, prompt=prompt, side=Side.STABLE, is_trial=False)
+
+    async def _placed(self, wish: Wish, call: Call) -> Generation:
+        """On one engine after another, as long as another one may help."""
         refused: dict[str, int] = {}
         failures: list[ServiceError] = []
         while True:
@@ -264,20 +310,20 @@ class Pipeline:
             try:
                 return await self._send(call, grant)
             except ServiceError as refusal:
-                error = prompt.tool_use.explain(refusal)
+                error = wish.prompt.tool_use.explain(refusal)
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
                 if not self._may_retry(error, failures):
                     raise attempts.as_told(error, call.timeout_s, len(failures)) from refusal
                 refused[grant.engine.address] = grant.engine.reports
-                call.record.degraded[:] = prompt.degraded
+                call.record.degraded[:] = wish.prompt.degraded
                 call.record.step("engine", error.reason)
 
     def _charge(self, call: Call, prompt_tokens: int) -> None:
         """Takes the prompt and what answers are expected to have from the tenant's tokens."""
-        limits = (_asked_tokens(call.request), call.visit.rules.max_tokens)
+        limits = (asked_tokens(call.request), call.visit.rules.max_tokens)
         most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
-        answers = _num_samples(call.request.samples)
+        answers = num_samples(call.request.samples)
         output = min(most, self._engines.expected_output) * answers
         call.visit.charge(prompt_tokens, output, call.record)
 
@@ -307,6 +353,7 @@ class Pipeline:
             flow = paced(self._flow, call.visit.rules.tokens_per_second)
         metadata = (*call.metadata, *self._proof(engine, request))
         stream = engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
+        seen = self._rollout.observe(engine.side, call.record)
         try:
             async with engine.waits.guard():
                 accepted = await _expect(stream)
@@ -318,23 +365,18 @@ class Pipeline:
             stream.cancel()
             if isinstance(error, ServiceError):
                 engine.failed(grant.credit, error)
+                seen.failed(error)
+            elif call.remaining_s <= 0:
+                seen.timed_out()
             engine.release(grant.credit)
             raise
         engine.began(grant.credit)
+        seen.began()
         call.record.ttft_s = time.monotonic() - call.record.arrived
         call.record.degrade(accepted.accepted.degraded)
-        generation = Generation(grant, stream, call, first)
+        generation = Generation(grant, stream, call, first, seen)
         fill_accepted(generation.accepted, accepted.accepted, call, grant)
         return generation
-
-
-def _asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
-    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
-
-
-def _num_samples(samples: inference_pb2.Samples) -> int:
-    """Answers that the engine generates, of which fewer may be returned."""
-    return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 async def _expect(stream: Source) -> Event:

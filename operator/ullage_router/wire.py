@@ -1,8 +1,34 @@
-"""What an engine is sent, and what its acceptance is told as."""
+"""What admission and an engine are told of a request, and what its acceptance is told as."""
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.admission import Grant
+from ullage_router.admission import Grant, Wish
 from ullage_router.answer import Call
+from ullage_router.prompts import Prompt
+
+
+def make_wish(call: Call, prompt: Prompt) -> Wish:
+    """What admission has to know of a request."""
+    return Wish(
+        prompt=prompt,
+        asked_tokens=asked_tokens(call.request),
+        samples=num_samples(call.request.samples),
+        max_tokens=call.visit.rules.max_tokens,
+        priority=call.request.priority,
+        session=call.request.session_id,
+        deadline=call.record.arrived + call.timeout_s,
+        tenant=call.visit.tenant,
+        weight=call.visit.rules.weight,
+    )
+
+
+def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    """max_tokens of a request; None when it names none."""
+    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
+
+
+def num_samples(samples: inference_pb2.Samples) -> int:
+    """Answers that the engine generates, of which fewer may be returned."""
+    return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 def engine_request(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
@@ -40,7 +66,7 @@ def fill_accepted(
     accepted.action = record.action
     accepted.route = record.route
     del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
-    accepted.model = record.model
+    accepted.model, accepted.revision = record.model, record.revision
     accepted.degraded.extend(record.degraded)
     accepted.trail.extend(record.trail)
     if call.request.output.return_token_ids:

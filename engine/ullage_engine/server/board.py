@@ -31,6 +31,8 @@ class Board:
         self.serving = False
         """A worker is loaded and steps."""
         self.draining = False
+        self.worker_restarts = 0
+        """Workers that ended unasked."""
         self.live = True
         """False while starting one more worker is not expected to help."""
         self.created = int(time.time())
@@ -64,6 +66,7 @@ class Board:
 
     def worker_lost(self) -> None:
         self.serving = False
+        self.worker_restarts += 1
         self.fault()
 
     def fault(self, factor: float = 0.5) -> None:

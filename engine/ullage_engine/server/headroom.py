@@ -60,6 +60,7 @@ class HeadroomService(rpc.HeadroomServiceServicer):
             ready=board.serving,
             draining=board.draining,
             health=board.health,
+            worker_restarts=board.worker_restarts,
             headroom_bytes=board.headroom_bytes,
             max_sequences=self._config.batching.max_sequences,
         )

@@ -19,6 +19,8 @@ DECIDED = (
     "queued_s",
     "limits",
     "model",
+    "side",
+    "revision",
     "trail",
 )
 

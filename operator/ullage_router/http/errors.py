@@ -72,6 +72,8 @@ def decision_headers(record: Record) -> Headers:
         headers.append((b"x-ullage-predicted-kv-bytes", str(record.predicted_bytes).encode()))
     if record.model:
         headers.append((b"x-ullage-model", record.model.encode()))
+    if record.revision:
+        headers.append((b"x-ullage-revision", record.revision.encode()))
     if record.attempts:
         headers.append((b"x-ullage-cascade", header(record.attempts).encode()))
     if discarded := sum(attempt.discarded_tokens for attempt in record.attempts):
