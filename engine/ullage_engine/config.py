@@ -98,7 +98,7 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None
-    """grpc.health.v1 and nothing else, without TLS, which the kubelet's probes do not speak."""
+    """grpc.health.v1 and headroom, read only and without TLS, which the kubelet does not speak."""
     tls_dir: str | None = None
     """Folder with tls.crt, tls.key and ca.crt: clients must have a certificate of that authority.
     None: plaintext. Read again when it changes."""

@@ -43,11 +43,8 @@ def engine_config(
             "metrics_port": naming.METRICS_PORT,
             "run_dir": naming.RUN_DIR,
             "weights_dir": f"{naming.RUN_DIR}/weights",
-            **(
-                {"tls_dir": naming.ENGINE_TLS_DIR, "probe_port": naming.PROBE_PORT}
-                if spec.tls.engines
-                else {}
-            ),
+            "probe_port": naming.PROBE_PORT,
+            **({"tls_dir": naming.ENGINE_TLS_DIR} if spec.tls.engines else {}),
             "allow_fault_injection": spec.allow_fault_injection,
             "log_level": spec.observability.log_level or settings.log_level,
         },

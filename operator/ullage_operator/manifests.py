@@ -53,7 +53,7 @@ def engine_objects(service: Service) -> list[Manifest]:
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
-    policy = {"ingress": [asking, from_anywhere(naming.METRICS_PORT)]}
+    policy = {"ingress": [asking, from_operator(), from_anywhere(naming.METRICS_PORT)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]
 
@@ -195,6 +195,15 @@ def service_port(name: str, number: int, protocol: str) -> Manifest:
 
 def policy_port(number: int) -> Manifest:
     return {"port": number, "protocol": "TCP"}
+
+
+def from_operator() -> Manifest:
+    """It follows the engines' headroom, and may ask for nothing else."""
+    pods = {"matchLabels": naming.operator_selector()}
+    return {
+        "from": [{"namespaceSelector": {}, "podSelector": pods}],
+        "ports": [policy_port(naming.PROBE_PORT)],
+    }
 
 
 def from_anywhere(*ports: int) -> Manifest:

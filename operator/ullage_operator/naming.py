@@ -17,7 +17,7 @@ HTTP_PORT = 8000
 GRPC_PORT = 9000
 METRICS_PORT = 9090
 PROBE_PORT = 8081
-"""Where TLS is on: the kubelet's gRPC probes do not speak it."""
+"""Health without TLS, which the kubelet does not speak; engines tell their headroom there too."""
 
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
@@ -35,6 +35,7 @@ ROUTER_CONFIG = "router.yaml"
 
 ROUTER = "router"
 ENGINE = "engine"
+OPERATOR = "operator"
 
 
 def router_name(service: str) -> str:
@@ -68,6 +69,14 @@ def labels(service: str, component: str, version: str, pool: str | None = None) 
         "app.kubernetes.io/version": version,
         "app.kubernetes.io/part-of": "ullage",
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
+    }
+
+
+def operator_selector() -> dict[str, str]:
+    """Labels of the operator's own pods, as the chart sets them, whatever they are called."""
+    return {
+        "app.kubernetes.io/part-of": "ullage",
+        "app.kubernetes.io/component": OPERATOR,
     }
 
 

@@ -272,6 +272,20 @@ class Tickets(Section, frozen=True, kw_only=True):
     required: bool
 
 
+class Backoff(Section, frozen=True, kw_only=True):
+    first: Seconds
+    max: Seconds
+
+
+class Healing(Section, frozen=True, kw_only=True):
+    enabled: bool
+    not_ready_after: Seconds
+    silent_after: Seconds
+    min_health: float
+    restarts_per_hour: int
+    backoff: Backoff
+
+
 class SLO(Section, frozen=True, kw_only=True):
     ttft_p95: Seconds
     e2e_p95: Seconds
@@ -310,6 +324,7 @@ class Spec(Section, frozen=True, kw_only=True):
     tenants: Tenants | None = None
     tickets: Tickets | None = None
     tls: TLS = TLS()
+    healing: Healing
     slo: SLO
     observability: Observability
 

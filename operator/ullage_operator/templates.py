@@ -66,6 +66,8 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         "name": naming.ENGINE,
         "image": service.spec.image or settings.engine_image,
         "imagePullPolicy": settings.image_pull_policy,
+        # The last lines of a container that ended tell the service's conditions why.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "command": ["ullage-engine"],
         "args": [
             "--config",
@@ -78,7 +80,7 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
-            *probe_ports(is_secure),
+            port("probe", naming.PROBE_PORT),
         ],
         "resources": engine_resources(service, pool),
         "securityContext": container_security(),
@@ -116,6 +118,8 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
         "name": naming.ROUTER,
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
+        # The last lines of a container that ended tell the service's conditions why.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "command": ["ullage-router"],
         "args": ["--config", f"{naming.CONFIG_DIR}/{naming.ROUTER_CONFIG}"],
         "ports": [

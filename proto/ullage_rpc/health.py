@@ -29,7 +29,7 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Adds health and nothing else to a server for probes, which speak no TLS."""
+        """Adds health without reflection to a server for probes, which speak no TLS."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from ullage_operator.handlers import WATCHED
 from ullage_operator.manifests import PODMONITOR_API
+from ullage_operator.naming import operator_selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
@@ -100,6 +101,10 @@ def test_the_pod_is_hardened(render):
     (deployment,) = by_kind(render(), "Deployment")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    # By these the engines' NetworkPolicy knows it.
+    assert (
+        operator_selector().items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    )
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {

@@ -47,7 +47,7 @@ def test_every_replica_is_a_process_and_the_router_one(manifest: Make, tmp_path:
 def test_no_two_pods_share_a_port(manifest: Make, tmp_path: Path) -> None:
     plan = local(manifest(pools={"single": {"replicas": 3}}), tmp_path)
     ports = [port for pod in plan.pods for port in pod.ports.values()]
-    assert len(set(ports)) == len(ports) == 3 * 2 + 3
+    assert len(set(ports)) == len(ports) == 3 * 3 + 3
 
 
 def test_the_router_finds_every_engine_on_loopback(manifest: Make, tmp_path: Path) -> None:

@@ -262,10 +262,13 @@ def test_scaling_rolls_nothing(make_plan: MakePlan) -> None:
 
 def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
     spec = find(make_plan(), "NetworkPolicy", "demo-engine")["spec"]
-    grpc, metrics = spec["ingress"]
+    grpc, probe, metrics = spec["ingress"]
     assert [port["port"] for port in grpc["ports"]] == [9000]
     [routers] = grpc["from"]
     assert routers["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert [port["port"] for port in probe["ports"]] == [8081]
+    [operator] = probe["from"]
+    assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
     assert metrics == {"ports": [{"port": 9090, "protocol": "TCP"}]}
 
 

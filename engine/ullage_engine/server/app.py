@@ -192,13 +192,17 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
-        """Health by itself, where probes cannot ask the port that everything else is on."""
+        """Health and headroom by themselves: for the kubelet, whose probes do not speak TLS, and
+        for the operator, which may look at an engine and not use it."""
         server = self._config.server
         if server.probe_port is None:
             yield
             return
         probes = new_server()
         self._health.attach_alone(probes)
+        headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
+            HeadroomService(self._config, self._board), probes
+        )
         self.probe_port = _bind("probe_port", probes, server.host, server.probe_port)
         await probes.start()
         try:

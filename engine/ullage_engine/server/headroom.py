@@ -10,7 +10,7 @@ import grpc
 from ullage.headroom.v1 import headroom_pb2 as pb
 from ullage.headroom.v1 import headroom_pb2_grpc as rpc
 from ullage_engine.config import EngineConfig
-from ullage_engine.messages import WorkerState
+from ullage_engine.messages import Profile, WorkerState
 from ullage_engine.server.board import Board
 
 HEARTBEAT_S = 1.0
@@ -63,10 +63,16 @@ class HeadroomService(rpc.HeadroomServiceServicer):
             worker_restarts=board.worker_restarts,
             headroom_bytes=board.headroom_bytes,
             max_sequences=self._config.batching.max_sequences,
+            kv_bytes_per_token=_growing_bytes(board.profile),
         )
         if board.state is not None:
             _fill(headroom, board.state)
         return headroom
+
+
+def _growing_bytes(profile: Profile) -> int:
+    """Of the cache groups without a window: the others end growing."""
+    return sum(group.bytes_per_token for group in profile.groups if not group.window_tokens)
 
 
 def _fill(headroom: pb.Headroom, state: WorkerState) -> None:

@@ -66,6 +66,7 @@ def test_alive_but_not_ready_while_loading(serve: Serve) -> None:
             assert not (await engine.state()).ready
             await becomes(engine, "readiness", SERVING)
             assert (await engine.state()).ready
+            assert (await engine.state()).kv_bytes_per_token == 100
             assert (await engine.generate(ask())).finished.usage.completion_tokens == 40
 
     asyncio.run(scenario())

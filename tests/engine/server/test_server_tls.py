@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_engine.config import EngineConfig
 from ullage_rpc.channels import open_channel
 from ullage_rpc.config import ConfigError
@@ -108,7 +109,7 @@ def test_a_watch_outlives_a_new_certificate(
     asyncio.run(scenario())
 
 
-def test_probes_need_no_certificate(
+def test_probes_and_headroom_need_no_certificate_and_nothing_else_is_told(
     config: EngineConfig, serve: "Serve", authority: "Authority", tmp_path: Path
 ) -> None:
     async def scenario() -> None:
@@ -120,9 +121,12 @@ def test_probes_need_no_certificate(
             health = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(service="liveness"))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            stub = headroom_pb2_grpc.HeadroomServiceStub(channel)
+            headrooms = headroom_pb2_grpc.HeadroomServiceStub(channel)
+            told = await headrooms.GetHeadroom(headroom_pb2.GetHeadroomRequest())
+            assert told.headroom.engine
+            inference = inference_pb2_grpc.InferenceServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.GetHeadroom(headroom_pb2.GetHeadroomRequest())
+                await inference.GetModel(inference_pb2.GetModelRequest())
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     asyncio.run(scenario())
