@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install install-dev demo up test check lint faults images clean
+.PHONY: install install-dev demo up test check lint faults images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,15 @@ check: lint test            ## the gate
 
 images: | $(VENV)/bin/python   ## container images as archives in dist/images (docs/images.md)
 	$(BIN)/python scripts/images.py $(if $(BASE),--base $(BASE)) $(ARGS)
+
+e2e: install-dev            ## the cluster that KUBECONFIG names, end to end (docs/e2e.md)
+	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG names no cluster (docs/e2e.md)"; exit 2; }
+ifdef LOAD
+	$(MAKE) images ARGS=
+	$(LOAD) dist/images/operator.tar
+	$(LOAD) dist/images/engine.tar
+endif
+	$(BIN)/python -m pytest tests/e2e/cluster -v $(ARGS)
 
 clean:
 	rm -rf $(VENV) .run dist

@@ -1,0 +1,121 @@
+"""The cluster that KUBECONFIG names, with the chart installed in a namespace of its own.
+
+All tests share one service; each leaves it settled, or the next one waits until it is.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ullage_cluster.client import Client, pod
+from ullage_cluster.kubectl import Kubectl
+from ullage_cluster.release import CRD, Release, helm_binary
+from ullage_cluster.service import KIND, Service, manifest
+
+TIMEOUT_S = 1500
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+
+
+def why_not() -> str:
+    """What is missing; nothing if the tests can run."""
+    if not os.environ.get("KUBECONFIG"):
+        return "no cluster: KUBECONFIG is not set (docs/e2e.md)"
+    if not shutil.which("kubectl"):
+        return "no kubectl on PATH"
+    if not helm_binary():
+        return "no helm: run tests/charts/get_helm.py, or set ULLAGE_HELM"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_not()
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Iterator[Kubectl]:
+    """kubectl in a namespace in which only pods without any privilege may run."""
+    namespace = os.environ.get("ULLAGE_E2E_NAMESPACE") or f"ullage-e2e-{int(time.time())}"
+    made = Kubectl(namespace)
+    if not made.get("namespace", namespace):  # one that was kept is used again
+        made("create", "namespace", namespace)
+    made("label", "namespace", namespace, RESTRICTED, "--overwrite")
+    yield made
+    if not os.environ.get("ULLAGE_E2E_KEEP"):
+        made("delete", "namespace", namespace, timeout=600)
+
+
+@pytest.fixture(scope="session")
+def release(kubectl: Kubectl) -> Iterator[Release]:
+    """The operator, installed and available."""
+    helm = helm_binary()
+    assert helm
+    made = Release(kubectl, helm)
+    definition = kubectl.get("customresourcedefinition", CRD)
+    is_ours = not definition or made.has_made(definition)
+    made.install(f"crds.enabled={str(is_ours).lower()}")
+    yield made
+    if os.environ.get("ULLAGE_E2E_KEEP"):
+        return
+    kubectl("delete", KIND, "--all", timeout=600)
+    made.uninstall()
+    if is_ours:
+        kubectl("delete", "customresourcedefinition", CRD, "--ignore-not-found")
+
+
+@pytest.fixture(scope="session")
+def client(kubectl: Kubectl, release: Release) -> Client:
+    """A pod that asks from inside the cluster."""
+    deployment = kubectl.get("deployment", release.operator)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    kubectl.apply(pod(container["image"]))
+    kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=170s")
+    return Client(kubectl)
+
+
+@pytest.fixture(scope="session")
+def shared(kubectl: Kubectl, release: Release) -> Service:
+    kubectl.apply(manifest("smollm2"))
+    return Service(kubectl, "smollm2")
+
+
+@pytest.fixture
+def service(shared: Service) -> Service:
+    """Two engines of one pool and a router, settled."""
+    shared.settle()
+    return shared
+
+
+@pytest.fixture
+def make_service(kubectl: Kubectl, release: Release) -> Iterator[Callable[..., Service]]:
+    """Applies the profile under another name; deleted at the end."""
+    made: list[str] = []
+
+    def make(name: str, **spec: object) -> Service:
+        made.append(name)
+        kubectl.apply(manifest(name, **spec))
+        return Service(kubectl, name)
+
+    yield make
+    for name in made:
+        kubectl("delete", KIND, name, "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture(autouse=True)
+def told(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shows on a failure what is in the namespace."""
+    before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > before and "kubectl" in request.fixturenames:
+        kubectl: Kubectl = request.getfixturevalue("kubectl")
+        shown = kubectl.run("get", "all,llmservices,events", "--output", "wide").stdout
+        logs = kubectl.run("logs", "deployment/e2e-ullage", "--tail", "40").stdout
+        print(shown, logs, sep="\n", file=sys.stderr)

@@ -1,0 +1,64 @@
+"""Things break under streams: a worker process, a pod, the operator. Clients get whole answers."""
+
+from ullage_cluster.client import Client
+from ullage_cluster.kubectl import Kubectl, is_ready, restarts, until
+from ullage_cluster.service import Service
+
+PROMPTS = ("Tell a story about a lighthouse.", "Tell a story about an old map.")
+KILL_WORKER = """
+import os, pathlib, signal
+for folder in pathlib.Path("/proc").glob("[0-9]*"):
+    words = (folder / "cmdline").read_bytes().split(b"\\0")
+    if b"ullage_engine.core.worker" in words:
+        os.kill(int(folder.name), signal.SIGKILL)
+        print("killed", folder.name)
+"""
+
+
+def test_a_killed_worker_process_is_only_a_pause(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    undisturbed = client.ask(service, PROMPTS, max_tokens=160)
+    assert all(a.is_whole for a in undisturbed), undisturbed
+    before = restarts(service.pods())
+    with client.streams(service, PROMPTS, max_tokens=160) as streams:
+        for engine in set(streams.started(len(PROMPTS))):
+            assert "killed" in kubectl("exec", engine, "--", "python3", "-c", KILL_WORKER)
+        answers = streams.answers()
+    assert [(a.status, a.error, a.text) for a in answers] == [
+        (200, "", a.text) for a in undisturbed
+    ]
+    assert restarts(service.pods()) == before
+    service.settle()
+
+
+def test_a_pod_that_is_gone_at_once_comes_back(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    with client.streams(service, PROMPTS, max_tokens=160) as streams:
+        victim = streams.started(len(PROMPTS))[0]
+        was = kubectl.uid("pod", victim)
+        kubectl("delete", "pod", victim, "--grace-period=0", "--force", "--wait=false")
+        assert len(client.ask(service, ["Name a colour."], max_tokens=8)) == 1
+        answers = streams.answers()
+    # The other engine's streams go on; those of the lost one end with an error, not with silence.
+    assert all(a.is_whole or a.error for a in answers), answers
+    assert all(a.is_whole for a in answers if a.engine != victim), answers
+    until(lambda: kubectl.uid("pod", victim) not in ("", was), "the pod is made anew")
+    service.settle()
+    assert all(a.is_whole for a in client.ask(service, PROMPTS, max_tokens=8))
+
+
+def test_an_operator_that_dies_changes_nothing(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    before = {kubectl.uid("pod", p["metadata"]["name"]) for p in service.pods()}
+    operators = "app.kubernetes.io/instance=e2e,app.kubernetes.io/component=operator"
+    with client.streams(service, PROMPTS, max_tokens=96) as streams:
+        streams.started(1)
+        kubectl("delete", "pods", "--selector", operators, "--grace-period=0", "--force")
+        assert all(a.is_whole for a in streams.answers())
+    until(lambda: any(is_ready(p) for p in kubectl.listed("pods", operators)), "it is back")
+    service.settle()
+    assert {kubectl.uid("pod", p["metadata"]["name"]) for p in service.pods()} == before
+    assert service.condition("Ready")["status"] == "True"

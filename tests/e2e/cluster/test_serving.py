@@ -1,0 +1,56 @@
+"""A service from `kubectl apply` to an answer, and what kubectl shows of it."""
+
+from ullage_cluster.client import Client
+from ullage_cluster.kubectl import Kubectl, is_ready, names
+from ullage_cluster.service import KIND, Service
+
+
+def test_an_applied_service_becomes_ready_and_answers(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    kubectl("wait", "--for=condition=Ready", f"{KIND}/{service.name}", "--timeout=60s")
+    (answer,) = client.ask(service, ["Name a colour."], max_tokens=12)
+    assert answer.is_whole, answer
+    assert answer.text.strip()
+    assert answer.engine in names(service.pods())
+
+
+def test_many_at_once_are_spread_over_all_engines(service: Service, client: Client) -> None:
+    words = ("tea", "iron", "snow", "jazz", "moss", "clay", "wind", "silk")
+    answers = client.ask(service, [f"Describe {word}." for word in words], max_tokens=24)
+    assert [a for a in answers if not a.is_whole] == []
+    assert {a.engine for a in answers} == set(names(service.pods()))
+
+
+def test_a_wrong_request_is_answered_with_the_field(service: Service, client: Client) -> None:
+    (answer,) = client.ask(service, ["x"], max_tokens=-1)
+    assert answer.status == 400 and "max_tokens" in answer.error
+
+
+def test_kubectl_shows_the_state(kubectl: Kubectl, service: Service) -> None:
+    header, row = kubectl("get", "llms", service.name).splitlines()
+    assert header.split()[0] == "NAME" and "READY" in header
+    assert row.split()[0] == service.name and "True" in row
+    status = service.status()
+    conditions = {c["type"]: c for c in status["conditions"]}
+    assert {"Ready", "Available", "Progressing", "Degraded"} <= set(conditions)
+    assert conditions["Degraded"]["status"] == "False", conditions["Degraded"]
+    generation = service.get()["metadata"]["generation"]
+    assert {c["observedGeneration"] for c in conditions.values()} == {generation}
+
+
+def test_everything_of_a_service_is_owned_by_it(kubectl: Kubectl, service: Service) -> None:
+    kinds = "deployments,statefulsets,services,configmaps,serviceaccounts"
+    kinds += ",networkpolicies,poddisruptionbudgets"
+    owned = service.owned(kinds)
+    assert {obj["kind"] for obj in owned} >= {"Deployment", "StatefulSet", "NetworkPolicy"}
+    uid = service.get()["metadata"]["uid"]
+    assert {o["uid"] for obj in owned for o in obj["metadata"]["ownerReferences"]} == {uid}
+
+
+def test_pods_hold_no_token_and_run_unprivileged(kubectl: Kubectl, service: Service) -> None:
+    pods = [*service.pods("engine"), *service.pods("router")]
+    assert all(is_ready(pod) for pod in pods)  # though the namespace demands "restricted"
+    reading = "import os; print(os.getuid(), os.path.exists('/var/run/secrets/kubernetes.io'))"
+    name = service.pods()[0]["metadata"]["name"]
+    assert kubectl("exec", name, "--", "python3", "-c", reading).split() == ["65532", "False"]

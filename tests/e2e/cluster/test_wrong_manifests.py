@@ -1,0 +1,49 @@
+"""`kubectl apply` of a wrong manifest answers with the field and the reason."""
+
+from typing import Any
+
+import pytest
+import yaml
+from ullage_cluster.kubectl import Kubectl
+from ullage_cluster.release import Release
+from ullage_cluster.service import manifest
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "less than or equal to"),
+    ("spec.device", {"device": "tpu"}, "Unsupported value"),
+    ("spec.router.replicas", {"router": {"replicas": -1}}, "greater than or equal to"),
+    ("spec.limits.requestTimeout", {"limits": {"requestTimeout": "soon"}}, "should match"),
+    (
+        "spec.pools",
+        {"pools": {"single": {"gpus": 3, "parallelism": {"tensor": 2, "pipeline": 1}}}},
+        "gpus",
+    ),
+    ("spec.pools", {"pools": {"large": {"replicas": 1}}}, "single"),
+]
+
+
+@pytest.mark.parametrize(("field", "spec", "reason"), WRONG, ids=[field for field, _, _ in WRONG])
+def test_a_wrong_manifest_is_refused(
+    kubectl: Kubectl, release: Release, field: str, spec: dict[str, Any], reason: str
+) -> None:
+    text = yaml.safe_dump(manifest("wrong", **spec))
+    done = kubectl.run("apply", "--filename", "-", stdin=text)
+    assert done.returncode == 1
+    assert field in done.stderr and reason in done.stderr, done.stderr
+
+
+def test_an_unknown_field_is_named(kubectl: Kubectl, release: Release) -> None:
+    text = yaml.safe_dump(manifest("wrong", modell={}))
+    done = kubectl.run("apply", "--filename", "-", stdin=text)
+    assert done.returncode == 1 and 'unknown field "spec.modell"' in done.stderr, done.stderr
+
+
+def test_what_only_the_engine_can_know_is_told_in_the_status(
+    kubectl: Kubectl, release: Release, make_service: Any
+) -> None:
+    made = make_service("no-image", image="ullage/no-such-image:0")
+    kubectl("wait", "--for=condition=Ready=False", f"llmservice/{made.name}", "--timeout=120s")
+    degraded = "jsonpath={.status.conditions[?(@.type=='Degraded')].status}=True"
+    kubectl("wait", f"--for={degraded}", f"llmservice/{made.name}", "--timeout=170s")
+    told = made.condition("Degraded")["message"]
+    assert "no-such-image" in told, told

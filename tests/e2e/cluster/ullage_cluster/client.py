@@ -1,0 +1,137 @@
+"""Asks services from a pod of the cluster, through kubectl exec."""
+
+import json
+import queue
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ullage_cluster.kubectl import PATIENCE_S, Kubectl, until
+from ullage_cluster.service import Service
+
+SCRIPT = Path(__file__).parent / "ask.py"
+POD = "client"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one request ended."""
+
+    status: int
+    text: str
+    finish: str
+    error: str
+    headers: dict[str, str] = field(repr=False)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.status == 200 and not self.error and self.finish in ("stop", "length")
+
+    @property
+    def engine(self) -> str:
+        return self.headers.get("x-ullage-engine", "")
+
+
+@dataclass(frozen=True)
+class Client:
+    """The pod that asks."""
+
+    kubectl: Kubectl
+
+    def ask(self, service: Service, prompts: Sequence[str], **options: Any) -> list[Answer]:
+        """Streams the answers to all prompts at once, in their order."""
+        with self.streams(service, prompts, **options) as streams:
+            return streams.answers()
+
+    @contextmanager
+    def streams(
+        self, service: Service, prompts: Sequence[str], **options: Any
+    ) -> Iterator["Streams"]:
+        """The same while the test does something else."""
+        model = service.get()["spec"]["model"]["name"]
+        request = {"url": service.url, "prompts": list(prompts), "model": model, **options}
+        command = self.kubectl.command("exec", "--stdin", POD, "--", "python3", "-")
+        process = subprocess.Popen(
+            [*command, json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        streams = Streams(process)
+        try:
+            yield streams
+        finally:
+            streams.end()
+
+
+class Streams:
+    """Requests under way."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._started: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._ended: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        assert process.stdin
+        process.stdin.write(SCRIPT.read_text())
+        process.stdin.close()
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["event"] == "started":
+                self._started.put(event)
+            else:
+                self._ended.append(event)
+
+    def started(self, count: int) -> list[str]:
+        """Waits for the first tokens of this many streams; the engines that they came from."""
+        until(lambda: self._started.qsize() >= count or self._ended, f"{count} streams run")
+        assert self._started.qsize() >= count, self._ended
+        return [self._started.get()["headers"]["x-ullage-engine"] for _ in range(count)]
+
+    def answers(self) -> list[Answer]:
+        """Waits for the ends of all."""
+        status = self._process.wait(PATIENCE_S)
+        self._reader.join()
+        assert self._process.stderr
+        assert status == 0, self._process.stderr.read()
+        fields = ("status", "text", "finish", "error", "headers")
+        ordered = sorted(self._ended, key=lambda event: event["number"])
+        return [Answer(*(event[name] for name in fields)) for event in ordered]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream:
+                stream.close()
+
+
+def pod(image: str) -> dict[str, Any]:
+    """A pod that does nothing until it is told."""
+    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    waits = ["python3", "-c", "import signal; signal.sigwait([signal.SIGTERM])"]
+    container = {
+        "name": POD,
+        "image": image,
+        "command": waits,
+        "securityContext": locked,
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+    }
+    user = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {
+        "containers": [container],
+        "securityContext": user,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 5,
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": POD}, "spec": spec}

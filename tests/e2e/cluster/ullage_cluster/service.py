@@ -1,0 +1,89 @@
+"""A service in the cluster: its manifest, its status and its pods, all by kubectl."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ullage_cluster.kubectl import Kubectl, Object, is_ready, until
+
+PROFILE = Path(__file__).parents[1] / "service.yaml"
+KIND = "llmservices"
+
+
+def manifest(name: str, **spec: Any) -> Object:
+    """The profile's service under a name; keywords replace fields of its spec."""
+    made: Object = yaml.safe_load(PROFILE.read_text())
+    made["metadata"]["name"] = name
+    made["spec"] |= spec
+    return made
+
+
+@dataclass(frozen=True)
+class Service:
+    """An LLMService."""
+
+    kubectl: Kubectl
+    name: str
+
+    @property
+    def url(self) -> str:
+        """As pods of its namespace reach it."""
+        return f"http://{self.name}-router:8000"
+
+    def get(self) -> Object:
+        return self.kubectl.get(KIND, self.name)
+
+    def status(self) -> Object:
+        found: Object = self.get().get("status", {})
+        return found
+
+    def condition(self, kind: str) -> Object:
+        listed = self.status().get("conditions", ())
+        return next((c for c in listed if c["type"] == kind), {})
+
+    def edit(self, **spec: Any) -> None:
+        self.kubectl.patch(KIND, self.name, {"spec": spec})
+
+    def selector(self, component: str = "engine", pool: str = "") -> str:
+        parts = [f"app.kubernetes.io/instance={self.name}"]
+        parts.append(f"app.kubernetes.io/component={component}")
+        return ",".join([*parts, *([f"serving.ullage.dev/pool={pool}"] if pool else [])])
+
+    def pods(self, component: str = "engine") -> list[Object]:
+        return self.kubectl.listed("pods", self.selector(component))
+
+    def owned(self, kinds: str) -> list[Object]:
+        everything = self.kubectl.listed(kinds, f"app.kubernetes.io/instance={self.name}")
+        return [obj for obj in everything if obj["metadata"].get("ownerReferences")]
+
+    def is_settled(self) -> bool:
+        """Whether the present spec is served, and every workload is as it should be."""
+        service = self.get()
+        status = service.get("status", {})
+        if status.get("observedGeneration") != service["metadata"]["generation"]:
+            return False
+        ready = {c["type"]: c["status"] for c in status.get("conditions", ())}.get("Ready")
+        return ready == "True" and self.is_rolled()
+
+    def is_rolled(self) -> bool:
+        """Whether every workload runs its newest template in as many pods as it should."""
+        workloads = self.owned("statefulsets,deployments")
+        pods = [*self.pods("engine"), *self.pods("router")]
+        wanted = sum(w["spec"]["replicas"] for w in workloads)
+        return (
+            bool(workloads)
+            and all(_is_rolled(workload) for workload in workloads)
+            and len(pods) == wanted
+            and all(is_ready(pod) for pod in pods)
+        )
+
+    def settle(self) -> None:
+        until(self.is_settled, f"{self.name} is settled; it has {self.status()}")
+
+
+def _is_rolled(workload: Object) -> bool:
+    status, wanted = workload["status"], workload["spec"]["replicas"]
+    if status.get("observedGeneration") != workload["metadata"]["generation"]:
+        return False
+    return bool(status.get("updatedReplicas", 0) == status.get("readyReplicas", 0) == wanted)
