@@ -1,104 +1,100 @@
-"""The Kubernetes API, as far as the operator writes to it and asks it outside of watches.
+"""The Kubernetes API as far as the operator needs it: get, list, watch, apply, delete.
 
-The only module beside kopf's watches that speaks HTTP to the API server. Everything that can go
-wrong there leaves as Temporary (worth another try) or Permanent (the API server refuses).
+The only module that knows which requests these are.
 """
 
-import asyncio
-import json
-import logging
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
-import aiohttp
-import kopf
-
-from ullage_operator.errors import ClusterRefused, ClusterUnavailable, OperatorError
+from ullage_operator.errors import ClusterForgets, ClusterUnavailable, KindAbsent
+from ullage_operator.kinds import SERVICE, Kind, kind_of
 from ullage_operator.naming import API_VERSION, FIELD_MANAGER, KIND
+from ullage_operator.transport import Transport, translated
 
 Object = dict[str, Any]
 
-_TIMEOUT = aiohttp.ClientTimeout(total=30, connect=10)
-_DISCOVERY_MAX_AGE_S = 60.0
-_APPLY = {"Content-Type": "application/apply-patch+yaml"}
-_BACKGROUND = {"propagationPolicy": "Background"}
-_FORBIDDEN_DELAY_S = 30.0
+_APPLY = "application/apply-patch+yaml"
+_PAGE = "500"
+_WRITE_S = 30.0
+_WATCH_S = (240.0, 360.0)
+"""How long a watch lasts: bounded, for one that a middlebox forgot would never end."""
+_WATCH_MARGIN_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """What discovery says about one kind."""
+class Event(NamedTuple):
+    """One line of a watch."""
 
-    plural: str
-    namespaced: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Discovered:
-    kinds: Mapping[str, Resource]
-    at: float
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+    object: Object
 
 
-def connection() -> kopf.ConnectionInfo:
-    """The service account's connection inside a pod, else what KUBECONFIG or ~/.kube names."""
-    logger, settings = logging.getLogger(__name__), kopf.OperatorSettings()
-    found = kopf.login_with_service_account(logger=logger, settings=settings)
-    found = found or kopf.login_with_kubeconfig(logger=logger, settings=settings)
-    if found is None:
-        raise OperatorError(
-            "no Kubernetes API found: run inside a pod with a service account, or set KUBECONFIG"
-        )
-    return found
+def unlimited() -> float:
+    """For operators that need not be elected."""
+    return _WRITE_S
 
 
 class Cluster:
-    """A client of one API server; `close` it."""
+    """A client of one API server; `close` it.
 
-    def __init__(self) -> None:
-        self._connection = connection()
-        self._session = self._open()
-        self._renewing = asyncio.Lock()
-        self._discovered: dict[str, _Discovered] = {}
+    Args:
+        may_write_s: for how many seconds from now this process may write; a write is refused when
+            there are none left, and given up when they are over.
+        transport: how the API server is reached; by default as the environment says.
+    """
 
-    def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._connection.as_ssl_context()),
-            headers={"User-Agent": FIELD_MANAGER} | self._connection.as_http_headers(),
-            proxy=self._connection.proxy_url,
-            timeout=_TIMEOUT,
-        )
+    def __init__(
+        self, may_write_s: Callable[[], float] = unlimited, transport: Transport | None = None
+    ) -> None:
+        self._may_write_s = may_write_s
+        self._transport = transport or Transport()
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._transport.close()
 
-    async def service(self, namespace: str, name: str) -> Object | None:
-        """The LLMService, or None where it is gone."""
-        return await self.get(API_VERSION, KIND, namespace, name)
-
-    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """One object, or None."""
-        found = await self._resource(api_version, kind)
-        if found is None:
-            return None
-        return await self._ask("GET", f"{_collection(api_version, found, namespace)}/{name}")
+        return await self._transport.ask("GET", kind.path(namespace, name))
 
-    async def listed(
-        self, api_version: str, kind: str, namespace: str, selector: str
-    ) -> list[Object]:
-        """Objects of a kind that carry the labels; none where the API does not know the kind."""
-        found = await self._resource(api_version, kind)
-        if found is None:
-            return []
-        path = _collection(api_version, found, namespace)
-        answer = await self._ask("GET", path, params={"labelSelector": selector})
-        named = {"apiVersion": api_version, "kind": kind}  # items of a list do not carry them
-        return [named | item for item in (answer or {}).get("items", ())]
+    async def pages(self, kind: Kind, namespace: str) -> AsyncIterator[tuple[list[Object], str]]:
+        """All objects of a kind that its selector chooses, with the list's resourceVersion.
 
-    async def serves(self, api_version: str, kind: str) -> bool:
-        """Whether the API server knows the kind, such as PodMonitor."""
-        return await self._resource(api_version, kind) is not None
+        Raises:
+            KindAbsent: the API server does not serve the kind.
+            ClusterForgets: paging took so long that the list is gone; begin anew.
+        """
+        params = {"limit": _PAGE} | _selection(kind)
+        while True:
+            answer = await self._transport.ask("GET", kind.path(namespace), params)
+            if answer is None:
+                raise KindAbsent(f"the API server does not serve {kind.qualified}")
+            meta = answer.get("metadata") or {}
+            yield answer.get("items") or [], meta.get("resourceVersion", "0")
+            if not meta.get("continue"):
+                return
+            params = {**params, "continue": meta["continue"]}
+
+    async def watch(self, kind: Kind, namespace: str, since: str) -> AsyncIterator[Event]:
+        """What happens to objects of a kind after a resourceVersion, for some minutes.
+
+        Raises:
+            ClusterForgets: that version is too old; list anew.
+            ClusterUnavailable: the API server says that the watch has failed.
+        """
+        lasts_s = random.uniform(*_WATCH_S)
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": since,
+            "timeoutSeconds": str(int(lasts_s)),
+        }
+        path = kind.path(namespace)
+        lines = self._transport.stream(path, params | _selection(kind), lasts_s + _WATCH_MARGIN_S)
+        async for line in lines:
+            if line["type"] == "ERROR":
+                status = line["object"]
+                raise translated(status.get("code", 500), f"watch {path}", status)
+            yield Event(line["type"], line["object"])
 
     async def apply(self, obj: Object) -> Object:
         """Server-side apply: our fields as given, everybody else's as they are.
@@ -106,14 +102,13 @@ class Cluster:
         Forced, because what a service's object says is ours to say; an unchanged object is not
         written by the API server and keeps its resourceVersion.
         """
-        params = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        answer = await self._ask("PATCH", await self._path(obj), params, obj, _APPLY)
+        answer = await self._write("PATCH", path_of(obj), obj, _APPLY)
         if answer is None:
             raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
         return answer
 
-    async def apply_status(self, service: Object, status: Object) -> None:
-        """Sets the LLMService's status; nothing happens where the service is gone."""
+    async def apply_status(self, service: Object, status: Object) -> Object | None:
+        """Sets the LLMService's status; None where the service is gone."""
         meta = service["metadata"]
         body = {
             "apiVersion": API_VERSION,
@@ -121,118 +116,61 @@ class Cluster:
             "metadata": {k: meta[k] for k in ("name", "namespace", "uid")},
             "status": status,
         }
-        params = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        await self._ask("PATCH", f"{await self._path(body)}/status", params, body, _APPLY)
+        path = SERVICE.path(meta["namespace"], meta["name"])
+        return await self._write("PATCH", f"{path}/status", body, _APPLY)
+
+    async def create(self, obj: Object) -> Object:
+        """Makes an object that must not exist yet.
+
+        Raises:
+            ClusterConflict: it does.
+        """
+        kind = kind_of(obj["apiVersion"], obj["kind"])
+        path = kind.path(obj["metadata"]["namespace"])
+        answer = await self._transport.ask("POST", path, _MANAGER, obj)
+        if answer is None:
+            raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
+        return answer
+
+    async def replace(self, obj: Object) -> Object:
+        """Writes an object whole.
+
+        Raises:
+            ClusterConflict: it is no longer of the resourceVersion that `obj` carries, or is gone.
+        """
+        answer = await self._transport.ask("PUT", path_of(obj), _MANAGER, obj)
+        if answer is None:
+            raise ClusterForgets(f"{_named(obj)} is gone", 1.0)
+        return answer
 
     async def delete(self, obj: Mapping[str, Any]) -> None:
         """Deletes exactly this object, not another that has taken its name since."""
-        meta = obj["metadata"]
-        body: Object = dict(_BACKGROUND)
-        if "uid" in meta:
-            body["preconditions"] = {"uid": meta["uid"]}
-        await self._ask("DELETE", await self._path(obj), body=body)
+        body: Object = {"propagationPolicy": "Background"}
+        if "uid" in obj["metadata"]:
+            body["preconditions"] = {"uid": obj["metadata"]["uid"]}
+        await self._write("DELETE", path_of(obj), body)
 
-    async def _path(self, obj: Mapping[str, Any]) -> str:
-        api_version, kind, meta = obj["apiVersion"], obj["kind"], obj["metadata"]
-        found = await self._resource(api_version, kind)
-        if found is None:
-            raise ClusterUnavailable(f"the API server does not serve {kind} of {api_version}")
-        return f"{_collection(api_version, found, meta['namespace'])}/{meta['name']}"
-
-    async def _resource(self, api_version: str, kind: str) -> Resource | None:
-        known = self._discovered.get(api_version)
-        fresh = known is not None and time.monotonic() - known.at < _DISCOVERY_MAX_AGE_S
-        if known is None or (kind not in known.kinds and not fresh):
-            known = _Discovered(await self._discover(api_version), time.monotonic())
-            self._discovered[api_version] = known
-        return known.kinds.get(kind)
-
-    async def _discover(self, api_version: str) -> dict[str, Resource]:
-        answer = await self._ask("GET", f"{_root(api_version)}/{api_version}")
-        return {
-            entry["kind"]: Resource(entry["name"], entry["namespaced"])
-            for entry in (answer or {}).get("resources", ())
-            if "/" not in entry["name"]
-        }
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None = None,
-        body: Object | None = None,
-        headers: Mapping[str, str] | None = None,
+    async def _write(
+        self, method: str, path: str, body: Object, content_type: str = "application/json"
     ) -> Object | None:
-        """The answer's body; None for 404. A refused token is read anew once."""
-        used = self._session
-        status, answer = await self._send(method, path, params, body, headers)
-        if status == 401:
-            await self._renew(used)
-            status, answer = await self._send(method, path, params, body, headers)
-        if status == 404:
-            return None
-        if status >= 400:
-            raise _translated(status, f"{method} {path}", answer)
-        return answer
-
-    async def _renew(self, refused: aiohttp.ClientSession) -> None:
-        """Reads the credentials anew, once for all requests that were refused together."""
-        async with self._renewing:
-            if self._session is refused:
-                self._connection = connection()
-                self._session = self._open()
-                await refused.close()
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        body: Object | None,
-        headers: Mapping[str, str] | None,
-    ) -> tuple[int, Object]:
-        url = self._connection.server.rstrip("/") + path
-        data = None if body is None else json.dumps(body)
-        sent = {"Content-Type": "application/json"} | dict(headers or {})
-        session = self._session
-        try:
-            async with session.request(
-                method, url, params=params, data=data, headers=sent
-            ) as response:
-                return response.status, _parsed(await response.read())
-        except (TimeoutError, aiohttp.ClientError, OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not session.closed:
-                raise  # aiohttp has no type of its own for `Session is closed`
-            if session is not self._session:
-                return 401, {}  # closed under it, for its credentials were refused to another
-            raise ClusterUnavailable(f"{method} {path}: {error or type(error).__name__}") from error
+        left_s = self._may_write_s()
+        if left_s <= 0:
+            raise ClusterUnavailable(f"{method} {path}: another operator leads", 1.0)
+        params = _MANAGER | ({"force": "true"} if content_type == _APPLY else {})
+        timeout_s = min(left_s, _WRITE_S)
+        return await self._transport.ask(method, path, params, body, content_type, timeout_s)
 
 
-def _parsed(text: bytes) -> Object:
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        return {"message": text[:256].decode(errors="replace")}
-    return answer if isinstance(answer, dict) else {"message": str(answer)}
+_MANAGER = {"fieldManager": FIELD_MANAGER}
 
 
-def _translated(status: int, what: str, answer: Object) -> OperatorError:
-    """The API server's refusal: what another try may mend is Temporary."""
-    message = f"{what}: {status} {answer.get('message', '')}"
-    if status in (400, 405, 413, 415, 422):
-        return ClusterRefused(message)
-    delay_s = _FORBIDDEN_DELAY_S if status in (401, 403) else 1.0
-    wait_s = (answer.get("details") or {}).get("retryAfterSeconds") or delay_s
-    return ClusterUnavailable(message, float(wait_s))
+def path_of(obj: Mapping[str, Any]) -> str:
+    meta = obj["metadata"]
+    return kind_of(obj["apiVersion"], obj["kind"]).path(meta["namespace"], meta["name"])
 
 
-def _root(api_version: str) -> str:
-    return "/apis" if "/" in api_version else "/api"
-
-
-def _collection(api_version: str, resource: Resource, namespace: str) -> str:
-    scope = f"/namespaces/{namespace}" if resource.namespaced else ""
-    return f"{_root(api_version)}/{api_version}{scope}/{resource.plural}"
+def _selection(kind: Kind) -> dict[str, str]:
+    return {"labelSelector": kind.selector} if kind.selector else {}
 
 
 def _named(obj: Object) -> str:

@@ -7,6 +7,10 @@ OperatorError
 │   └── ClusterRefused    the API server says that a request is wrong
 └── Temporary             worth another try after `delay_s`
     └── ClusterUnavailable  the API server did not answer, is busy, or does not let us yet
+        ├── ClusterDenied     the operator's account lacks a right
+        ├── ClusterConflict   somebody else was faster
+        ├── ClusterForgets    the history asked for is gone: list anew
+        └── KindAbsent        the API server does not serve the kind
 """
 
 from collections.abc import Sequence
@@ -60,3 +64,23 @@ class ClusterRefused(Permanent):
 
 class ClusterUnavailable(Temporary):
     """The API server did not answer, is busy, or does not let us yet."""
+
+
+class ClusterDenied(ClusterUnavailable):
+    """The operator's account lacks a right; `verb` is the one, such as patch."""
+
+    def __init__(self, message: str, verb: str, delay_s: float) -> None:
+        super().__init__(message, delay_s)
+        self.verb = verb
+
+
+class ClusterConflict(ClusterUnavailable):
+    """Somebody else wrote first."""
+
+
+class ClusterForgets(ClusterUnavailable):
+    """The history that a watch or a page needs is gone: list anew."""
+
+
+class KindAbsent(ClusterUnavailable):
+    """The API server does not serve the kind."""

@@ -11,12 +11,13 @@ import kopf
 import yaml
 from prometheus_client import CollectorRegistry
 
-from ullage_operator.cluster import connection
+from ullage_operator.controller import Controller
 from ullage_operator.errors import OperatorError
 from ullage_operator.handlers import Handlers
-from ullage_operator.metrics import ReconcileMetrics
+from ullage_operator.metrics import ReconcileMetrics, WatchMetrics
 from ullage_operator.naming import METRICS_PORT
 from ullage_operator.settings import VERSION, Settings
+from ullage_operator.transport import connection
 from ullage_rpc import logs
 from ullage_rpc.metrics import serve_metrics
 
@@ -79,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     metrics_registry = CollectorRegistry()
-    handlers = Handlers(settings, ReconcileMetrics(metrics_registry), options.resync)
+    metrics, watching = ReconcileMetrics(metrics_registry), WatchMetrics(metrics_registry)
+    handlers = Handlers(
+        lambda: Controller(options.namespace, settings, metrics, watching, options.resync)
+    )
     try:
         stop_metrics = serve_metrics(metrics_registry, options.metrics_port, options.host)
     except OSError as error:
@@ -97,14 +101,13 @@ async def operate(handlers: Handlers, options: argparse.Namespace) -> None:
     registry = kopf.OperatorRegistry()
     handlers.register(registry)
     settings = kopf.OperatorSettings()
-    # Without rights over the cluster, kopf could neither list namespaces nor watch definitions.
-    settings.scanning.disabled = bool(options.namespace)
+    settings.scanning.disabled = True  # kopf watches nothing
+    settings.posting.enabled = False
     await kopf.operator(
         registry=registry,
         settings=settings,
         standalone=True,
-        clusterwide=not options.namespace,
-        namespaces=options.namespace,
+        clusterwide=True,
         liveness_endpoint=f"http://{options.host}:{options.probes_port}/healthz",
     )
 

@@ -4,14 +4,13 @@ from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.configs import engine_config, router_config, to_yaml
+from ullage_operator.kinds import MONITORING_API
 from ullage_operator.pools import Pool
 from ullage_operator.settings import VERSION, Settings
 from ullage_operator.spec import Service
 from ullage_operator.templates import engine_template, router_template
 
 Manifest = dict[str, Any]
-
-PODMONITOR_API = "monitoring.coreos.com/v1"
 
 
 def router_objects(service: Service, settings: Settings) -> list[Manifest]:
@@ -109,7 +108,7 @@ def pod_monitor(service: Service, component: str, name: str) -> Manifest:
         "selector": {"matchLabels": naming.selector(service.name, component)},
         "podMetricsEndpoints": [{"port": "metrics", "interval": wanted.interval}],
     }
-    made = Builder(service, component).object(PODMONITOR_API, "PodMonitor", name, spec)
+    made = Builder(service, component).object(MONITORING_API, "PodMonitor", name, spec)
     meta = made["metadata"]
     return made | {"metadata": meta | {"labels": wanted.labels | meta["labels"]}}
 

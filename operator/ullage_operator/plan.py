@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ullage_operator import naming
 from ullage_operator.conditions import Workload, findings, observe, render
 from ullage_operator.manifests import (
-    PODMONITOR_API,
     engine_objects,
     pod_monitors,
     pool_objects,
@@ -20,6 +19,7 @@ from ullage_operator.manifests import (
 )
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
+from ullage_operator.surroundings import surroundings
 from ullage_operator.trouble import troubles
 
 Manifest = dict[str, Any]
@@ -45,8 +45,10 @@ class Observed:
     """Pods of the service, for the reasons why they are stuck."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
-    apis: frozenset[str] = frozenset()
-    """Optional API group/versions that the cluster serves, such as monitoring.coreos.com/v1."""
+    serves: frozenset[str] = frozenset()
+    """Optional kinds that the cluster serves, such as PodMonitor."""
+    missing: tuple[str, ...] = ()
+    """Rights that the operator lacks, each as `verb resource in namespace`."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
 
@@ -74,7 +76,7 @@ def wanted_objects(service: Service, observed: Observed, settings: Settings) -> 
     for name, pool in service.spec.pools.items():
         objects += pool_objects(service, name, pool, settings)
     objects += router_objects(service, settings)
-    return objects + (pod_monitors(service) if PODMONITOR_API in observed.apis else [])
+    return objects + (pod_monitors(service) if "PodMonitor" in observed.serves else [])
 
 
 def key_of(item: LiveObject) -> ObjectKey:
@@ -92,6 +94,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
     wrong = troubles(observed.pods, observed.now, observed.lost_nodes)
     found = findings(router, list(pools.values()), wrong)
+    found += surroundings(observed.serves, observed.missing)
     host = f"{name}.{service.namespace}.svc"
     return {
         "observedGeneration": service.generation,

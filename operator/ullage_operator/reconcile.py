@@ -1,50 +1,45 @@
 """Observe, plan, act: the one function that every event leads to."""
 
+import dataclasses
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
+from ullage_operator.act import Actor, Replaced
 from ullage_operator.cluster import Cluster
-from ullage_operator.drift import has_drifted, stamped
-from ullage_operator.errors import (
-    ClusterRefused,
-    ClusterUnavailable,
-    InvalidManifest,
-    Permanent,
-    Temporary,
-)
-from ullage_operator.events import Deeds, named, transitions
+from ullage_operator.errors import ClusterDenied, InvalidManifest, Permanent, Temporary
+from ullage_operator.events import transitions
+from ullage_operator.kinds import SERVICE
 from ullage_operator.metrics import ReconcileMetrics
-from ullage_operator.plan import Observed, Plan, key_of, plan
+from ullage_operator.plan import Observed, plan
 from ullage_operator.publisher import Publisher
 from ullage_operator.settings import Settings
-from ullage_operator.spec import parse
-from ullage_operator.status import belongs, failed_status, gather, is_leaving
+from ullage_operator.spec import Service, parse
+from ullage_operator.status import failed_status, observe
+from ullage_operator.store import Denied, ServiceKey, Store
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
-
-
-class ServiceKey(NamedTuple):
-    """Which LLMService."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
 
 
 class Reconciler:
     """Makes the cluster what services declare, one service at a time."""
 
     def __init__(
-        self, cluster: Cluster, settings: Settings, metrics: ReconcileMetrics, resync_s: float
+        self,
+        cluster: Cluster,
+        store: Store,
+        settings: Settings,
+        metrics: ReconcileMetrics,
+        resync_s: float,
     ) -> None:
         self._cluster = cluster
+        self._store = store
         self._publisher = Publisher(cluster)
+        self._actor = Actor(cluster, store, self._publisher)
         self._settings = settings
         self._metrics = metrics
         self._resync_s = resync_s
+        self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Brings one service a step nearer; answers when to look again, None for never."""
@@ -61,19 +56,35 @@ class Reconciler:
                 result = "permanent"
             finally:
                 self._metrics.total.labels(result=result).inc()
-        return None if result == "gone" else self._resync_s
+        if result != "gone":
+            return self._resync_s
+        self._parsed.pop(key, None)
+        return None
 
     async def _step(self, key: ServiceKey) -> str:
-        manifest = await self._cluster.service(*key)
+        manifest = self._store.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone"  # what it owned is the garbage collector's
-        observed = await gather(self._cluster, manifest)
-        result, status = await self._pursue(key, manifest, observed)
+        observed = observe(self._store, manifest)
+        try:
+            result, status = await self._pursue(key, manifest, observed)
+        except Replaced:
+            return "gone"
         if status != observed.status:
-            await self._cluster.apply_status(manifest, status)
+            await self._report(key, manifest, status)
             before, after = observed.status.get("conditions", ()), status["conditions"]
             await self._publisher.tell(manifest, transitions(before, after))
         return result
+
+    async def _report(self, key: ServiceKey, manifest: Object, status: Object) -> None:
+        try:
+            written = await self._cluster.apply_status(manifest, status)
+        except ClusterDenied as error:
+            denied = Denied(error.verb, f"{SERVICE.qualified}/status", key.namespace)
+            _logger.error("%s: missing permission: %s", key, denied)
+            raise
+        if written is not None:
+            self._store.written(written)
 
     async def _pursue(
         self, key: ServiceKey, manifest: Object, observed: Observed
@@ -81,8 +92,12 @@ class Reconciler:
         """Plans and acts; answers how that went and the status to report."""
         generation = manifest["metadata"]["generation"]
         try:
-            decided = plan(parse(manifest), observed, self._settings)
-            await self._act(key, manifest, decided, observed)
+            service = self._service(key, manifest)
+            decided = plan(service, observed, self._settings)
+            if denied := await self._actor.act(key, manifest, decided, observed):
+                missing = (*observed.missing, *map(str, denied))
+                observed = dataclasses.replace(observed, missing=missing)
+                return "denied", plan(service, observed, self._settings).status
         except InvalidManifest as error:
             _logger.error("%s: invalid: %s", key, error)
             message = "; ".join(map(str, error.problems))
@@ -92,36 +107,11 @@ class Reconciler:
             return "permanent", failed_status(observed, generation, "ApplyFailed", str(error))
         return "ok", decided.status
 
-    async def _act(
-        self, key: ServiceKey, manifest: Object, decided: Plan, observed: Observed
-    ) -> None:
-        deeds = Deeds()
-        try:
-            for obj in map(stamped, decided.apply):
-                found = observed.objects.get(key_of(obj))
-                if found is None:
-                    await self._check_free(manifest, obj)
-                if found is None or has_drifted(obj, found):
-                    deeds.applied(obj, found, await self._cluster.apply(obj))
-                    _logger.info("%s: applied %s", key, named(obj))
-            for gone in decided.delete:
-                await self._cluster.delete(gone)
-                deeds.deleted.append(named(gone))
-                _logger.info("%s: deleted %s", key, named(gone))
-        finally:
-            await self._publisher.tell(manifest, deeds.notes())
-
-    async def _check_free(self, manifest: Object, obj: Object) -> None:
-        """Refuses to take over an object of the same name that is not this service's."""
-        meta = obj["metadata"]
-        found = await self._cluster.get(
-            obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"]
-        )
-        if found is None or (found["metadata"].get("ownerReferences") and belongs(found, manifest)):
-            return
-        what = f"{obj['kind']} {meta['name']}"
-        if is_leaving(found, manifest):
-            raise ClusterUnavailable(f"{what} of the deleted service is not collected yet", 1.0)
-        raise ClusterRefused(
-            f"{what} exists and is not this service's: delete it, or name the LLMService otherwise"
-        )
+    def _service(self, key: ServiceKey, manifest: Object) -> Service:
+        """The parsed service; checking a spec takes longer than all the rest, so once is enough."""
+        meta = manifest["metadata"]
+        known = self._parsed.get(key)
+        if known is None or known[:2] != (meta["uid"], meta["generation"]):
+            known = (meta["uid"], meta["generation"], parse(manifest))
+            self._parsed[key] = known
+        return known[2]

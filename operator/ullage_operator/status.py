@@ -1,45 +1,29 @@
-"""What exists of a service, gathered for the plan; and the status of one that cannot be served."""
+"""What exists of a service, for the plan; and the status of one that cannot be served."""
 
-import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from ullage_operator import naming
-from ullage_operator.cluster import Cluster
 from ullage_operator.conditions import DEGRADED, READY, Finding, render
-from ullage_operator.manifests import PODMONITOR_API
+from ullage_operator.kinds import OWNED
 from ullage_operator.plan import Observed, key_of
+from ullage_operator.store import ServiceKey, Store
 
 Object = dict[str, Any]
 
-OWNED_KINDS = (
-    ("v1", "ConfigMap"),
-    ("v1", "Service"),
-    ("v1", "ServiceAccount"),
-    ("apps/v1", "Deployment"),
-    ("apps/v1", "StatefulSet"),
-    ("networking.k8s.io/v1", "NetworkPolicy"),
-    ("policy/v1", "PodDisruptionBudget"),
-    (PODMONITOR_API, "PodMonitor"),
-)
-"""Every kind that a plan may hold."""
 
-
-async def gather(cluster: Cluster, service: Object) -> Observed:
-    """Asks the cluster for all that the plan of `service` depends on."""
-    namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
-    owned = f"{naming.owned_selector()},{naming.instance_selector(name)}"
-    found = await asyncio.gather(
-        *(cluster.listed(version, kind, namespace, owned) for version, kind in OWNED_KINDS)
-    )
-    mine = [obj for kind in found for obj in kind if belongs(obj, service)]
-    monitored = await cluster.serves(PODMONITOR_API, "PodMonitor")
+def observe(store: Store, service: Object) -> Observed:
+    """All that the plan of `service` depends on."""
+    key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
+    mine = [obj for obj in store.owned(key) if belongs(obj, service)]
+    optional = [kind for kind in OWNED if kind.optional]
     return Observed(
         now=datetime.now(UTC),
         objects={key_of(obj): obj for obj in mine},
-        pods=await cluster.listed("v1", "Pod", namespace, naming.instance_selector(name)),
-        apis=frozenset({PODMONITOR_API} if monitored else ()),
+        pods=store.pods(key),
+        serves=frozenset(kind.name for kind in optional if store.serves(kind, key.namespace)),
+        missing=tuple(map(str, store.missing(key.namespace))),
         status=service.get("status", {}),
     )
 

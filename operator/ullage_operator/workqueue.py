@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
+_AT_ONCE = 16
+_GAP_S = 0.2
 _BACKOFF_FIRST_S = 1.0
 _BACKOFF_MOST_S = 60.0
 _logger = logging.getLogger(__name__)
@@ -20,13 +22,16 @@ _logger = logging.getLogger(__name__)
 class WorkQueue(Generic[Key]):
     """Runs `work(key)`, which answers after how many seconds it wants to run again; None: never.
 
-    A `work` that raises is run again after a delay that doubles from 1 s to 60 s.
+    A `work` that raises is run again after a delay that doubles from 1 s to 60 s. At most 16 keys
+    are worked on at once, in the order of their events; between two runs of a key lie 0.2 s, so
+    that a burst of events is one run.
     """
 
     def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
         self._work = work
         self._dirty: dict[Key, asyncio.Event] = {}
         self._workers: dict[Key, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def add(self, key: Key) -> None:
         """Asks for a run of `key`, soon."""
@@ -53,12 +58,14 @@ class WorkQueue(Generic[Key]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s or None):
                     await dirty.wait()
-            dirty.clear()
             try:
-                delay_s, failures = await self._work(key), 0
+                async with self._slots:
+                    dirty.clear()
+                    delay_s, failures = await self._work(key), 0
             except Exception:
                 # A bug must neither end the operator nor be repeated in a tight loop.
                 _logger.exception("reconciling %s failed", key)
                 delay_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2**failures)
                 failures += 1
+            await asyncio.sleep(_GAP_S)
         del self._workers[key], self._dirty[key]

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ullage_operator.handlers import WATCHED
-from ullage_operator.manifests import PODMONITOR_API
+from ullage_operator.kinds import OWNED
 from ullage_operator.naming import operator_selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
-from ullage_operator.status import OWNED_KINDS
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -133,16 +131,10 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
         ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
         ("", "pods"): {"list", "watch"},
         ("events.k8s.io", "events"): {"create", "patch"},
-        ("apiextensions.k8s.io", "customresourcedefinitions"): {"list", "watch"},
     }
-    watched = {(group, plural) for group, _, plural in WATCHED}
-    for obj in planned():
-        group = obj["apiVersion"].rpartition("/")[0]
-        plural = obj["kind"].lower().removesuffix("y") + ("ies" if obj["kind"][-1] == "y" else "s")
-        used[group, plural] = {"get", "list", "create", "patch", "delete"} | (
-            {"watch"} if (group, plural) in watched else set()
-        )
-        assert (obj["apiVersion"], obj["kind"]) in OWNED_KINDS
+    assert {(obj["apiVersion"], obj["kind"]) for obj in planned()} == {k[:2] for k in OWNED}
+    for kind in OWNED:
+        used[kind.group, kind.plural] = {"get", "list", "watch", "create", "patch", "delete"}
     assert rules(render()) == used
 
 
@@ -158,7 +150,9 @@ def planned():
             "pools": {"single": {}, "large": pool},
         },
     }
-    observed = Observed(now=datetime.now(UTC), apis=frozenset({PODMONITOR_API}))
+    observed = Observed(
+        now=datetime.now(UTC), serves=frozenset(k.name for k in OWNED if k.optional)
+    )
     return plan(parse(manifest), observed, Settings()).apply
 
 

@@ -5,10 +5,21 @@ import asyncio
 import pytest
 from ullage_kubeapi.server import running
 
-import ullage_operator.cluster as cluster_module
 import ullage_operator.naming as naming
-from ullage_operator.cluster import Cluster, connection
-from ullage_operator.errors import ClusterRefused, ClusterUnavailable, OperatorError
+from ullage_operator.cluster import Cluster
+from ullage_operator.errors import (
+    ClusterConflict,
+    ClusterDenied,
+    ClusterForgets,
+    ClusterRefused,
+    ClusterUnavailable,
+    KindAbsent,
+    OperatorError,
+)
+from ullage_operator.kinds import OWNED, Kind, kind_of
+from ullage_operator.transport import Transport, connection
+
+CONFIG_MAP = kind_of("v1", "ConfigMap")._replace(selector="app=x")
 
 
 @pytest.fixture
@@ -51,16 +62,120 @@ def test_apply_creates_changes_and_leaves_alone(api):
     assert changed["metadata"]["managedFields"][0]["manager"] == naming.FIELD_MANAGER
 
 
-def test_listed_objects_carry_their_kind_and_unknown_kinds_are_none(api):
-    async def scenario(cluster):
-        await cluster.apply(config_map())
-        found = await cluster.listed("v1", "ConfigMap", "default", "app=x")
-        none = await cluster.listed("monitoring.coreos.com/v1", "PodMonitor", "default", "app=x")
-        return found, none, await cluster.serves("monitoring.coreos.com/v1", "PodMonitor")
+async def listed(cluster, kind, namespace="default"):
+    return [obj async for page, _ in cluster.pages(kind, namespace) for obj in page]
 
-    found, none, serves = run(scenario)
-    assert [(o["kind"], o["metadata"]["name"]) for o in found] == [("ConfigMap", "c")]
-    assert none == [] and serves is False
+
+def test_lists_come_in_pages_and_unknown_kinds_are_told(api):
+    async def scenario(cluster):
+        await asyncio.gather(*(cluster.apply(config_map(f"c{n}")) for n in range(501)))
+        found = await listed(cluster, CONFIG_MAP)
+        with pytest.raises(KindAbsent, match="podmonitors"):
+            await listed(cluster, kind_of("monitoring.coreos.com/v1", "PodMonitor"))
+        return found
+
+    assert len({obj["metadata"]["name"] for obj in run(scenario)}) == 501
+    assert len([r for r in api.requests if "continue=" in r[1]]) == 1
+
+
+def test_a_watch_tells_what_came_after_a_version_and_what_is_forgotten(api):
+    async def scenario(cluster):
+        first = await cluster.apply(config_map("a"))
+        since = first["metadata"]["resourceVersion"]
+        await cluster.apply(config_map("b"))
+        seen = []
+        async for event in cluster.watch(CONFIG_MAP, "default", since):
+            seen.append((event.type, event.object["metadata"]["name"]))
+            if event.type == "ADDED":
+                break
+        api.compact()
+        with pytest.raises(ClusterForgets):
+            async for _ in cluster.watch(CONFIG_MAP, "default", since):
+                pass
+        return seen
+
+    assert run(scenario) == [("ADDED", "b")]
+
+
+def test_an_event_longer_than_a_read_buffer_arrives_whole(api):
+    async def scenario(cluster):
+        first = await cluster.apply(config_map("a"))
+        await cluster.apply(config_map("b", big="x" * 700_000))
+        events = cluster.watch(CONFIG_MAP, "default", first["metadata"]["resourceVersion"])
+        return (await anext(events)).object["data"]["big"]
+
+    assert len(run(scenario)) == 700_000
+
+
+def test_watching_an_unknown_kind_says_so(api):
+    async def scenario(cluster):
+        with pytest.raises(KindAbsent):
+            async for _ in cluster.watch(Kind("a.b/v1", "C", "cs"), "default", "1"):
+                pass
+
+    run(scenario)
+
+
+def test_two_that_create_or_replace_the_same_conflict(api):
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": "l", "namespace": "default"},
+        "spec": {"holderIdentity": "a"},
+    }
+
+    async def scenario(cluster):
+        made = await cluster.create(lease)
+        with pytest.raises(ClusterConflict):
+            await cluster.create(lease)
+        await cluster.replace(made | {"spec": {"holderIdentity": "b"}})
+        with pytest.raises(ClusterConflict):
+            await cluster.replace(made | {"spec": {"holderIdentity": "c"}})
+
+    run(scenario)
+
+
+def test_without_the_lead_nothing_is_written(api):
+    async def scenario(cluster):
+        cluster._may_write_s = lambda: 0.0
+        for write in (cluster.apply, cluster.delete):
+            with pytest.raises(ClusterUnavailable, match="another operator leads"):
+                await write(config_map())
+
+    run(scenario)
+    assert api.writes() == []
+
+
+def test_a_missing_right_names_the_verb_and_other_refusals_do_not(api):
+    async def scenario(cluster):
+        api.deny("patch", "configmaps")
+        with pytest.raises(ClusterDenied) as denied:
+            await cluster.apply(config_map())
+        api.inject("DELETE", "/configmaps", 403)
+        with pytest.raises(ClusterUnavailable) as other:
+            await cluster.delete(config_map())
+        return denied.value.verb, isinstance(other.value, ClusterDenied)
+
+    assert run(scenario) == ("patch", False)
+
+
+def test_the_server_says_when_to_come_back(api):
+    async def scenario(cluster):
+        api.inject("GET", "/configmaps", 429, retry_after=7)
+        with pytest.raises(ClusterUnavailable) as busy:
+            await listed(cluster, CONFIG_MAP)
+        return busy.value.delay_s
+
+    assert run(scenario) == 7
+
+
+def test_every_kind_has_a_path_that_the_server_serves(api):
+    async def scenario(cluster):
+        for kind in OWNED:
+            if not kind.optional:
+                assert await listed(cluster, kind) == []
+
+    run(scenario)
 
 
 def test_delete_is_of_this_object_and_may_come_twice(api):
@@ -71,7 +186,7 @@ def test_delete_is_of_this_object_and_may_come_twice(api):
         second = await cluster.apply(config_map())
         with pytest.raises(ClusterUnavailable):
             await cluster.delete(first)
-        return second, await cluster.get("v1", "ConfigMap", "default", "c")
+        return second, await cluster.get(CONFIG_MAP, "default", "c")
 
     second, found = run(scenario)
     assert found["metadata"]["uid"] == second["metadata"]["uid"]
@@ -106,17 +221,21 @@ def test_a_refused_token_is_read_anew(api):
     assert run(scenario)["data"] == {"a": "1"}
 
 
-def test_many_refused_together_read_the_token_once(api, monkeypatch):
+def test_many_refused_together_read_the_token_once(api):
     read = []
 
-    async def scenario(cluster):
-        monkeypatch.setattr(cluster_module, "connection", lambda: read.append(1) or connection())
-        used = cluster._session
-        await asyncio.gather(*(cluster._renew(used) for _ in range(8)))
-        return await cluster.apply(config_map(a="1"))
+    async def scenario():
+        transport = Transport(lambda: read.append(1) or connection())
+        used = transport._session
+        await asyncio.gather(*(transport._renew(used) for _ in range(8)))
+        cluster = Cluster(transport=transport)
+        try:
+            return await cluster.apply(config_map(a="1"))
+        finally:
+            await cluster.close()
 
-    assert run(scenario)["data"] == {"a": "1"}
-    assert len(read) == 1
+    assert asyncio.run(scenario())["data"] == {"a": "1"}
+    assert len(read) == 2  # at the start, and once for all eight
 
 
 def test_one_refused_token_fails_no_other_request(api):
@@ -133,12 +252,13 @@ def test_one_refused_token_fails_no_other_request(api):
 def test_a_request_under_which_the_session_was_renewed_is_sent_again(api):
     async def scenario(cluster):
         await cluster.apply(config_map())
-        used = cluster._session
-        asked = asyncio.create_task(cluster.get("v1", "ConfigMap", "default", "c"))
+        transport = cluster._transport
+        used = transport._session
+        asked = asyncio.create_task(cluster.get(CONFIG_MAP, "default", "c"))
         await asyncio.sleep(0)  # the request has begun
-        await cluster._renew(used)
-        await cluster._renew(used)
-        return await asked, used.closed, cluster._session.closed
+        await transport._renew(used)
+        await transport._renew(used)
+        return await asked, used.closed, transport._session.closed
 
     found, old, new = run(scenario)
     assert (found["metadata"]["name"], old, new) == ("c", True, False)
@@ -148,7 +268,7 @@ def test_after_close_it_is_unavailable(api):
     async def scenario(cluster):
         await cluster.close()
         with pytest.raises(ClusterUnavailable, match="closed"):
-            await cluster.get("v1", "ConfigMap", "default", "c")
+            await cluster.get(CONFIG_MAP, "default", "c")
 
     run(scenario)
 
@@ -159,7 +279,7 @@ def test_a_server_that_is_not_there_is_temporary(tmp_path, monkeypatch):
 
     async def scenario(cluster):
         with pytest.raises(ClusterUnavailable):
-            await cluster.get("v1", "ConfigMap", "default", "c")
+            await cluster.get(CONFIG_MAP, "default", "c")
 
     run(scenario)
 

@@ -16,8 +16,8 @@ import yaml
 from ullage_kubeapi.server import ApiServer, running
 from ullage_kubeapi.trial import CRD, CRDS, Operator, World, converged, quiet, until
 
-from ullage_operator.cluster import connection
-from ullage_operator.handlers import WATCHED
+from ullage_operator.kinds import OWNED
+from ullage_operator.transport import connection
 
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 
@@ -83,7 +83,7 @@ def test_a_service_becomes_objects_that_it_owns(world, operator):
     names = set(owned)
     assert {("statefulsets", "s-single"), ("statefulsets", "s-large")} <= names
     assert {("deployments", "s-router"), ("services", "s-router")} <= names
-    assert {plural for plural, _ in names} == {plural for _, _, plural in WATCHED}
+    assert {plural for plural, _ in names} == {kind.plural for kind in OWNED if not kind.optional}
     uid = world.service()["metadata"]["uid"]
     for obj in owned.values():
         (owner,) = obj["metadata"]["ownerReferences"]
@@ -197,14 +197,8 @@ def test_a_restart_resumes_and_writes_nothing_needless(world, start, played):
     until(lambda: quiet(played), "the operator settles")
     assert first.stop() == 0
     count = len(played.writes())
-    start()
-    mark = len(played.requests)
-
-    def looked() -> bool:
-        asked = [path for method, path, _ in played.requests[mark:] if method == "GET"]
-        return any("llmservices/s" in path for path in asked)
-
-    until(looked, "the new operator looks at the service")
+    second = start()
+    until(lambda: second.reconciled(), "the new operator looks at the service")
     until(lambda: quiet(played), "the new operator settles")
     assert played.writes()[count:] == []
     assert world.owned() == before
@@ -257,7 +251,8 @@ def test_a_service_that_replaces_a_deleted_one_gets_its_own_objects(world, opera
 def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(world, start, played):
     world.client.delete(f"{CRDS}/llmservices.serving.ullage.dev")
     start(everywhere=True)
-    until(lambda: any(r[1] == CRDS for r in list(played.requests)), "kopf lists definitions")
+    asked = "/apis/serving.ullage.dev/v1alpha1/llmservices"
+    until(lambda: any(r[1].startswith(asked) for r in list(played.requests)), "it is asked for")
     world.client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
     assert world.create().status_code == 201
     assert ("statefulsets", "s-single") in converged(world)

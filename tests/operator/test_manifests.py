@@ -13,7 +13,6 @@ from ullage_engine.config import DegradeLevel, DegradeSection, EngineConfig
 from ullage_engine.core.worker_env import worker_env
 from ullage_engine.memory.pressure import ordered_levels
 from ullage_operator.errors import InvalidManifest
-from ullage_operator.manifests import PODMONITOR_API
 from ullage_operator.plan import Observed, Plan
 from ullage_router.config import AffinitySection, RetrySection, RouterConfig
 
@@ -301,7 +300,7 @@ def test_selectors_match_the_pods_and_no_other_pool(make_plan: MakePlan) -> None
 
 
 def test_pod_monitors_only_where_their_api_exists(make_plan: MakePlan) -> None:
-    observed = Observed(now=datetime.now(UTC), apis=frozenset({PODMONITOR_API}))
+    observed = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
     kinds = [item["kind"] for item in make_plan(observed).apply]
     assert kinds.count("PodMonitor") == 2
     assert "PodMonitor" not in [item["kind"] for item in make_plan().apply]

@@ -88,6 +88,7 @@ def test_a_new_service_is_progressing(make_plan: MakePlan) -> None:
         "Available": ("False", "NoEngineReady"),
         "Progressing": ("True", "RollingOut"),
         "Degraded": ("False", "AsExpected"),
+        "MonitoringAvailable": ("False", "KindsAbsent"),
     }
 
 
@@ -97,6 +98,7 @@ def test_a_settled_service_is_ready(make_plan: MakePlan) -> None:
         "Available": ("True", "Serving"),
         "Progressing": ("False", "Settled"),
         "Degraded": ("False", "AsExpected"),
+        "MonitoringAvailable": ("False", "KindsAbsent"),
     }
 
 
@@ -139,6 +141,7 @@ def test_times_change_only_with_the_status(make_plan: MakePlan) -> None:
         "Available": "2026-01-02T03:09:05Z",
         "Progressing": "2026-01-02T03:09:05Z",
         "Degraded": "2026-01-02T03:04:05Z",
+        "MonitoringAvailable": "2026-01-02T03:04:05Z",
     }
 
 

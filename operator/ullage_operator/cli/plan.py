@@ -10,7 +10,6 @@ from pathlib import Path
 import yaml
 
 from ullage_operator.cli.manifest import read_service
-from ullage_operator.manifests import PODMONITOR_API
 from ullage_operator.plan import Manifest, Observed, plan
 from ullage_operator.settings import Settings
 
@@ -41,8 +40,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     service = read_service(options.file)
-    apis = frozenset({PODMONITOR_API} if options.pod_monitors else ())
-    observed = Observed(now=datetime.now(UTC), apis=apis)
+    serves = frozenset({"PodMonitor"} if options.pod_monitors else ())
+    observed = Observed(now=datetime.now(UTC), serves=serves)
     objects = plan(service, observed, Settings.from_env(os.environ)).apply
     sys.stdout.write(render(list(objects), options.output))
     return 0

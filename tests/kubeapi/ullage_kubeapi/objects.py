@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage_kubeapi.resources import BUILTINS, Resource
-from ullage_kubeapi.status import expired
+from ullage_kubeapi.status import ApiError, expired
 
 Object = dict[str, Any]
 Table = tuple[str, str]  # group, plural
@@ -45,7 +45,7 @@ class Objects:
         self._tables: dict[Table, dict[Key, Object]] = {}
         self._history: collections.deque[Change] = collections.deque()
         self.oldest = self.revision
-        self._watchers: set[asyncio.Queue[Change | None]] = set()
+        self._watchers: set[asyncio.Queue[Change | ApiError | None]] = set()
         for resource in BUILTINS:
             self.register(resource)
 
@@ -113,15 +113,15 @@ class Objects:
             raise expired(revision, self.oldest)
         return [change for change in self._history if change.revision > revision]
 
-    def subscribe(self) -> asyncio.Queue[Change | None]:
-        queue: asyncio.Queue[Change | None] = asyncio.Queue()
+    def subscribe(self) -> asyncio.Queue[Change | ApiError | None]:
+        queue: asyncio.Queue[Change | ApiError | None] = asyncio.Queue()
         self._watchers.add(queue)
         return queue
 
-    def close(self) -> None:
-        """Ends every watch."""
+    def close(self, error: ApiError | None = None) -> None:
+        """Ends every watch, with an error where one is given."""
         for queue in self._watchers:
-            queue.put_nowait(None)
+            queue.put_nowait(error)
 
-    def unsubscribe(self, queue: asyncio.Queue[Change | None]) -> None:
+    def unsubscribe(self, queue: asyncio.Queue[Change | ApiError | None]) -> None:
         self._watchers.discard(queue)

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from aiohttp import web
 from ullage_kubeapi import patches, resources, watching
 from ullage_kubeapi.collector import Collector
+from ullage_kubeapi.faults import Fault, Faults
 from ullage_kubeapi.listtypes import ListTypes
 from ullage_kubeapi.objects import Object, Objects
 from ullage_kubeapi.routes import Target, target
@@ -28,22 +29,6 @@ from ullage_kubeapi.tables import dig, table
 from ullage_kubeapi.writes import Request, Writer, Written, list_types
 
 VERSION = {"major": "1", "minor": "35", "gitVersion": "v1.35.0", "platform": "linux/amd64"}
-
-
-@dataclass
-class Fault:
-    """Answers `times` requests that match with `status`; status 0 drops the connection."""
-
-    method: str
-    path: re.Pattern[str]
-    status: int
-    times: int
-
-    def strikes(self, method: str, path: str) -> bool:
-        if self.times and method == self.method and self.path.search(path):
-            self.times -= 1
-            return True
-        return False
 
 
 class ApiServer:
@@ -56,16 +41,29 @@ class ApiServer:
         self._writer = Writer(self.objects)
         self._collector = Collector(self.objects, self._writer)
         self._bookmark_interval = bookmark_interval
-        self._faults: list[Fault] = []
+        self._faults = Faults()
         for namespace in ("default", "kube-system"):
             where = Request(self.objects.resources["", "v1", "namespaces"], "", namespace, "test")
             self._writer.create(where, {"metadata": {"name": namespace}})
 
-    def inject(self, method: str, path: str, status: int, times: int = 1) -> Fault:
-        """Makes the next `times` requests fail whose path matches the regular expression."""
-        fault = Fault(method, re.compile(path), status, times)
-        self._faults.append(fault)
-        return fault
+    def inject(self, method: str, path: str, status: int, times: int = 1, **how: Any) -> Fault:
+        """Makes the next `times` requests fail whose path matches the regular expression.
+
+        Keywords are those of `Fault`: retry_after and delay_s, in seconds.
+        """
+        return self._faults.add(Fault(method, re.compile(path), status, times, **how))
+
+    def deny(self, verb: str, plural: str) -> None:
+        """Refuses a verb on a resource to everybody, as RBAC does; `grant` takes it back."""
+        self._faults.deny(verb, plural)
+
+    def grant(self, verb: str, plural: str) -> None:
+        self._faults.grant(verb, plural)
+
+    def fail_watches(self, code: int) -> None:
+        """Ends all open watches with an error event."""
+        error = ApiError(code, "Injected", "injected by the test")
+        self._loop.call_soon_threadsafe(self.objects.close, error)
 
     def compact(self) -> None:
         """Forgets all events so far: a watch or a page from before is answered with 410."""
@@ -120,7 +118,8 @@ class ApiServer:
         try:
             response = await self._dispatch(request)
         except ApiError as error:
-            response = web.json_response(error.body(), status=error.code)
+            headers = {"Retry-After": str(error.retry)} if error.retry else {}
+            response = web.json_response(error.body(), status=error.code, headers=headers)
         except (json.JSONDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
             body = bad_request(f"the body is not valid: {error}")
             response = web.json_response(body.body(), status=400)
@@ -128,15 +127,24 @@ class ApiServer:
         return response
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
-        for fault in self._faults:
-            if fault.strikes(request.method, request.path_qs):
-                if fault.status == 0 and request.transport is not None:
-                    request.transport.abort()
-                raise ApiError(fault.status or 500, "Injected", "injected by the test")
+        await self._fail(request)
         document = self._discovery(request.path.rstrip("/"))
         if document is not None:
             return web.json_response(document)
-        return await self._resource(request, target(request.path, self.objects))
+        where = target(request.path, self.objects)
+        self._faults.check(request.method, "watch" in request.query, where)
+        return await self._resource(request, where)
+
+    async def _fail(self, request: web.Request) -> None:
+        fault = self._faults.striking(request.method, request.path_qs)
+        if fault is None:
+            return
+        await asyncio.sleep(fault.delay_s)
+        if fault.status == 0 and request.transport is not None:
+            request.transport.abort()
+        if fault.status != 200:
+            status = fault.status or 500
+            raise ApiError(status, "Injected", "injected by the test", retry=fault.retry_after)
 
     def _discovery(self, path: str) -> dict[str, Any] | None:
         known = list(self.objects.resources.values())

@@ -8,13 +8,19 @@ class ApiError(Exception):
     """An answer other than success."""
 
     def __init__(
-        self, code: int, reason: str, message: str, causes: Sequence[dict[str, str]] = ()
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        causes: Sequence[dict[str, str]] = (),
+        retry: int = 0,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
         self.message = message
         self.causes = list(causes)
+        self.retry = retry
 
     def body(self) -> dict[str, Any]:
         details = {"causes": self.causes} if self.causes else {}

@@ -1,6 +1,7 @@
 """A trial: the operator as a process, and an API server seen from one namespace."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 from ullage_kubeapi.server import ApiServer
 
-from ullage_operator.handlers import WATCHED
+from ullage_operator.kinds import OWNED
 
 ROOT = Path(__file__).parents[3]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -72,9 +73,9 @@ class World:
     def owned(self) -> dict[tuple[str, str], dict[str, Any]]:
         """(plural, name) -> object, of everything that has an LLMService as owner."""
         return {
-            (plural, obj["metadata"]["name"]): obj
-            for group, _, plural in WATCHED
-            for obj in self.get(self.path(plural, group)).get("items", ())
+            (kind.plural, obj["metadata"]["name"]): obj
+            for kind in OWNED
+            for obj in self.get(kind.path(self.namespace)).get("items", ())
             if any(r["kind"] == "LLMService" for r in obj["metadata"].get("ownerReferences", ()))
         }
 
@@ -96,6 +97,15 @@ class Operator:
         self.process = subprocess.Popen(
             [*command, *flags, *scope, "--resync=2"], env=environment, stderr=self._log
         )
+
+    def reconciled(self, result: str = "ok") -> int:
+        """How many reconciliations ended so; 0 before the operator answers."""
+        try:
+            text = httpx.get(f"http://127.0.0.1:{self.metrics}/metrics").text
+        except httpx.TransportError:
+            return 0
+        found = re.search(f'reconcile_total{{result="{result}"}} ([0-9.]+)', text)
+        return int(float(found[1])) if found else 0
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

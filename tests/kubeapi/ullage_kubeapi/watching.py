@@ -41,7 +41,7 @@ async def stream(objects: Objects, watch: Watch) -> AsyncIterator[bytes]:
 
 
 async def _events(
-    objects: Objects, watch: Watch, queue: asyncio.Queue[Change | None]
+    objects: Objects, watch: Watch, queue: asyncio.Queue[Change | ApiError | None]
 ) -> AsyncIterator[dict[str, Any]]:
     if watch.initial_events or watch.since in ("", "0"):
         revision = objects.revision
@@ -61,7 +61,7 @@ async def _events(
 
 
 async def _follow(
-    watch: Watch, queue: asyncio.Queue[Change | None], revision: int, objects: Objects
+    watch: Watch, queue: asyncio.Queue[Change | ApiError | None], revision: int, objects: Objects
 ) -> AsyncIterator[dict[str, Any]]:
     loop = asyncio.get_running_loop()
     end = loop.time() + watch.timeout
@@ -75,6 +75,8 @@ async def _follow(
             continue
         if change is None:
             return
+        if isinstance(change, ApiError):
+            raise change
         if change.revision > revision:
             for event in _seen(change, watch):
                 yield event
