@@ -24,7 +24,7 @@ from ullage_operator.naming import API_VERSION, KIND
 Schema = Mapping[str, Any]
 CRD_FILE = "llmservices.serving.ullage.dev.yaml"
 
-# `metadata` belongs to Kubernetes; the CRD says no more of it than that it is an object.
+# `metadata` belongs to Kubernetes; the CRD says no more of it than what a name is.
 _TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _LISTED = 6
 
@@ -81,6 +81,8 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         return
     for name in value:
         where = join(path, str(name))
+        if not path and name == "metadata":
+            continue  # Kubernetes' own, of which the CRD tells but the name
         if name in known:
             yield from unknown_fields(known[name], value[name], where)
         elif path or name not in _TOP_LEVEL:
@@ -180,7 +182,7 @@ def expected_form(schema: Schema) -> str:
             if is_positive(schema)
             else ("a quantity such as 512Mi, 2Gi or 0")
         )
-    return "a duration such as 10s, 6ms or 1m30s" if "ms|us" in schema.get("pattern", "") else ""
+    return "a duration such as 10s, 6ms or 1m30s" if "(h|m|s" in schema.get("pattern", "") else ""
 
 
 def is_positive(schema: Schema) -> bool:
@@ -193,7 +195,8 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         if "oldSelf" in rule["rule"]:
             continue  # about changes, which only the API server sees
         if not holds(rule["rule"], typed(schema, value)):
-            yield Problem(path + rule.get("fieldPath", ""), str(rule["message"]))
+            where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+            yield Problem(where, str(rule["message"]))
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from rules(schema.get("items", {}), item, f"{path}[{index}]")

@@ -80,6 +80,11 @@ def test_defaults_fulfil_the_schema_by_themselves() -> None:
             assert not [*schema.rules(node, node["default"], path)], path
 
 
+def test_least_values_between_0_and_1_are_rules() -> None:
+    """The API server compares a whole number with the whole part of `minimum`: it would take 0."""
+    assert not [path for path, node in NODES.items() if 0 < node.get("minimum", 0) < 1]
+
+
 def test_scale_subresource_points_at_fields() -> None:
     scale = VERSION["subresources"]["scale"]
     paths = {path.replace(".pools.single.", ".pools.*.") for path in scale.values()}

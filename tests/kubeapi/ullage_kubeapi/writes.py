@@ -203,7 +203,8 @@ class Writer:
         causes = [*checks.metadata_problems(live, new)]
         if request.resource.is_custom:
             causes += schema.validate(_body(new), request.resource.schema)
-            if not causes:
+            # Rules may read any field, so they are asked where all are of the right kind.
+            if all(each["reason"] == "FieldValueDuplicate" for each in causes):
                 old = {} if live is None else {"old": live}
                 causes += rules.violations(new, request.resource.schema, **old)
         else:

@@ -1,0 +1,355 @@
+"""Manifests with one mistake each: where it is, and what is said about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ONE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
+SINGLE = "pools.single."
+SLO_RULE = "ttftP95 must not exceed e2eP95"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake."""
+
+    changes: Mapping[str, Any]
+    """Values by path below spec, or below metadata for `metadata.name`."""
+    field: str
+    """Where it is told."""
+    text: str
+    """What `ullage plan` says of it; of a rule, what the API server says, too."""
+    is_rule: bool = False
+
+
+def rule(
+    field: str, text: str, changes: Mapping[str, Any] | None = None, value: Any = None
+) -> Wrong:
+    """What a CEL rule refuses; without `changes`, `value` at the field itself."""
+    return Wrong(changes or {field: value}, spec_path(field), text, is_rule=True)
+
+
+def form(field: str, value: Any, text: str) -> Wrong:
+    """What the schema refuses at the field itself."""
+    return Wrong({field: value}, spec_path(field), text)
+
+
+def spec_path(field: str) -> str:
+    return field if field.startswith("metadata.") else f"spec.{field}".rstrip(".")
+
+
+def manifest(wrong: Wrong, name: str = "wrong") -> dict[str, Any]:
+    """A manifest that is right but for the one mistake."""
+    model = {"source": "file:///m", "name": "m"}
+    made: dict[str, Any] = {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": name},
+        "spec": {"model": model, "pools": {"single": {}}},
+    }
+    for path, value in wrong.changes.items():
+        steps = path.split(".") if path.startswith("metadata.") else ["spec", *path.split(".")]
+        put(made, steps, value)
+    return made
+
+
+def put(node: dict[str, Any], steps: list[str], value: Any) -> None:
+    for step in steps[:-1]:
+        node = node.setdefault(step, {})
+    if value is None:
+        node.pop(steps[-1], None)
+    else:
+        node[steps[-1]] = value
+
+
+LEVELS = "degrade.levels"
+MILD, STRICT = {"below": 0.5}, {"below": 0.1}
+TENANTS = {"secretName": "keys"}
+STEP = {"service": "small"}
+
+PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
+TWINS = [{"name": "a"}, {"name": "a"}]
+OTHER = {"address": "small.example:9000"}
+
+UNKNOWN = [
+    form("gpus", 4, "unknown field; the fields here are allowFaultInjection"),
+    form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
+    form("model.quantisation", "int8", "unknown field; did you mean quantization?"),
+    form("pools.single.replica", 1, "unknown field; did you mean replicas?"),
+    form("pools.other.nodeselector", {}, "unknown field; did you mean nodeSelector?"),
+    form("routing.queue.maxrequests", 1, "unknown field; did you mean maxRequests?"),
+    form("pools.single.modelCache.pvc", "c", "unknown field; the fields here are claimName"),
+    form("observability.podMonitor.labls", {}, "unknown field; did you mean labels?"),
+]
+
+FORMS = [
+    form("model.name", None, "required field is missing. Name that clients put"),
+    form("model.source", None, "required field is missing. Where the model is"),
+    form("model.name", "a b", "must match"),
+    form("model.dtype", "int8", "must be one of auto, float32, bfloat16, float16, not 'int8'"),
+    form("model.quantization", "int2", "must be one of none, int8, int4, fp8, w8a8"),
+    form("model.kvDtype", "int8", "must be one of auto, fp8, not 'int8'"),
+    form("model.maxModelLen", 8, "must be at least 16, not 8"),
+    form("model.maxModelLen", "8k", "must be of type integer, not '8k'"),
+    form("device", "gpu", "must be one of auto, cuda, cpu, not 'gpu'"),
+    form("image", "", ""),
+    form("allowFaultInjection", "yes", "must be of type boolean, not 'yes'"),
+    form("router.replicas", 0, "must be at least 1, not 0"),
+    form("router.replicas", 101, "must be at most 100, not 101"),
+    form("router.processes", 0, "must be at least 1, not 0"),
+    form("router.resources.limits.memory", "1GB", "must be a quantity"),
+    form("pools.single.replicas", -1, "must be at least 0, not -1"),
+    form("pools.single.replicas", "2", "must be of type integer, not '2'"),
+    form("pools.single.gpus", 65, "must be at most 64, not 65"),
+    form("pools.single.gpuResourceName", "gpu", "must match"),
+    form("pools.single.microBatches", 0, "must be at least 1, not 0"),
+    form("pools.single.nccl.NCCL_DEBUG", 1, "must be of type string, not 1"),
+    form("pools.single.resources.requests.cpu", "two", "must be a quantity"),
+    form("pools.single.nodeSelector.zone", 1, "must be of type string, not 1"),
+    form("pools.single.tolerations", {}, "must be of type array, not {}"),
+    form("pools.single.runtimeClassName", "NVIDIA", "must match"),
+    form("pools.single.priorityClassName", "Not A Name", "must match"),
+    form("pools.single.shmSize", "0", "must be a quantity above 0"),
+    form("pools.single.modelCache.hostPath", "models", "must match"),
+    form("pools.single.modelCache.claimName", "Models", "must match"),
+    form("pools.single.podLabels.team", "a b", "must match"),
+    form("memory.maxKV", "20Gb", "must be a quantity such as 512Mi"),
+    form("memory.maxKV", -1, "must be at least 0, not -1"),
+    form("memory.sessionIdle", "5 minutes", "must be a duration such as 10s"),
+    form("memory.prefixCache", 1, "must be of type boolean, not 1"),
+    form("memory", [], "must be of type object, not []"),
+    form("routing.largeRequestTokens", 0, "must be at least 1, not 0"),
+    form("routing.largeRequestKV", "0Gi", "must be a quantity above 0"),
+    form("routing.queue.maxRequests", 100001, "must be at most 100000"),
+    form("routing.queue.timeout", "10", "must be a duration such as 10s"),
+    form("routing.rungs.reject.maxRetryAfter", 31, "must be at most 30, not 31"),
+    form("routing.placement.retries.share", 2, "must be at most 1, not 2"),
+    form("prompts.compress.method", "zip", "must be one of extractive, model, off"),
+    form("batching.maxSequences", 0, "must be at least 1, not 0"),
+    form("limits.maxOutputTokens", 0, "must be at least 1, not 0"),
+    form("degrade.hysteresis", 0.9, "must be at most 0.5, not 0.9"),
+    Wrong({"tenants": {}}, "spec.tenants.secretName", "required field is missing. Secret with"),
+    form("slo.errorRate", 2, "must be at most 1, not 2"),
+    form("slo.e2eP95", 20, "must be a duration such as 10s"),
+    form("observability.logLevel", "trace", "must be one of debug, info, warning, error"),
+    form("observability.podMonitor.interval", "15", "must be a duration such as 10s"),
+    Wrong({"routing.ladder": ["wait"]}, "spec.routing.ladder[0]", "must be one of"),
+    Wrong({"pools.single.env": [{"value": "x"}]}, "spec.pools.single.env[0].name", "required"),
+    Wrong({"pools.single.env": [{"name": "1A"}]}, "spec.pools.single.env[0].name", "must match"),
+    Wrong({LEVELS: [{}]}, "spec.degrade.levels[0].below", "required field is missing"),
+    Wrong(
+        {SINGLE + "topologySpreadConstraints": [{}]},
+        "spec.pools.single.topologySpreadConstraints[0].topologyKey",
+        "required field is missing",
+    ),
+]
+
+RULES = [
+    rule("metadata.name", "name must be at most 40 characters", value="d" * 41),
+    rule("metadata.name", "name must be lower-case letters", value="1demo"),
+    rule(
+        "pools",
+        "a pool's name must have at most 46",
+        {"metadata.name": "d" * 40, "pools.huge123": {}},
+    ),
+    rule("pools", "pools must have the pool single", {"pools": {"large": {}}}),
+    rule("pools", "names of pools must be at most 20", {"pools.a-b": {}}),
+    rule("pools", "router, engine and canary are names", {"pools.engine": {}}),
+    rule("pools.single.gpus", "gpus must equal parallelism.tensor *", value=2),
+    rule(
+        "pools.huge.gpus",
+        "gpus must equal",
+        {"pools.huge": {"gpus": 3, "parallelism": {"tensor": 2}}},
+    ),
+    rule("pools.single.nccl", "nccl sets variables", value={"PATH": "/"}),
+    rule("pools.single.nccl", "nccl sets no variables", value={"NCCL_NET_PLUGIN": "x"}),
+    rule("pools.single.memory.threshold", "threshold is a share", value=1.5),
+    rule(
+        "pools.single.modelCache",
+        "modelCache is one of",
+        value={"claimName": "c", "sizeLimit": "1Gi"},
+    ),
+    rule(
+        "pools.single.podLabels",
+        "are the operator's own keys",
+        value={"app.kubernetes.io/name": "x"},
+    ),
+    rule(
+        "router.podAnnotations", "are the operator's own keys", value={"serving.ullage.dev/x": "y"}
+    ),
+    rule(
+        "serviceAccount.annotations", "are the operator's own", value={"serving.ullage.dev/x": "y"}
+    ),
+    rule(
+        "pools.single.volumeMounts",
+        "must name volumes",
+        value=[{"name": "v", "mountPath": "/data"}],
+    ),
+    rule(
+        "pools.single.volumeMounts[0].mountPath",
+        "mountPath lies in a folder of the engine's own",
+        {
+            SINGLE + "volumes": [{"name": "v", "emptyDir": {}}],
+            SINGLE + "volumeMounts": [{"name": "v", "mountPath": "/tmp"}],
+        },
+    ),
+    rule(
+        "pools.single.volumes[0]", "exactly one of configMap", {SINGLE + "volumes": [{"name": "v"}]}
+    ),
+    rule(
+        "pools.single.volumes[0].name",
+        "the operator's own volumes",
+        {SINGLE + "volumes": [{"name": "shm", "emptyDir": {}}]},
+    ),
+    rule(
+        "pools.single.env[0]",
+        "has value or valueFrom, not both",
+        {
+            SINGLE + "env": [
+                {
+                    "name": "A",
+                    "value": "x",
+                    "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
+                }
+            ]
+        },
+    ),
+    rule(
+        "pools.single.env[0].name",
+        "are the operator's own",
+        {SINGLE + "env": [{"name": "POD_NAME", "value": "x"}]},
+    ),
+    rule(
+        "pools.single.envFrom[0]",
+        "exactly one of secretRef",
+        {SINGLE + "envFrom": [{"prefix": "A"}]},
+    ),
+    rule(
+        "pools.single.tolerations[0].value",
+        "operator Exists compares no value",
+        {SINGLE + "tolerations": [{"key": "k", "operator": "Exists", "value": "v"}]},
+    ),
+    rule(
+        "pools.single.tolerations[0].operator",
+        "without a key",
+        {SINGLE + "tolerations": [{"effect": "NoSchedule"}]},
+    ),
+    rule(
+        "router.tolerations[0].tolerationSeconds",
+        "for effect NoExecute alone",
+        {"router.tolerations": [{"key": "k", "tolerationSeconds": 5}]},
+    ),
+    rule(
+        "pools.single.topologySpreadConstraints[0].minDomains",
+        "minDomains works with whenUnsatisfiable DoNotSchedule",
+        {SINGLE + "topologySpreadConstraints": [{"topologyKey": "zone", "minDomains": 2}]},
+    ),
+    rule("model.source", "source must be hf://", value="/m.gguf"),
+    rule("model.source", "source of the hub is hf://org/name", value="hf://org/name/file.gguf"),
+    rule("model.source", "takes an absolute path", value="file://m"),
+    rule("model.source", "source of a claim is pvc://claim/path", value="pvc://Claim/path"),
+    rule("model.source", "source of a package is", value="pkg://a-b/model.gguf"),
+    rule(
+        "model.quantization",
+        "quantization w8a8 needs a calibrated model",
+        {"model.source": "pkg://p/m.gguf", "model.quantization": "w8a8"},
+    ),
+    rule(
+        "model.quantization",
+        "tensor ranks cannot share quantised matrices",
+        {"model.quantization": "int8", "pools.huge": {"gpus": 2, "parallelism": {"tensor": 2}}},
+    ),
+    rule(
+        "model.deterministic",
+        "sums over more than 2 tensor ranks",
+        {"model.deterministic": True, "pools.large": {"gpus": 4, "parallelism": {"tensor": 4}}},
+    ),
+    rule("memory.threshold", "threshold is a share of the device", value=0),
+    rule(
+        "routing.largeRequestTokens",
+        "must not exceed model.maxModelLen",
+        {"model.maxModelLen": 4096, "pools.large": ONE},
+    ),
+    rule("routing.rungs.route.pools", "must name pools of this service", value=["huge"]),
+    rule("routing.rungs.route.pools", "must name each pool once", value=["single", "single"]),
+    rule(
+        "routing.rungs.reject.minRetryAfter",
+        "must not exceed reject.maxRetryAfter",
+        {"routing.rungs.reject": {"minRetryAfter": 9, "maxRetryAfter": 3}},
+    ),
+    rule("routing.ladder", "ladder must name each rung once", value=["queue", "queue"]),
+    rule("routing.ladder", "nothing is tried after reject", value=["reject", "queue"]),
+    rule("routing.queue.aging", "aging must be above 0", value="0s"),
+    rule("routing.queue.timeout", "timeout must be above 0", value="0s"),
+    rule("routing.placement.breaker", "pause must be above 0 and at most", value={"pause": "2m"}),
+    rule("routing.prefill.window", "window must be at most 10s", value="11s"),
+    rule("routing.coalesce.window", "window must be above 0 and at most 10s", value="0s"),
+    rule("prompts.compress.timeout", "timeout must be above 0", value="0s"),
+    rule("batching.prefillChunkTokens", "must be 0 (no chunking) or at least 16", value=8),
+    rule("limits.requestTimeout", "requestTimeout must be above 0", value="0s"),
+    rule("limits.stepDeadline", "stepDeadline must be at least 1s", value="10ms"),
+    rule("streaming.coalesceWindow", "coalesceWindow must be at most 1s", value="2s"),
+    rule(LEVELS, "levels must differ in below", value=[MILD, MILD]),
+    rule(
+        LEVELS,
+        "must not allow longer outputs",
+        value=[MILD | {"maxOutputTokens": 10}, STRICT | {"maxOutputTokens": 20}],
+    ),
+    rule(
+        LEVELS,
+        "must not allow a higher temperature",
+        value=[MILD | {"maxTemperature": 0}, STRICT | {"maxTemperature": 1}],
+    ),
+    rule(LEVELS, "a higher top_p", value=[STRICT | {"maxTopP": 0.9}, MILD | {"maxTopP": 0.8}]),
+    rule(LEVELS, "larger batches", value=[STRICT | {"batchShare": 1}, MILD | {"batchShare": 0.8}]),
+    rule("cascade.steps", "name this service itself", value=[{"service": "wrong"}]),
+    rule("cascade.steps", "must name each service once", value=[STEP, STEP]),
+    rule("cascade.steps", "own engines once", value=[{"own": True}, STEP, {"own": True}]),
+    rule("cascade.steps", "must name another service", value=[{"own": True}]),
+    rule(
+        "cascade.steps[0]",
+        "exactly one of service, address",
+        {"cascade.steps": [STEP | {"own": True}]},
+    ),
+    rule(
+        "cascade.fallback",
+        "name another step before it",
+        {"cascade.steps": [{"own": True}, STEP], "cascade.fallback": {}},
+    ),
+    rule(
+        "cascade.fallback",
+        "fallback needs a sign of the peak",
+        {"cascade.steps": [STEP], "cascade.fallback": {"pressureLevel": 0, "queuedRequests": 0}},
+    ),
+    rule(
+        "tenants.named",
+        "set anonymous to allow",
+        {"tenants": TENANTS | {"named": [{"name": "anonymous"}]}},
+    ),
+    rule(
+        "tenants.named[0].name",
+        "choose another",
+        {"tenants": TENANTS | {"named": [{"name": "other"}]}},
+    ),
+    rule(
+        "tenants.named[0].priority",
+        "priority must not exceed maxPriority",
+        {"tenants": TENANTS | {"named": [{"name": "a", "priority": 5, "maxPriority": 1}]}},
+    ),
+    rule("tickets.ttl", "ttl must be from 100ms", {"tickets": {"secretName": "t", "ttl": "2m"}}),
+    rule("routing.rungs.shrinkContext.maxDroppedShare", "must be at least 0.01", value=0),
+    rule("routing.rungs.shrinkOutput.minShare", "must be at least 0.01", value=0),
+    rule("prompts.compress.threshold", "must be at least 0.1", value=0),
+    rule("prompts.compress.share", "must be at least 0.05", value=0),
+    rule("degrade.levels[0].maxTopP", "at least 0.01", {LEVELS: [MILD | {"maxTopP": 0}]}),
+    rule("degrade.levels[0].batchShare", "at least 0.05", {LEVELS: [MILD | {"batchShare": 0}]}),
+    rule("tenants.defaults.weight", "0.01", {"tenants": TENANTS | {"defaults": {"weight": 0}}}),
+    rule("tenants.defaults.tokensPerSecond", "must be at least 0.1", PACE),
+    rule("tenants.named", "two tenants have one name", {"tenants": TENANTS | {"named": TWINS}}),
+    rule("cascade.steps", "must name each address once", value=[OTHER, OTHER]),
+    rule("tls", "tls encrypts nothing by itself", value={}),
+    rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
+    rule("slo.ttftP95", SLO_RULE, {"slo": {"e2eP95": "5s"}}),
+]
+
+TABLE = [*UNKNOWN, *FORMS, *RULES]
