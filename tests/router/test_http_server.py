@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from ullage_router.http.connection import BEGUN_PER_TURN, Hub
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.reader import Limits
 from ullage_router.http.server import HTTPServer
@@ -407,3 +409,18 @@ def test_a_stop_ends_what_does_not_end(run: Run) -> None:
         assert echo.cancelled == 1
 
     run(scenario)
+
+
+def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
+    async def scenario() -> None:
+        hub, begun = Hub(Echo(), Limits()), []
+        for number in range(3 * BEGUN_PER_TURN):
+            hub.begin(lambda n=number: begun.append(n))
+        sizes = [0]
+        while len(begun) < 3 * BEGUN_PER_TURN:
+            await asyncio.sleep(0)
+            sizes.append(len(begun))
+        assert begun == sorted(begun)
+        assert max(b - a for a, b in itertools.pairwise(sizes)) <= BEGUN_PER_TURN
+
+    asyncio.run(scenario())

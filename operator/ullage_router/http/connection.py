@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -15,6 +16,9 @@ from ullage_rpc.errors import ServiceError
 MAX_PIPELINED = 16
 # What one client may leave unread before its answer waits: here, and again in the kernel.
 WRITE_BUFFER_BYTES = 16 << 10
+# A thousand requests at once must not keep a turn of the event loop, and with it the tokens of
+# others and the engines' reports, for as long as all of them take.
+BEGUN_PER_TURN = 16
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,19 @@ class Hub:
     connections: set["Connection"] = field(default_factory=set)
     is_draining: bool = False
     common_headers: bytes = b""
+    _to_begin: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def begin(self, start: Callable[[], None]) -> None:
+        """Has a request begun, after those before it, a few in each turn of the event loop."""
+        self._to_begin.append(start)
+        if len(self._to_begin) == 1:
+            asyncio.get_running_loop().call_soon(self._begin_some)
+
+    def _begin_some(self) -> None:
+        for _ in range(min(BEGUN_PER_TURN, len(self._to_begin))):
+            self._to_begin.popleft()()
+        if self._to_begin:
+            asyncio.get_running_loop().call_soon(self._begin_some)
 
 
 class Connection(asyncio.Protocol):
@@ -55,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._reader = RequestReader(hub.limits, self._received)
         self._waiting: deque[tuple[Request, ServiceError | None]] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._is_busy = False
+        """A request is being answered, or about to be."""
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
         self._unflushed: list[bytes] = []
@@ -102,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._release()
         if self._task:
             self._task.cancel()
-        else:
+        elif not self._is_busy:
             self._hub.connections.discard(self)
 
     def pause_writing(self) -> None:
@@ -138,7 +157,7 @@ class Connection(asyncio.Protocol):
     def retire(self) -> None:
         """Closes the connection, after the answer that is being given."""
         self.is_closing = True
-        if self._task is None and self._reader.phase is Phase.IDLE:
+        if not self._is_busy and self._reader.phase is Phase.IDLE:
             self.close()
 
     def close(self) -> None:
@@ -191,23 +210,31 @@ class Connection(asyncio.Protocol):
             self._hub.handler.check(request)
         except ServiceError as error:
             return error
-        if request.expects_leave and self._task is None and not self._waiting:
+        if request.expects_leave and not self._is_busy and not self._waiting:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return None
 
     def _next(self) -> None:
         """Begins with the next request where none is being answered."""
-        if self._task is not None or not self._waiting:
+        if self._is_busy or not self._waiting:
             return
         request, error = self._waiting.popleft()
         reply = Reply(self, request)
         if error is None:
             self.deadline = None
-            self._task = self._loop.create_task(self._serve(request, reply))
+            self._is_busy = True
+            self._hub.begin(lambda: self._begin(request, reply))
         else:
             reply.is_kept_alive = False
             self._hub.handler.refuse(request, reply, error)
             self._linger()
+
+    def _begin(self, request: Request, reply: Reply) -> None:
+        if self._transport:
+            self._task = self._loop.create_task(self._serve(request, reply))
+        else:  # the client went while its request waited
+            self._is_busy = False
+            self._hub.connections.discard(self)
 
     def _linger(self) -> None:
         """Closes when the client has had time to read what it was told."""
@@ -224,6 +251,7 @@ class Connection(asyncio.Protocol):
             log.exception("request failed", extra={"path": request.path})
         finally:
             self._task = None
+            self._is_busy = False
             self._served(reply)
 
     def _served(self, reply: Reply) -> None:
