@@ -130,10 +130,10 @@ class Admission:
     def facts(
         self,
         wish: Wish,
-        ticket: Ticket | None,
-        state: QueueState,
-        refused: frozenset[str],
-        preferred: str,
+        ticket: Ticket | None = None,
+        state: QueueState = QueueState.OPEN,
+        refused: frozenset[str] = frozenset(),
+        preferred: str = "",
     ) -> Facts:
         """The request as `decide` sees it at this moment."""
         rungs = self._policy.rungs

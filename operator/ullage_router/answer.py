@@ -39,7 +39,12 @@ class Call:
 
     @property
     def remaining_s(self) -> float:
-        return self.record.arrived + self.timeout_s - time.monotonic()
+        return self.deadline - time.monotonic()
+
+    @property
+    def deadline(self) -> float:
+        """When the answer must have ended, on the monotonic clock."""
+        return self.record.arrived + self.timeout_s + self.record.patience.held_s
 
 
 class Answer(Protocol):

@@ -2,6 +2,7 @@
 
 import grpc
 
+from ullage.inference.v1 import inference_pb2
 from ullage_router import errors
 from ullage_rpc.errors import ServiceError
 
@@ -40,3 +41,9 @@ def as_told(error: ServiceError, timeout_s: float, num_failures: int) -> Service
             retry_after_s=error.retry_after_s or 1,
         )
     return error
+
+
+def check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
+    """An engine that drains may cut an answer off; nobody asked for that here."""
+    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
+        raise errors.broken_stream("the engine cancelled it")

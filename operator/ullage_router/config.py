@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ullage_router.cascade.config import CascadeSection
+from ullage_router.pick.config import TicketsSection
+from ullage_router.wake.config import WakeSection
 from ullage_rpc.config import Strict, read_file
 from ullage_rpc.keys import TENANT_NAME
 from ullage_rpc.limits import MAX_PRIORITY
@@ -58,6 +60,8 @@ class PoolSection(Strict, frozen=True, kw_only=True):
     """The pool named `large` takes the large requests."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """`name:port`, where every A record is an engine, or `ip:port`."""
+    sleeps: bool = False
+    """It may have no engine and gets one when a request wants it, which is held meanwhile."""
 
     def __post_init__(self) -> None:
         for target in self.targets:
@@ -202,6 +206,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     prefill: PrefillSection = PrefillSection()
     coalesce: CoalesceSection = CoalesceSection()
     replace: ReplaceSection = ReplaceSection()
+    wake: WakeSection = WakeSection()
 
     def __post_init__(self) -> None:
         if len(set(self.ladder)) != len(self.ladder):
@@ -343,15 +348,10 @@ class TLSSection(Strict, frozen=True, kw_only=True):
     engines: EngineTLS | None = None
 
 
-class TicketsSection(Strict, frozen=True, kw_only=True):
-    """Leave for clients to send requests straight to engines."""
+class SLOSection(Strict, frozen=True, kw_only=True):
+    """What is counted as late."""
 
-    keys_dir: Text
-    """Folder with one key a file; the last by name signs."""
-    ttl: Seconds = 10.0
-    """How long a ticket that is not used holds its memory."""
-    required: bool = False
-    """Engines take nothing without a ticket, so what this router sends has one too."""
+    ttft_p95: Seconds = 7.0
 
 
 class RouterConfig(Strict, frozen=True, kw_only=True):
@@ -371,6 +371,7 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     streaming: StreamingSection = StreamingSection()
     memory: MemorySection = MemorySection()
+    slo: SLOSection = SLOSection()
     tenants: TenantsSection | None = None
     """Unset: everybody may do everything."""
     cascade: CascadeSection | None = None

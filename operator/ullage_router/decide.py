@@ -96,7 +96,7 @@ def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) ->
 
 def decide(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
     """One decision; the caller acts on it and asks again after ShrinkContext and Wait."""
-    able = [e for e in engines if _room(facts, e) >= facts.min_tokens]
+    able = [e for e in engines if room_of(facts, e) >= facts.min_tokens]
     if not engines:
         return Refuse(
             "unavailable",
@@ -106,7 +106,7 @@ def decide(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decis
         )
     if not able:
         return _never_fits(facts, engines, policy)
-    home, reason = _home(facts, able, policy)
+    home, reason = home_of(facts, able, policy)
     return _Ladder(facts, able, policy, home, reason).climb()
 
 
@@ -150,7 +150,7 @@ class _Ladder:
         if not fits:
             return None
         engine = _pick(fits, self.facts, self.policy)
-        room = _room(self.facts, engine)
+        room = room_of(self.facts, engine)
         run = self._run(engine, min(self.facts.max_tokens, room), reason)
         return replace(run, choices=self._choices(engine, run.max_tokens))
 
@@ -162,7 +162,7 @@ class _Ladder:
         return {
             e.id: self._demand(e).total
             for e in self._free(engine.pool)
-            if _room(self.facts, e) >= max_tokens
+            if room_of(self.facts, e) >= max_tokens
         }
 
     def _shrink_context(self) -> ShrinkContext | None:
@@ -183,7 +183,7 @@ class _Ladder:
             return None
         engine = max(free, key=lambda e: (e.available, e.id))
         output = self._most_tokens(engine) - self.facts.prompt_tokens
-        output = min(output, self.facts.max_tokens, _room(self.facts, engine))
+        output = min(output, self.facts.max_tokens, room_of(self.facts, engine))
         if output < self.facts.min_tokens:
             return None
         return self._run(engine, output, "KV_HEADROOM")
@@ -237,7 +237,7 @@ class _Ladder:
         )
 
     def _run(self, engine: EngineView, max_tokens: int, reason: str) -> Run:
-        is_short = max_tokens < min(self.facts.max_tokens, _room(self.facts, engine))
+        is_short = max_tokens < min(self.facts.max_tokens, room_of(self.facts, engine))
         action: Action = "shrink" if is_short else "accept"
         if engine.pool != self.policy.pools[0]:
             action = "route4"
@@ -283,15 +283,16 @@ class _Ladder:
         return "DEADLINE" if is_late else "KV_HEADROOM"
 
 
-def _home(facts: Facts, able: Sequence[EngineView], policy: Policy) -> tuple[str, str]:
+def home_of(facts: Facts, able: Sequence[EngineView], policy: Policy) -> tuple[str, str]:
     """(pool, reason): the first pool that can ever hold it, or the large one for large requests."""
     pools = [pool for pool in policy.pools if any(e.pool == pool for e in able)]
-    if LARGE_POOL in pools and _is_large(facts, able[0], policy):
+    if LARGE_POOL in pools and is_large(facts, able[0], policy):
         return LARGE_POOL, "LARGE_REQUEST"
     return pools[0], "FITS" if pools[0] == policy.pools[0] else "CAPACITY"
 
 
-def _is_large(facts: Facts, engine: EngineView, policy: Policy) -> bool:
+def is_large(facts: Facts, engine: EngineView, policy: Policy) -> bool:
+    """Whether it takes the large pool, priced as on this engine."""
     return (
         facts.prompt_tokens > policy.large_request_tokens
         or _demand(facts, engine).kv_bytes > policy.large_request_kv
@@ -299,7 +300,7 @@ def _is_large(facts: Facts, engine: EngineView, policy: Policy) -> bool:
 
 
 def _demand(facts: Facts, engine: EngineView) -> Demand:
-    room = max(1, _room(facts, engine))
+    room = max(1, room_of(facts, engine))
     return _price(facts, engine, min(facts.max_tokens, room))
 
 
@@ -309,7 +310,7 @@ def _price(facts: Facts, engine: EngineView, max_tokens: int) -> Demand:
     )
 
 
-def _room(facts: Facts, engine: EngineView) -> int:
+def room_of(facts: Facts, engine: EngineView) -> int:
     """Output tokens that an empty engine would have room for."""
     return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
 
@@ -344,7 +345,7 @@ def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]
 
 
 def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> Decision:
-    longest = facts.prompt_tokens + max(_room(facts, e) for e in engines)
+    longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
         wish = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
         target, fewest = max(1, longest - wish), _fewest(facts, policy)
@@ -357,7 +358,7 @@ def _never_fits(facts: Facts, engines: Sequence[EngineView], policy: Policy) -> 
             f"but the context is {context} tokens; shorten the prompt or lower max_tokens"
         )
         return Refuse("invalid", "CONTEXT_TOO_LONG", message)
-    engine = max(engines, key=lambda e: _room(facts, e))
+    engine = max(engines, key=lambda e: room_of(facts, e))
     least = facts.min_tokens
     demand = predict(engine.profile, facts.prompt_tokens, least, least, facts.samples)
     message = (

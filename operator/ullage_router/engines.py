@@ -59,6 +59,8 @@ class Engines:
         self._max_ejected_share = breaker.max_ejected_share
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[tuple[Side, str, str], Engine] = {}
+        self._last: dict[str, Engine] = {}
+        """By pool, the newest engine that is gone: what a pool that sleeps was like."""
         self._models: dict[str, Model] = {}
         self._loading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -91,7 +93,7 @@ class Engines:
     def model_of(self, side: Side) -> Model | None:
         """The model of the first engine that is ready, or of any that introduced itself, of that
         side if it has one."""
-        known = [engine for engine in self._engines.values() if engine.model]
+        known = [engine for engine in self._known() if engine.model]
         best = sorted(known, key=lambda e: (e.side is not side, e.state != "ready"))
         return best[0].model if best else None
 
@@ -111,12 +113,27 @@ class Engines:
     @property
     def max_model_len(self) -> int:
         """The longest context of any engine, tokens."""
-        return max((e.description.max_model_len for e in self.all() if e.description), default=0)
+        return max((e.description.max_model_len for e in self._known() if e.description), default=0)
 
     @property
     def expected_output(self) -> int:
         """Tokens that an answer is expected to have, where it has most."""
-        return max((e.headroom.expected_output_tokens for e in self.all() if e.headroom), default=0)
+        return max(
+            (e.headroom.expected_output_tokens for e in self._known() if e.headroom), default=0
+        )
+
+    def _known(self) -> list[Engine]:
+        """All engines, and where a pool has none the last it had."""
+        present = {engine.pool for engine in self._engines.values() if engine.model}
+        return self.all() + [e for pool, e in self._last.items() if pool not in present]
+
+    def last(self, pool: str) -> Engine | None:
+        """An engine that the pool has or had."""
+        return next((e for e in self._known() if e.pool == pool and e.model), None)
+
+    def look(self) -> None:
+        """Looks for engines soon."""
+        self._relist.set()
 
     @property
     def is_ready(self) -> bool:
@@ -237,6 +254,8 @@ class Engines:
         for key, engine in list(self._engines.items()):
             if engine.is_over:
                 del self._engines[key]
+                if engine.model:
+                    self._last[engine.pool] = engine
                 self.on_forgotten(engine.address)
                 self._ejections += engine.breaker.openings
                 self._missed += engine.order.missed

@@ -6,7 +6,6 @@ import importlib.metadata
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -19,14 +18,14 @@ from ullage_router.grpc.service import InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.server import HTTPServer
 from ullage_router.listening import CannotListen, listen
+from ullage_router.monitoring import Pages, own_pages
 from ullage_router.processes import Place, Supervisor, config_of, watch_parent
 from ullage_router.service import RouterService
-from ullage_router.siblings import Siblings
+from ullage_router.siblings import ANSWER_TIMEOUT_S, Siblings
 from ullage_rpc import logs
 from ullage_rpc.channels import bind, new_server
 from ullage_rpc.config import ConfigError
 from ullage_rpc.health import Health
-from ullage_rpc.metrics import serve_metrics
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
@@ -46,7 +45,8 @@ log = logging.getLogger(__name__)
 class Router:
     """A running router.
 
-    http_port, grpc_port, probe_port: where it listens, also when the configuration says 0.
+    http_port, grpc_port, probe_port, metrics_port
+        where it listens, also when the configuration says 0
 
     Args:
         config: of the whole router.
@@ -59,17 +59,18 @@ class Router:
         self.service = RouterService(self._config)
         self._siblings: Siblings | None = None
         if place:
-            registry, folder = self.service.metrics.registry, Path(place.folder)
-            self._siblings = Siblings(registry, folder, place.index, config.processes)
+            pages = own_pages(self.service.metrics.registry, self.service.measures)
+            self._siblings = Siblings(pages, Path(place.folder), place.index, config.processes)
         self._health = Health()
         self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
         self._http = HTTPServer(App(self.service, self._siblings))
         self._readiness: asyncio.Task[None] | None = None
-        self._stop_metrics: Callable[[], None] | None = None
+        self._monitoring: HTTPServer | None = None
         self.http_port = 0
         self.grpc_port = 0
         self.probe_port = 0
+        self.metrics_port = 0
 
     async def start(self) -> None:
         """Returns when both protocols are served.
@@ -102,7 +103,7 @@ class Router:
         await self._http.start(listener, tls.server_context() if tls else None)
         self._readiness = asyncio.create_task(self._keep_readiness(), name="readiness")
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
-        log.info("listening", extra={**ports, "metrics_port": config.metrics.port})
+        log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
         """Takes no more requests, lets those begun end and closes everything."""
@@ -118,16 +119,19 @@ class Router:
             await self._probes.stop(None)
         if self._siblings:
             await self._siblings.stop()
-        if self._stop_metrics:
-            await asyncio.to_thread(self._stop_metrics)
+        if self._monitoring:
+            await self._monitoring.stop(ANSWER_TIMEOUT_S)
 
     async def _serve_metrics(self) -> None:
-        section = self._config.metrics
+        section, is_shared = self._config.metrics, self._siblings is not None
+        listener = listen(section.host, section.port, is_shared, name="metrics")
+        self.metrics_port = listener.getsockname()[1]
         if self._siblings:
-            listener = listen(section.host, section.port, is_shared=True, name="metrics")
             await self._siblings.start(listener)
         else:
-            self._stop_metrics = _start_metrics(self.service, self._config)
+            pages = own_pages(self.service.metrics.registry, self.service.measures)
+            self._monitoring = HTTPServer(Pages(pages))
+            await self._monitoring.start(listener)
 
     async def _serve_probes(self) -> None:
         """Health without TLS, which the kubelet's probes do not speak."""
@@ -167,15 +171,6 @@ def _bind(
         return bind(server, address, credentials)
     except RuntimeError as error:
         raise CannotListen(f"{name}: {address}: cannot listen; choose another port") from error
-
-
-def _start_metrics(service: RouterService, config: RouterConfig) -> Callable[[], None]:
-    host, port = config.metrics.host, config.metrics.port
-    try:
-        return serve_metrics(service.metrics.registry, port, host)
-    except OSError as error:
-        message = f"metrics: {host}:{port}: {error.strerror}; choose another port"
-        raise CannotListen(message) from error
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

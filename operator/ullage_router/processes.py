@@ -56,6 +56,10 @@ def config_of(config: RouterConfig, place: Place) -> RouterConfig:
         max_bytes=queue.max_bytes // count,
         max_prompt_bytes=queue.max_prompt_bytes // count,
     )
+    wake = config.routing.wake
+    wake = replace(
+        wake, max_requests=-(-wake.max_requests // count), max_bytes=wake.max_bytes // count
+    )
     tenants = config.tenants and replace(config.tenants, share=config.tenants.share / count)
     return replace(
         config,
@@ -63,7 +67,7 @@ def config_of(config: RouterConfig, place: Place) -> RouterConfig:
         grpc=replace(config.grpc, port=place.grpc_port),
         metrics=replace(config.metrics, port=place.metrics_port),
         probes=config.probes and replace(config.probes, port=place.probes_port),
-        routing=replace(config.routing, queue=queue),
+        routing=replace(config.routing, queue=queue, wake=wake),
         tenants=tenants,
     )
 

@@ -7,6 +7,7 @@ the place of what the tenant with the largest share of it needs least.
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -159,6 +160,15 @@ class WaitingRoom:
 
     def lengths(self) -> Mapping[str, int]:
         return {pool: len(line) for pool, line in self._lines.items()}
+
+    def waits(self) -> Mapping[str, tuple[int, int, float]]:
+        """By pool where somebody waits: (requests, bytes, arrival of the first)."""
+        found: dict[str, tuple[int, int, float]] = {}
+        for ticket in self._tickets.values():
+            number, size, oldest = found.get(ticket.pool, (0, 0, math.inf))
+            waiter = ticket.waiter
+            found[ticket.pool] = (number + 1, size + waiter.size, min(oldest, waiter.arrival))
+        return found
 
     def sizes(self) -> Mapping[str, int]:
         """Bytes that each tenant waits for."""

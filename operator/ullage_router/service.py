@@ -13,6 +13,7 @@ from ullage_router.condense import Condenser
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
+from ullage_router.measures import Measures
 from ullage_router.metrics import Metrics, TenantMetrics, largest
 from ullage_router.outcomes import TrialCollector
 from ullage_router.pick.picker import Picker
@@ -25,6 +26,7 @@ from ullage_router.stats import Record, Stats, route_of
 from ullage_router.stream import Pipeline
 from ullage_router.tenants import ANONYMOUS, Tenants
 from ullage_router.tokenize import TokenizerThreads
+from ullage_router.wake.wakes import Wakes
 from ullage_router.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class RouterService:
         placement = config.routing.placement
         self.tls = RouterTLS(config.tls, self._reconnect)
         self.engines = Engines(
-            config.pools, config.model, self.room.wake, placement.breaker, self.tls.dialer
+            config.pools, config.model, self._engines_changed, placement.breaker, self.tls.dialer
         )
         self.placement = Placement(placement, self.engines)
         self.rollout = Rollout(config.rollout_file, self.engines)
@@ -53,6 +55,8 @@ class RouterService:
         prompts = Prompts(config.prompts.cleanse, self.condenser, self.engines, self._threads)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         admission = Admission(config, self.engines, self.room, self._threads, self.placement)
+        self.wakes = Wakes(config, self.engines, admission.policy)
+        self.measures = Measures(config, self.engines, self.room, self.wakes)
         self.cascade = (
             Cascade(config.cascade, self._load, self.metrics.attempted) if config.cascade else None
         )
@@ -64,6 +68,7 @@ class RouterService:
             self.engines,
             admission,
             prompts,
+            self.wakes,
             self.placement,
             self._ended,
             self.rollout,
@@ -94,8 +99,9 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """An engine takes requests and this router is not stopping."""
-        return self.engines.is_ready and not self.pipeline.is_draining
+        """An engine takes requests, or can be woken, and this router is not stopping."""
+        is_served = self.engines.is_ready or bool(self.wakes.asleep)
+        return is_served and not self.pipeline.is_draining
 
     def snapshot(self) -> dict[str, object]:
         """The body of /stats."""
@@ -116,6 +122,7 @@ class RouterService:
                 "max_prompt_bytes": queue.max_prompt_bytes,
                 "timeout": queue.timeout,
             },
+            "wake": self.wakes.as_json(),
             "compression": self.condenser.as_json(),
             "placement": self.placement.as_json(),
             "prefill": {
@@ -140,6 +147,10 @@ class RouterService:
             **self.tls.snapshot(),
         }
 
+    def _engines_changed(self) -> None:
+        self.room.wake()
+        self.wakes.holding.changed()
+
     def _reconnect(self) -> None:
         """Engines are spoken to with the new certificate from now on."""
         self.engines.reconnect(self.config.limits.request_timeout)
@@ -161,6 +172,7 @@ class RouterService:
 
     def _ended(self, record: Record) -> None:
         self.stats.ended(record)
+        self.measures.ended(record)
         self.metrics.ended(record)
         log.info("answered", extra=record.as_json())
 
@@ -176,6 +188,8 @@ class RouterService:
             read = functools.partial(self.picker.counts.__getitem__, how)
             self.metrics.count(f"picks_{how}", what, read)
         watch("queue_requests", "Requests waiting for memory", lambda: len(self.room))
+        watch("held_requests", "Requests held until a pool wakes", lambda: len(self.wakes.holding))
+        self.metrics.wanted(self.wakes.sleepy, self.wakes.holding.wanted)
         watch("prefill_requests", "Requests in the prefill window", lambda: len(self.window))
         self.metrics.count(
             "prefill_waited",

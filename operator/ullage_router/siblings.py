@@ -8,37 +8,37 @@ whose it is, so that sums are Prometheus' to make and gauges keep their meaning.
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
-from http import HTTPStatus
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
-from ullage_rpc.errors import ServiceError
+from ullage_router.monitoring import JSON, WAIT_S, Page, Pages
 
 ANSWER_TIMEOUT_S = 2.0
+ASK_AGAIN_S = 0.5
 _HEAD_END = b"\r\n\r\n"
-_ASK = b"GET /metrics HTTP/1.0\r\n\r\n"
 
 
 class Siblings:
     """The processes that share this one's ports.
 
     Args:
-        registry: of this process.
+        pages: of this process.
         folder: where each has its socket.
         index: of this process.
         count: of all.
     """
 
-    def __init__(self, registry: CollectorRegistry, folder: Path, index: int, count: int) -> None:
-        self._registry = registry
+    def __init__(self, pages: Mapping[str, Page], folder: Path, index: int, count: int) -> None:
+        self._pages = pages
         self._folder = folder
         self._index = index
         self._count = count
-        self._own = HTTPServer(_Page(lambda: generate_latest(registry)))
+        self._own = HTTPServer(Pages(pages))
         self._shared: HTTPServer | None = None
 
     async def start(self, metrics_listener: socket.socket) -> None:
@@ -48,7 +48,15 @@ class Siblings:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         await self._own.start(listener)
-        self._shared = HTTPServer(_GatheredPage(self))
+        self._shared = HTTPServer(
+            Pages(
+                {
+                    "/metrics": self._metrics,
+                    "/measures": self._measures,
+                    "/measures/wait": self._wait,
+                }
+            )
+        )
         await self._shared.start(metrics_listener)
 
     async def stop(self) -> None:
@@ -62,11 +70,36 @@ class Siblings:
 
     async def metrics(self) -> bytes:
         """Of all processes that answer."""
+        told = {i: text.decode() for i, text in (await self._all("/metrics")).items()}
+        return merged(told).encode()
+
+    async def _metrics(self) -> tuple[str, bytes]:
+        return CONTENT_TYPE_LATEST, await self.metrics()
+
+    async def _measures(self) -> tuple[str, bytes]:
+        """The reports of all processes that answer; those of one that does not are missing."""
+        told = (await self._all("/measures")).values()
+        reports = [report for text in told for report in msgspec.json.decode(text)]
+        return JSON, msgspec.json.encode(reports)
+
+    async def _wait(self) -> tuple[str, bytes]:
+        """As soon as any process says that a pool is wanted."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            kind, body = await self._measures()
+            reports = msgspec.json.decode(body)
+            wanted = any(pool["wanted"] for report in reports for pool in report.values())
+            if wanted or time.monotonic() >= end:
+                return kind, body
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _all(self, page: str) -> dict[int, bytes]:
+        """By process, what each that answers says."""
         others = [i for i in range(self._count) if i != self._index]
-        told = await asyncio.gather(*(_ask(_path(self._folder, i)) for i in others))
-        texts = {self._index: generate_latest(self._registry).decode()}
-        texts |= {i: text for i, text in zip(others, told, strict=True) if text is not None}
-        return merged(texts).encode()
+        told = await asyncio.gather(*(_ask(_path(self._folder, i), page) for i in others))
+        _, own = await self._pages[page]()
+        found = {i: text for i, text in zip(others, told, strict=True) if text is not None}
+        return {self._index: own, **found}
 
 
 def merged(texts: Mapping[int, str]) -> str:
@@ -95,47 +128,18 @@ def _labelled(sample: str, index: int) -> str:
     return f'{name}{{process="{index}"}} {value}'
 
 
-class _Page:
-    """Answers everything with metrics."""
-
-    def __init__(self, make: Callable[[], bytes]) -> None:
-        self._make = make
-
-    async def serve(self, request: Request, reply: Reply) -> None:
-        _tell(reply, self._make())
-
-    def check(self, request: Request) -> None:
-        """Whatever is sent along is not looked at."""
-
-    def refuse(self, request: Request, reply: Reply, error: ServiceError) -> None:
-        reply.whole(HTTPStatus.BAD_REQUEST, [], error.message.encode())
-
-
-class _GatheredPage(_Page):
-    def __init__(self, siblings: Siblings) -> None:
-        super().__init__(bytes)
-        self._siblings = siblings
-
-    async def serve(self, request: Request, reply: Reply) -> None:
-        _tell(reply, await self._siblings.metrics())
-
-
-def _tell(reply: Reply, body: bytes) -> None:
-    reply.whole(HTTPStatus.OK, [(b"content-type", CONTENT_TYPE_LATEST.encode())], body)
-
-
-async def _ask(path: Path) -> str | None:
+async def _ask(path: Path, page: str) -> bytes | None:
     """None when that process does not answer: it is starting, or gone."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(str(path))
             try:
-                writer.write(_ASK)
+                writer.write(f"GET {page} HTTP/1.0\r\n\r\n".encode())
                 answer = await reader.read(-1)
             finally:
                 writer.close()
             head, _, body = answer.partition(_HEAD_END)
-            return body.decode() if b" 200 " in head else None
+            return body if b" 200 " in head else None
     return None
 
 

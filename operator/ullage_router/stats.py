@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ullage_router.cascade.trail import Attempt
 from ullage_router.config import LARGE_POOL
 from ullage_router.predict import Demand
+from ullage_router.wake.patience import Patience
 
 MIB = 1 << 20
 KEPT_DECISIONS = 50
@@ -56,6 +57,8 @@ class Record:
     """Reason of the error that the client was told."""
     priority: int = 0
     queued_s: float = 0.0
+    patience: Patience = field(default_factory=Patience)
+    """Stands still while the request is held."""
     ttft_s: float | None = None
     output_tokens: int = 0
     coalesced_with: str = ""
@@ -115,6 +118,7 @@ class Record:
             "error": self.error,
             "priority": self.priority,
             "queued_s": round(self.queued_s, 4),
+            "held_s": round(self.patience.held_s, 4),
             "ttft_s": self.ttft_s and round(self.ttft_s, 4),
             "output_tokens": self.output_tokens,
             "coalesced_with": self.coalesced_with,

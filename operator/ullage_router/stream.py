@@ -35,6 +35,7 @@ from ullage_router.rollout import Rollout
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_router.tools.events import read_calls
+from ullage_router.wake.wakes import Wakes
 from ullage_router.wire import asked_tokens, engine_request, fill_accepted, make_wish, num_samples
 from ullage_rpc.errors import ServiceError
 
@@ -86,12 +87,12 @@ class Generation:
         event: Event | None = self._first
         while event is not None:
             if event.HasField("finished"):
-                _check_ending(event.finished)
+                attempts.check_ending(event.finished)
                 record.output_tokens = event.finished.usage.completion_tokens
                 yield event
                 return
             if event.HasField("sample_finished"):
-                _check_ending(event.sample_finished)
+                attempts.check_ending(event.sample_finished)
             record.output_tokens += event.delta.num_tokens
             yield event
             event = await self._next()
@@ -128,6 +129,7 @@ class Pipeline:
         engines: where the model and its tokenizer come from.
         admission: where a request may run.
         prompts: tokenises.
+        wakes: holds requests whose pool sleeps.
         placement: says whether a request may be tried again.
         on_end: told every record once its request has its last word.
         rollout: on which side of it a request runs.
@@ -143,6 +145,7 @@ class Pipeline:
         engines: Engines,
         admission: Admission,
         prompts: Prompts,
+        wakes: Wakes,
         placement: Placement,
         on_end: Callable[[Record], None],
         rollout: Rollout,
@@ -153,6 +156,7 @@ class Pipeline:
         self._engines = engines
         self._admission = admission
         self._prompts = prompts
+        self._wakes = wakes
         self._placement = placement
         self._on_end = on_end
         self._rollout = rollout
@@ -176,6 +180,7 @@ class Pipeline:
     def drain(self) -> None:
         """Refuses new requests; those begun go on."""
         self._is_draining = True
+        self._wakes.holding.close()
 
     def model(self, name: str, side: Side = Side.STABLE) -> Model:
         """The served model, of a side of the rollout.
@@ -236,8 +241,9 @@ class Pipeline:
         if self._is_draining:
             raise errors.draining()
         try:
-            async with asyncio.timeout(max(0.0, call.remaining_s)):
-                return await self._first_answer(call)
+            async with asyncio.timeout(max(0.0, call.remaining_s)) as limit:
+                with call.record.patience.under(limit):
+                    return await self._first_answer(call)
         except TimeoutError as error:
             raise errors.deadline(call.timeout_s) from error
 
@@ -251,10 +257,14 @@ class Pipeline:
         return await self._first_token(call)
 
     async def _first_token(self, call: Call) -> Answer:
+        await self._wakes.introduced(call.record, call.request.ByteSize())
         side = self._rollout.side_of(call.request.session_id)
         model = self.model(call.request.model, side)
         call.record.model = self._config.model
         prompt = await self._prompts.make(model, call.request)
+        if self._wakes.asleep:
+            facts = self._admission.facts(make_wish(call, prompt))
+            await self._wakes.awake(facts, model, call.record, prompt.memory_bytes)
         self._charge(call, len(prompt.token_ids))
         return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt, side))
 
@@ -360,7 +370,7 @@ class Pipeline:
                 engine.accepted(grant.credit)
                 first = await _expect(stream)
             if first.HasField("finished"):
-                _check_ending(first.finished)
+                attempts.check_ending(first.finished)
         except BaseException as error:
             stream.cancel()
             if isinstance(error, ServiceError):
@@ -384,9 +394,3 @@ async def _expect(stream: Source) -> Event:
     if event is None:
         raise errors.broken_stream("the engine ended it before its first token")
     return event
-
-
-def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """An engine that drains may cut an answer off; nobody asked for that here."""
-    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
-        raise errors.broken_stream("the engine cancelled it")

@@ -15,7 +15,7 @@ def make_wish(call: Call, prompt: Prompt) -> Wish:
         max_tokens=call.visit.rules.max_tokens,
         priority=call.request.priority,
         session=call.request.session_id,
-        deadline=call.record.arrived + call.timeout_s,
+        deadline=call.deadline,
         tenant=call.visit.tenant,
         weight=call.visit.rules.weight,
     )

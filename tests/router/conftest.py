@@ -307,14 +307,19 @@ class Service:
         return next(e.state for e in self.router.service.engines.all() if e.id == name)
 
 
-def router_config(tmp_path: Any, pools: dict[str, list[str]], **sections: Any) -> RouterConfig:
+def router_config(
+    tmp_path: Any, pools: dict[str, list[str]], sleepy: tuple[str, ...] = (), **sections: Any
+) -> RouterConfig:
     """Read from a file, as the program does."""
     document = {
         "model": MODEL,
         "http": {"host": "127.0.0.1", "port": 0},
         "grpc": {"host": "127.0.0.1", "port": 0},
         "metrics": {"host": "127.0.0.1", "port": 0},
-        "pools": [{"name": name, "targets": targets} for name, targets in pools.items()],
+        "pools": [
+            {"name": name, "targets": targets, "sleeps": name in sleepy}
+            for name, targets in pools.items()
+        ],
         "streaming": {"coalesce_tokens": 1},  # so that tests see each word as the engine sent it
         **sections,
     }
@@ -328,7 +333,10 @@ StartService = Callable[..., contextlib.AbstractAsyncContextManager[Service]]
 
 @pytest.fixture
 def start_service(tmp_path: Any) -> Iterator[StartService]:
-    """async with start_service(single=[blocks, ...], large=[blocks], routing={...}) as service."""
+    """async with start_service(single=[blocks, ...], large=[blocks], routing={...}) as service.
+
+    Engines of pools that are `sleepy` have an address and do not run yet.
+    """
 
     @contextlib.asynccontextmanager
     async def start(
@@ -339,6 +347,7 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         wait: bool = True,
         template: str = TEMPLATE,
         credentials: grpc.ServerCredentials | None = None,
+        sleepy: tuple[str, ...] = (),
         **sections: Any,
     ) -> AsyncIterator[Service]:
         async with contextlib.AsyncExitStack() as stack:
@@ -351,11 +360,12 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     engine.credentials = credentials
                     await engine.start()
                     stack.push_async_callback(engine.stop)
+                    if pool in sleepy:
+                        await engine.stop()
                     engines.append(engine)
                     pools.setdefault(pool, []).append(engine.address)
-            router = Router(
-                router_config(tmp_path, sections.pop("pools", pools), model=model, **sections)
-            )
+            pools = sections.pop("pools", pools)
+            router = Router(router_config(tmp_path, pools, sleepy, model=model, **sections))
             await router.start()
             stack.push_async_callback(router.stop)
             yield await _connect(stack, router, engines, wait)

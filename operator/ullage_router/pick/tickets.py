@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.config import TicketsSection
+from ullage_router.pick.config import TicketsSection
 from ullage_rpc.ticket_keys import TicketKeys
 from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag, sign
 
