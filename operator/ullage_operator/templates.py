@@ -11,6 +11,7 @@ from typing import Any
 from ullage_operator import naming
 from ullage_operator.configs import digest
 from ullage_operator.pools import Placing, Pool
+from ullage_operator.quantity import canonical
 from ullage_operator.secrets import router_secrets, secret_mounts, secret_volumes
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
@@ -105,9 +106,9 @@ def engine_resources(service: Service, pool: Pool) -> Manifest:
 
 
 def amounts(resources: Mapping[str, Mapping[str, int | str]]) -> Manifest:
-    """As text, as the API server stores them, so that what is applied equals what is read."""
+    """As the API server stores them, so that what is applied equals what is read."""
     return {
-        kind: {name: str(amount) for name, amount in by_name.items()}
+        kind: {name: canonical(amount) for name, amount in by_name.items()}
         for kind, by_name in resources.items()
     }
 

@@ -1,9 +1,11 @@
 """Volumes of engine pods and where they are mounted: pure builders of plain data."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.pools import ModelCache, Pool
+from ullage_operator.quantity import canonical
 from ullage_operator.secrets import engine_secrets, secret_mounts, secret_volumes
 from ullage_operator.spec import Service
 
@@ -20,7 +22,7 @@ def engine_volumes(service: Service, pool_name: str, pool: Pool) -> list[Manifes
         memory_volume("shm", pool.shm_size),
         *claim_volumes(service),
         *secret_volumes(engine_secrets(service)),
-        *pool.volumes,
+        *map(given_volume, pool.volumes),
     ]
 
 
@@ -37,13 +39,21 @@ def engine_mounts(service: Service, pool: Pool) -> list[Manifest]:
     ]
 
 
+def given_volume(volume: Mapping[str, Any]) -> Manifest:
+    """A pool's own volume, with its size as the API server stores it."""
+    folder = volume.get("emptyDir", {})
+    if "sizeLimit" not in folder:
+        return dict(volume)
+    return {**volume, "emptyDir": folder | {"sizeLimit": canonical(folder["sizeLimit"])}}
+
+
 def cache_volume(cache: ModelCache) -> Manifest:
     """Downloads and compiled kernels; shared by pods only where the spec names a place for it."""
     if cache.claim_name:
         return {"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}
     if cache.host_path:
         return {"name": "cache", "hostPath": {"path": cache.host_path, "type": "Directory"}}
-    bound = {} if cache.size_limit is None else {"sizeLimit": str(cache.size_limit)}
+    bound = {} if cache.size_limit is None else {"sizeLimit": canonical(cache.size_limit)}
     return {"name": "cache", "emptyDir": bound}
 
 
@@ -52,7 +62,7 @@ def config_volume(config_map: str) -> Manifest:
 
 
 def memory_volume(name: str, size_limit: int | str | None = None) -> Manifest:
-    bound = {} if size_limit is None else {"sizeLimit": str(size_limit)}
+    bound = {} if size_limit is None else {"sizeLimit": canonical(size_limit)}
     return {"name": name, "emptyDir": {"medium": "Memory", **bound}}
 
 

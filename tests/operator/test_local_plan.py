@@ -127,3 +127,33 @@ def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) 
     plan = local(manifest(pools={"single": ranks, "large": large}), tmp_path)
     share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
     assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("pool", "field"),
+    [
+        ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}, "env"),
+        ({"envFrom": [{"secretRef": {"name": "s"}}]}, "env"),
+        ({"volumes": [{"name": "v", "emptyDir": {}}]}, "volumes"),
+    ],
+)
+def test_what_only_a_cluster_can_give_is_refused(
+    manifest: Make, tmp_path: Path, pool: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(LocalFailure, match=rf"^spec\.pools\.huge\.{field}: .* leave .* out"):
+        local(manifest(pools={"huge": pool}), tmp_path)
+
+
+def test_engines_of_this_machine_have_their_pools_environment(
+    manifest: Make, tmp_path: Path
+) -> None:
+    plan = local(manifest(pools={"single": {"env": [{"name": "A", "value": "x"}]}}), tmp_path)
+    [engine, _] = plan.pods
+    assert engine.env["A"] == "x"
+
+
+def test_pools_of_any_name_run_and_are_known_to_the_router(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"huge": {}, "large": LARGE}), tmp_path)
+    assert [pod.part for pod in plan.pods[:-1]] == ["pools.single", "pools.large", "pools.huge"]
+    pools = read(plan, "demo-router-0", RouterConfig).pools
+    assert [pool.name for pool in pools] == ["single", "large", "huge"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator import schema
-from ullage_operator.quantity import parse_bytes, parse_seconds
+from ullage_operator.quantity import canonical, parse_bytes, parse_seconds
 
 FIELDS = schema.load_schema()["properties"]["spec"]["properties"]
 QUANTITY = FIELDS["memory"]["properties"]["maxKV"]["pattern"]
@@ -71,3 +71,25 @@ def test_whatever_the_api_takes_is_a_time(text: str) -> None:
 def test_units_scale(number: int, unit: str) -> None:
     one = parse_bytes(f"1{unit}")
     assert parse_bytes(f"{number}{unit}") == number * one
+
+
+STORED = [
+    *((4, "4"), ("4", "4"), ("1000", "1k"), ("1500", "1500"), ("0", "0"), ("0Gi", "0")),
+    *(("1000m", "1"), ("500m", "500m"), ("0.5", "500m"), ("1.5", "1500m"), ("0.0001", "1m")),
+    *(("1024Mi", "1Gi"), ("1.5Gi", "1536Mi"), ("1000Ki", "1000Ki"), ("512Mi", "512Mi")),
+    *(("1Ki", "1Ki"), ("0.5Ki", "512"), ("1000k", "1M"), ("0.3", "300m"), ("2000000000", "2G")),
+    *(("1073741824", "1073741824"), ("1Ei", "1Ei"), ("0.1Gi", "107374182400m"), ("1.0", "1")),
+]
+
+
+@pytest.mark.parametrize(("given", "stored"), STORED)
+def test_quantities_are_written_as_the_api_server_stores_them(
+    given: int | str, stored: str
+) -> None:
+    assert canonical(given) == stored
+    assert canonical(stored) == stored
+
+
+def test_what_is_no_quantity_has_no_canonical_form() -> None:
+    with pytest.raises(ValueError, match="write 500m, 2, 512Mi or 2Gi"):
+        canonical("two")
