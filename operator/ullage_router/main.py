@@ -29,6 +29,8 @@ from ullage_rpc.health import Health
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
+LEAVE_S = 2.0
+"""Time for clients to take their connections elsewhere."""
 
 EPILOG = """examples:
   ullage-router --config router.yaml
@@ -106,14 +108,20 @@ class Router:
         log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
-        """Takes no more requests, lets those begun end and closes everything."""
+        """Sends clients elsewhere, lets requests end and closes everything.
+
+        Clients with open connections do not know yet: their requests are still served, and the
+        answers tell them to connect anew, to another router.
+        """
         if self._readiness:
             self._readiness.cancel()
-        self.service.pipeline.drain()
+        self.service.leave()
         await self._health.set_ready(False)
+        await self._http.leave(LEAVE_S)
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
         grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
+        self.service.pipeline.drain()
         await self.service.close()
         if self._probes:
             await self._probes.stop(None)

@@ -63,6 +63,7 @@ class RouterService:
         self.window = admission.window
         self.office = TicketOffice(config.tickets) if config.tickets else None
         self.picker = Picker(config, self.engines, self.room, admission, self.office)
+        self._is_leaving = False
         self.pipeline = Pipeline(
             config,
             self.engines,
@@ -101,7 +102,16 @@ class RouterService:
     def is_ready(self) -> bool:
         """An engine takes requests, or can be woken, and this router is not stopping."""
         is_served = self.engines.is_ready or bool(self.wakes.asleep)
-        return is_served and not self.pipeline.is_draining
+        return is_served and not self.is_leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """It ends soon, so that nobody should come any more."""
+        return self._is_leaving or self.pipeline.is_draining
+
+    def leave(self) -> None:
+        """From now on not ready, while requests that come all the same are served."""
+        self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
         """The body of /stats."""

@@ -14,6 +14,7 @@ import httpx
 if TYPE_CHECKING:
     StartService = Any
 
+CLIENTS = 8
 COMMAND = [sys.executable, "-m", "ullage_router.main"]
 
 
@@ -116,3 +117,56 @@ async def no_longer_listening(url: str) -> None:
             except httpx.TransportError:  # refused, or reset in the backlog of a closed listener
                 return
             await asyncio.sleep(0.02)
+
+
+async def load(http: httpx.AsyncClient, statuses: list[int], busy: asyncio.Event) -> None:
+    """Asks again and again on a kept connection, until an answer says to take another."""
+    while True:
+        answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        statuses.append(answer.status_code)
+        if len(statuses) >= 4 * CLIENTS:
+            busy.set()
+        if answer.headers.get("connection") == "close":
+            return
+
+
+def test_a_stop_under_load_loses_no_request(start_service: "StartService", tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                "--config",
+                str(write(tmp_path, [service.engine.address])),
+                stderr=subprocess.PIPE,
+            )
+            assert process.stderr
+            url = f"http://127.0.0.1:{(await listening(process.stderr))['http_port']}"
+            logging = asyncio.create_task(process.stderr.read())
+            statuses: list[int] = []
+            busy = asyncio.Event()
+            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+                await ready(http)
+                loads = [asyncio.create_task(load(http, statuses, busy)) for _ in range(CLIENTS)]
+                async with asyncio.timeout(60):
+                    await busy.wait()
+                    assert not any(each.done() for each in loads)
+                    process.send_signal(signal.SIGTERM)
+                    await asyncio.gather(*loads)
+                    assert await process.wait() == 0
+            assert set(statuses) == {200}
+            await logging
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_leaves_is_not_ready_and_still_answers(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await service.until(lambda: service.router.service.is_ready)
+            service.router.service.leave()
+            told = await service.http.get("/readyz")
+            assert (told.status_code, told.json()) == (503, {"status": "draining"})
+            body = {"prompt": "x", "max_tokens": 2}
+            assert (await service.http.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(scenario())

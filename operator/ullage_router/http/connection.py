@@ -43,7 +43,10 @@ class Hub:
     handler: Handler
     limits: Limits
     connections: set["Connection"] = field(default_factory=set)
+    is_leaving: bool = False
+    """Clients are told to take another connection for their next request."""
     is_draining: bool = False
+    """No connection is taken any more."""
     common_headers: bytes = b""
     _to_begin: deque[Callable[[], None]] = field(default_factory=deque)
 
@@ -94,6 +97,7 @@ class Connection(asyncio.Protocol):
         if len(hub.connections) >= hub.limits.max_connections or hub.is_draining:
             transport.abort()
             return
+        self.is_closing = hub.is_leaving
         hub.connections.add(self)
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         _tune(transport.get_extra_info("socket"))
@@ -153,6 +157,10 @@ class Connection(asyncio.Protocol):
         """Waits until the client has taken most of what it was sent."""
         if self._drained is not None:
             await asyncio.shield(self._drained)
+
+    def leave(self) -> None:
+        """Closes after the next answer, which says so, and not under a request on its way."""
+        self.is_closing = True
 
     def retire(self) -> None:
         """Closes the connection, after the answer that is being given."""

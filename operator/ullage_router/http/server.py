@@ -51,6 +51,13 @@ class HTTPServer:
             ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if context else None,
         )
 
+    async def leave(self, within_s: float) -> None:
+        """Sends clients elsewhere while their requests are still served; returns when all went."""
+        self._hub.is_leaving = True
+        for connection in list(self._hub.connections):
+            connection.leave()
+        await self._all_closed(within_s)
+
     async def stop(self, grace_s: float) -> None:
         """Takes no more connections and returns when those open have had their answers.
 
