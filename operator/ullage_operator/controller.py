@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from ullage_operator.cluster import Cluster
+from ullage_operator.healer import Healer
 from ullage_operator.kinds import WATCHED
 from ullage_operator.metrics import ReconcileMetrics, WatchMetrics
+from ullage_operator.publisher import Publisher
 from ullage_operator.reconcile import Reconciler
 from ullage_operator.settings import Settings
 from ullage_operator.store import Scope, ServiceKey, Store
@@ -40,7 +42,11 @@ class Controller:
         recheck_s = min(resync_s, _MAX_RECHECK_S)
         self._watches = Watches(self._cluster, scopes, self.store, watching, recheck_s)
         watching.count([kind.name for kind in WATCHED], self.store.counts)
-        reconciler = Reconciler(self._cluster, self.store, settings, metrics, resync_s)
+        publisher = Publisher(self._cluster)
+        self._healer = Healer(self._cluster, publisher, self._wake)
+        reconciler = Reconciler(
+            self._cluster, self.store, settings, metrics, resync_s, publisher, self._healer
+        )
         self._queue: WorkQueue[ServiceKey] = WorkQueue(reconciler.reconcile)
 
     def start(self) -> None:
@@ -49,6 +55,7 @@ class Controller:
     async def close(self) -> None:
         await self._watches.close()
         await self._queue.close()
+        await self._healer.close()
         await self._cluster.close()
 
     def _wake(self, key: ServiceKey) -> None:

@@ -166,8 +166,8 @@ def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def _is_bad(condition: Mapping[str, Any]) -> bool:
-    is_fault = condition["type"] == "Degraded"
-    if condition["type"] == "Progressing":
+    is_fault = condition["type"] in ("Degraded", "MissingPermission")
+    if condition["type"] in ("Progressing", "MonitoringAvailable"):
         return False
     return bool((condition["status"] == "True") == is_fault)
 

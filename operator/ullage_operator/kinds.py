@@ -41,6 +41,7 @@ def _owned(api_version: str, name: str, plural: str, optional: bool = False) -> 
 SERVICE = Kind(naming.API_VERSION, naming.KIND, naming.PLURAL)
 POD = Kind("v1", "Pod", "pods", naming.pod_selector())
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
+NODE = Kind("v1", "Node", "nodes")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 OWNED = (
     _owned("v1", "ConfigMap", "configmaps"),

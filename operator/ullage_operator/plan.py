@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from ullage_operator import naming
 from ullage_operator.conditions import Workload, findings, observe, render
+from ullage_operator.headroom import Headroom, Vitals
+from ullage_operator.healing import Cure, Past, Verdict, decide
 from ullage_operator.manifests import (
     engine_objects,
     pod_monitors,
@@ -20,7 +22,15 @@ from ullage_operator.manifests import (
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
 from ullage_operator.surroundings import surroundings
-from ullage_operator.trouble import troubles
+from ullage_operator.treatment import (
+    held_troubles,
+    is_cut_off,
+    node_wait_s,
+    patients,
+    policy_of,
+    told,
+)
+from ullage_operator.trouble import pool_of, restarts, stable_in_s, troubles
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -45,6 +55,12 @@ class Observed:
     """Pods of the service, for the reasons why they are stuck."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
+    headroom: Headroom = field(default_factory=dict)
+    """By pool, of the engines that report to the operator."""
+    vitals: Mapping[str, Vitals] = field(default_factory=dict)
+    """What the operator hears of engines, by the pods' uid."""
+    past: Sequence[Past] = ()
+    """Pods that were made anew in the last hour."""
     serves: frozenset[str] = frozenset()
     """Optional kinds that the cluster serves, such as PodMonitor."""
     missing: tuple[str, ...] = ()
@@ -60,6 +76,10 @@ class Plan:
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
     status: Manifest
+    cures: tuple[Cure, ...] = ()
+    """Pods to make anew, once the status that tells of it is written."""
+    again_s: float | None = None
+    """When to look again, though nothing may have changed by then."""
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
@@ -67,7 +87,28 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     wanted = wanted_objects(service, observed, settings)
     keys = {key_of(item) for item in wanted}
     unwanted = [item for key, item in observed.objects.items() if key not in keys]
-    return Plan(tuple(wanted), tuple(unwanted), status_of(service, observed))
+    verdict = verdict_of(service, observed)
+    status = status_of(service, observed, verdict)
+    again_s = min(_waits(verdict, observed), default=None)
+    return Plan(tuple(wanted), tuple(unwanted), status, verdict.cures, again_s)
+
+
+def verdict_of(service: Service, observed: Observed) -> Verdict:
+    """Which pods to make anew."""
+    return decide(
+        policy_of(service.spec.healing),
+        patients(observed.pods, observed.vitals, observed.lost_nodes, observed.now),
+        observed.past,
+        observed.now,
+        is_cut_off(observed.pods),
+    )
+
+
+def _waits(verdict: Verdict, observed: Observed) -> list[float]:
+    """When healing wants to decide again, a pod becomes stable, or a node is to be asked for."""
+    stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
+    nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
+    return [max(1.0, wait) for wait in (verdict.again_s, *stable, *nodes) if wait is not None]
 
 
 def wanted_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
@@ -83,7 +124,7 @@ def key_of(item: LiveObject) -> ObjectKey:
     return ObjectKey(item["kind"], item["metadata"]["name"])
 
 
-def status_of(service: Service, observed: Observed) -> Manifest:
+def status_of(service: Service, observed: Observed, verdict: Verdict) -> Manifest:
     live = observed.objects
     name = naming.router_name(service.name)
     router_live = live.get(ObjectKey("Deployment", name))
@@ -93,6 +134,7 @@ def status_of(service: Service, observed: Observed) -> Manifest:
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
     wrong = troubles(observed.pods, observed.now, observed.lost_nodes)
+    wrong += held_troubles(verdict.held)
     found = findings(router, list(pools.values()), wrong)
     found += surroundings(observed.serves, observed.missing)
     host = f"{name}.{service.namespace}.svc"
@@ -103,9 +145,10 @@ def status_of(service: Service, observed: Observed) -> Manifest:
         "engines": engines_text(pools.values()),
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
-            pool_name: pool_status(service, pool_name, workload)
+            pool_name: pool_status(service, pool_name, workload, observed)
             for pool_name, workload in pools.items()
         },
+        **healing_status(observed, verdict),
         "conditions": render(
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
@@ -118,10 +161,19 @@ def engines_text(pools: Iterable[Workload]) -> str:
     return f"{sum(pool.ready for pool in counted)}/{sum(pool.desired for pool in counted)}"
 
 
-def pool_status(service: Service, pool: str, workload: Workload) -> Manifest:
+def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
     match = naming.selector(service.name, naming.ENGINE, pool)
+    headroom = observed.headroom.get(pool)
     return {
         "replicas": workload.exist,
         "readyReplicas": workload.ready,
+        "restarts": sum(restarts(pod) for pod in observed.pods if pool_of(pod) == pool),
         "selector": naming.selector_text(match),
+        **({"headroom": headroom.status()} if headroom else {}),
     }
+
+
+def healing_status(observed: Observed, verdict: Verdict) -> Manifest:
+    """Nothing where nothing was made anew for an hour."""
+    listed = told(observed.past, verdict.cures, observed.now)
+    return {"healing": {"restarts": listed}} if listed else {}

@@ -2,15 +2,16 @@
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from ullage_operator.act import Actor, Replaced
 from ullage_operator.cluster import Cluster
 from ullage_operator.errors import ClusterDenied, InvalidManifest, Permanent, Temporary
 from ullage_operator.events import transitions
+from ullage_operator.healer import Healer
 from ullage_operator.kinds import SERVICE
 from ullage_operator.metrics import ReconcileMetrics
-from ullage_operator.plan import Observed, plan
+from ullage_operator.plan import Observed, Plan, plan
 from ullage_operator.publisher import Publisher
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, parse
@@ -19,6 +20,17 @@ from ullage_operator.store import Denied, ServiceKey, Store
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
+_LEAST_WAIT_S = 1.0
+
+
+class Outcome(NamedTuple):
+    """How one look at a service went."""
+
+    result: str
+    status: Object
+    """To report."""
+    decided: Plan | None = None
+    """What is still to be done once the status is written."""
 
 
 class Reconciler:
@@ -31,11 +43,14 @@ class Reconciler:
         settings: Settings,
         metrics: ReconcileMetrics,
         resync_s: float,
+        publisher: Publisher,
+        healer: Healer,
     ) -> None:
         self._cluster = cluster
         self._store = store
-        self._publisher = Publisher(cluster)
-        self._actor = Actor(cluster, store, self._publisher)
+        self._publisher = publisher
+        self._healer = healer
+        self._actor = Actor(cluster, store, publisher)
         self._settings = settings
         self._metrics = metrics
         self._resync_s = resync_s
@@ -43,10 +58,10 @@ class Reconciler:
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Brings one service a step nearer; answers when to look again, None for never."""
-        result = "bug"
+        result, again_s = "bug", None
         with self._metrics.seconds.time():
             try:
-                result = await self._step(key)
+                result, again_s = await self._step(key)
             except Temporary as error:
                 _logger.warning("%s: will try again: %s", key, error)
                 result = "temporary"
@@ -57,24 +72,29 @@ class Reconciler:
             finally:
                 self._metrics.total.labels(result=result).inc()
         if result != "gone":
-            return self._resync_s
+            return max(_LEAST_WAIT_S, min(self._resync_s, again_s or self._resync_s))
         self._parsed.pop(key, None)
+        self._healer.forget(key)
         return None
 
-    async def _step(self, key: ServiceKey) -> str:
+    async def _step(self, key: ServiceKey) -> tuple[str, float | None]:
+        """The result, and after how many seconds to look again at the latest."""
         manifest = self._store.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
-            return "gone"  # what it owned is the garbage collector's
+            return "gone", None  # what it owned is the garbage collector's
         observed = observe(self._store, manifest)
         try:
-            result, status = await self._pursue(key, manifest, observed)
+            result, status, decided = await self._pursue(key, manifest, observed)
         except Replaced:
-            return "gone"
+            return "gone", None
         if status != observed.status:
             await self._report(key, manifest, status)
             before, after = observed.status.get("conditions", ()), status["conditions"]
             await self._publisher.tell(manifest, transitions(before, after))
-        return result
+        if decided is None:
+            return result, None
+        await self._healer.treat(key, manifest, decided.cures, observed.now)
+        return result, decided.again_s
 
     async def _report(self, key: ServiceKey, manifest: Object, status: Object) -> None:
         try:
@@ -86,26 +106,27 @@ class Reconciler:
         if written is not None:
             self._store.written(written)
 
-    async def _pursue(
-        self, key: ServiceKey, manifest: Object, observed: Observed
-    ) -> tuple[str, Object]:
+    async def _pursue(self, key: ServiceKey, manifest: Object, observed: Observed) -> Outcome:
         """Plans and acts; answers how that went and the status to report."""
         generation = manifest["metadata"]["generation"]
         try:
             service = self._service(key, manifest)
+            observed = await self._healer.examine(key, service, observed)
             decided = plan(service, observed, self._settings)
             if denied := await self._actor.act(key, manifest, decided, observed):
                 missing = (*observed.missing, *map(str, denied))
                 observed = dataclasses.replace(observed, missing=missing)
-                return "denied", plan(service, observed, self._settings).status
+                decided = plan(service, observed, self._settings)
+                return Outcome("denied", decided.status, decided)
         except InvalidManifest as error:
             _logger.error("%s: invalid: %s", key, error)
             message = "; ".join(map(str, error.problems))
-            return "invalid", failed_status(observed, generation, "InvalidSpec", message)
+            return Outcome("invalid", failed_status(observed, generation, "InvalidSpec", message))
         except Permanent as error:
             _logger.error("%s: refused: %s", key, error)
-            return "permanent", failed_status(observed, generation, "ApplyFailed", str(error))
-        return "ok", decided.status
+            status = failed_status(observed, generation, "ApplyFailed", str(error))
+            return Outcome("permanent", status)
+        return Outcome("ok", decided.status, decided)
 
     def _service(self, key: ServiceKey, manifest: Object) -> Service:
         """The parsed service; checking a spec takes longer than all the rest, so once is enough."""

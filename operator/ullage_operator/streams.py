@@ -66,7 +66,10 @@ class HeadroomStreams(Generic[Key]):
 
     def follow(self, key: Key, targets: Mapping[str, Target]) -> None:
         """From now on these pods of a service, by uid, and no others of it."""
-        streams = self._streams.setdefault(key, {})
+        streams = self._streams.get(key, {})
+        if not streams and not targets:
+            return
+        self._streams[key] = streams
         for uid in [u for u, stream in streams.items() if targets.get(u) != stream.target]:
             streams.pop(uid).task.cancel()
         for uid in targets.keys() - streams.keys():

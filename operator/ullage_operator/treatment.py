@@ -22,6 +22,10 @@ from ullage_operator.trouble import (
 )
 
 Pod = Mapping[str, Any]
+DOUBT_AFTER_S = 20.0
+"""A pod that was ready and is not for so long may have lost its node."""
+NODE_CHECK_S = 15.0
+"""How often a node in doubt is asked for."""
 _UNKNOWN = Vitals(pool="")
 
 
@@ -106,13 +110,21 @@ def is_cut_off(pods: Iterable[Pod]) -> bool:
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
     """Nodes worth asking for: pods of theirs should be gone, or are not ready though started."""
-    return frozenset(node_of(pod) for pod in pods if node_of(pod) and _is_doubtful(pod, now))
+    return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 
 
-def _is_doubtful(pod: Pod, now: datetime) -> bool:
-    if _is_leaving(pod):
-        return _since(parse_time(pod["metadata"]["deletionTimestamp"]), now) > 0
-    return has_started(pod) and not is_ready(pod) and _since(ready_since(pod), now) > 20
+def node_wait_s(pod: Pod, now: datetime) -> float | None:
+    """Seconds until its node should be asked for; None while the pod is well."""
+    wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
+    return NODE_CHECK_S if wait_s == 0 else wait_s
+
+
+def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
+    if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
+        return max(0.0, (ends - now).total_seconds())
+    if has_started(pod) and not is_ready(pod):
+        return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
+    return None
 
 
 def is_lost(node: Mapping[str, Any] | None) -> bool:

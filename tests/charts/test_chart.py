@@ -129,7 +129,8 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
         ("serving.ullage.dev", "llmservices/status"): {"patch"},
         # Owner references with blockOwnerDeletion need it where that admission check is on.
         ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
-        ("", "pods"): {"list", "watch"},
+        ("", "pods"): {"list", "watch", "delete"},
+        ("", "nodes"): {"get"},
         ("events.k8s.io", "events"): {"create", "patch"},
     }
     assert {(obj["apiVersion"], obj["kind"]) for obj in planned()} == {k[:2] for k in OWNED}

@@ -1,15 +1,24 @@
 """Manifests shared by the operator's tests."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
+from ullage_kubeapi.server import ApiServer, running
+from ullage_kubeapi.trial import CRD, CRDS, Operator, World, until
 
 from ullage_operator.plan import Observed, Plan, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
+from ullage_operator.transport import connection
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "serving.ullage.dev/v1alpha1",
@@ -42,3 +51,58 @@ def make_plan(manifest: Callable[..., dict[str, Any]]) -> Callable[..., Plan]:
         return plan(parse(manifest(**spec)), observed or Observed(now=NOW), Settings())
 
     return make
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with contextlib.ExitStack() as stack:
+        given, api = os.environ.get("KUBECONFIG"), None
+        if not given:
+            api = stack.enter_context(running(bookmark_interval=1.0))
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv(
+                "KUBECONFIG", str(api.kubeconfig(tmp_path))
+            )
+        info = connection()
+        client = stack.enter_context(
+            httpx.Client(
+                base_url=info.server,
+                headers={"User-Agent": "tester/1.0", **info.as_http_headers()},
+                verify=info.as_ssl_context(),
+                timeout=20,
+            )
+        )
+        namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"
+        client.post("/api/v1/namespaces", json={"metadata": {"name": namespace}})
+        stack.callback(client.delete, f"/api/v1/namespaces/{namespace}")
+        made = client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+        assert made.status_code in (201, 409), made.text
+        seen = World(client, namespace, Path(os.environ["KUBECONFIG"]), api)
+        until(lambda: client.get(seen.services).status_code == 200, "the definition is served")
+        yield seen
+
+
+@pytest.fixture
+def played(world: World) -> ApiServer:
+    """The test server, for tests that make it fail or play its controllers."""
+    if world.api is None:
+        pytest.skip("plays controllers or faults: needs the test server")
+    return world.api
+
+
+@pytest.fixture
+def start(world: World, tmp_path: Path) -> Iterator[Callable[..., Operator]]:
+    """Starts an operator; all are stopped at the end."""
+    running_ones: list[Operator] = []
+
+    def begin(everywhere: bool = False) -> Operator:
+        running_ones.append(Operator(world, tmp_path / "operator.log", everywhere))
+        return running_ones[-1]
+
+    yield begin
+    for operator in running_ones:
+        operator.stop()
+
+
+@pytest.fixture
+def operator(start: Callable[..., Operator]) -> Operator:
+    return start()
