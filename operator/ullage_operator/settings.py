@@ -17,6 +17,9 @@ class Settings:
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """ULLAGE_IMAGE_PULL_SECRETS: names, with commas between them, of Secrets in the services'
+    namespaces with which their pods' images are fetched, besides those that a service names."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
 
@@ -28,4 +31,6 @@ class Settings:
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
             "log_level": "ULLAGE_LOG_LEVEL",
         }
-        return cls(**{field: environ[name] for field, name in names.items() if environ.get(name)})
+        given = {field: environ[name] for field, name in names.items() if environ.get(name)}
+        secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
+        return cls(**given, image_pull_secrets=tuple(name for name in secrets if name))

@@ -51,7 +51,7 @@ def engine_template(
     runtime = {"runtimeClassName": pool.runtime_class_name} if pool.runtime_class_name else {}
     spec = {
         "serviceAccountName": naming.engine_name(service.name),
-        **pod_defaults(service),
+        **pod_defaults(service, settings),
         **placement(pool, naming.selector(service.name, naming.ENGINE, pool_name)),
         **runtime,
         "containers": [engine_container(service, pool, settings)],
@@ -141,7 +141,7 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
     }
     spec = {
         "serviceAccountName": naming.router_name(service.name),
-        **pod_defaults(service),
+        **pod_defaults(service, settings),
         **placement(router, naming.selector(service.name, naming.ROUTER)),
         "containers": [container],
         "volumes": [
@@ -166,9 +166,10 @@ def metadata(
     }
 
 
-def pod_defaults(service: Service) -> Manifest:
+def pod_defaults(service: Service, settings: Settings) -> Manifest:
     """What pods of both kinds have in common, as Pod Security's restricted profile asks."""
-    pulled = [{"name": secret.name} for secret in service.spec.image_pull_secrets]
+    secrets = [secret.name for secret in service.spec.image_pull_secrets]
+    pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

@@ -76,25 +76,6 @@ def test_the_crd_comes_out_as_it_is_in_the_repository(render):
     assert by_kind(render("crds.enabled=false"), "CustomResourceDefinition") == []
 
 
-@pytest.mark.parametrize(
-    "value", ["nonsense=1", "image.tga=x", "logLevel=loud", "watch.namespaces={A_B}"]
-)
-def test_a_typo_in_the_values_is_an_error(helm, value):
-    done = helm("template", "release", str(CHART), "--set", value)
-    assert done.returncode != 0 and "values" in done.stderr
-
-
-def test_every_value_is_commented_and_in_the_schema():
-    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
-    lines = (CHART / "values.yaml").read_text().splitlines()
-    for name in yaml.safe_load("\n".join(lines)):
-        assert name in schema["properties"], name
-        at = lines.index(next(line for line in lines if line.startswith(f"{name}:")))
-        is_group = "properties" in schema["properties"][name] and name != "resources"
-        below = lines[at + 1].strip() if at + 1 < len(lines) else ""
-        assert lines[at - 1].startswith("#") or (is_group and below.startswith("#")), name
-
-
 def test_the_pod_is_hardened(render):
     (deployment,) = by_kind(render(), "Deployment")
     pod = deployment["spec"]["template"]["spec"]
@@ -161,12 +142,3 @@ def test_no_wildcards_and_no_secrets(render):
     for (group, resource), verbs in rules(render()).items():
         assert "*" not in {group, resource, *verbs}
         assert resource not in {"secrets", "pods/exec", "roles", "clusterroles"}
-
-
-def test_the_notes_end_in_a_service_that_the_crd_accepts(helm):
-    done = helm("install", "release", str(CHART), "--dry-run=client", "--hide-notes=false")
-    if done.returncode != 0:
-        pytest.skip(f"helm renders notes only with a cluster here: {done.stderr[-200:]}")
-    notes = done.stdout.split("NOTES:")[1]
-    manifest = notes.split("<<'EOF'\n")[1].split("EOF")[0]
-    assert yaml.safe_load(manifest)["kind"] == "LLMService"

@@ -27,7 +27,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "ullage.image" -}}
-{{ printf "%s:%s" .image.repository (.image.tag | default .chart.AppVersion) }}
+{{- $tagged := printf "%s:%s" .image.repository (.image.tag | default .chart.AppVersion) -}}
+{{ ternary (printf "%s@%s" $tagged .image.digest) $tagged (ne .image.digest "") }}
+{{- end }}
+
+{{- /* The names of a list of objects, with commas between them. */ -}}
+{{- define "ullage.names" -}}
+{{- $names := list -}}
+{{- range . }}{{ $names = append $names .name }}{{ end -}}
+{{ join "," $names }}
 {{- end }}
 
 {{- /* What the operator does where it serves: derived from the kinds it makes, tested against them. */ -}}

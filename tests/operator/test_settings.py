@@ -1,0 +1,43 @@
+"""The operator's settings and what they do to pods."""
+
+from datetime import UTC, datetime
+
+from ullage_operator.plan import Observed, plan
+from ullage_operator.settings import Settings
+from ullage_operator.spec import parse
+
+
+def test_what_the_environment_leaves_out_stays_as_it_is():
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env({"ULLAGE_ENGINE_IMAGE": "", "ULLAGE_IMAGE_PULL_SECRETS": ""}) == (
+        Settings()
+    )
+
+
+def test_every_setting_can_be_given():
+    given = Settings.from_env(
+        {
+            "ULLAGE_ENGINE_IMAGE": "e",
+            "ULLAGE_ROUTER_IMAGE": "r",
+            "ULLAGE_IMAGE_PULL_POLICY": "Always",
+            "ULLAGE_IMAGE_PULL_SECRETS": "one,two",
+            "ULLAGE_LOG_LEVEL": "debug",
+        }
+    )
+    assert given == Settings(
+        engine_image="e",
+        router_image="r",
+        image_pull_policy="Always",
+        image_pull_secrets=("one", "two"),
+        log_level="debug",
+    )
+
+
+def test_pods_are_fetched_with_the_services_secrets_and_the_operators(manifest):
+    service = parse(manifest(imagePullSecrets=[{"name": "own"}, {"name": "both"}]))
+    settings = Settings(image_pull_secrets=("both", "operators"))
+    made = plan(service, Observed(now=datetime.now(UTC)), settings).apply
+    pods = [obj["spec"]["template"]["spec"] for obj in made if "template" in obj.get("spec", {})]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["imagePullSecrets"] == [{"name": n} for n in ("own", "both", "operators")]
