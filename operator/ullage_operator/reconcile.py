@@ -14,7 +14,7 @@ from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.plan import Observed, Plan, plan
 from ullage_operator.publisher import Publisher
 from ullage_operator.settings import Settings
-from ullage_operator.spec import Service, parse
+from ullage_operator.spec import Service, parse_stored
 from ullage_operator.status import failed_status, observe
 from ullage_operator.store import Denied, ServiceKey, Store
 
@@ -133,6 +133,6 @@ class Reconciler:
         meta = manifest["metadata"]
         known = self._parsed.get(key)
         if known is None or known[:2] != (meta["uid"], meta["generation"]):
-            known = (meta["uid"], meta["generation"], parse(manifest))
+            known = (meta["uid"], meta["generation"], parse_stored(manifest))
             self._parsed[key] = known
         return known[2]

@@ -89,6 +89,18 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             yield Problem(where, f"unknown field; {suggestion(str(name), known)}")
 
 
+def prune(schema: Schema, value: Any, is_root: bool = True) -> Any:
+    """The value without what `unknown_fields` would name."""
+    if isinstance(value, list):
+        return [prune(schema.get("items", {}), item, False) for item in value]
+    known = fields(schema, value)
+    if not isinstance(value, dict) or not (known or "properties" in schema):
+        return value
+    whole = {name: value[name] for name in _TOP_LEVEL - {"spec"} if is_root and name in value}
+    kept = {n: prune(known[n], v, False) for n, v in value.items() if n in known}
+    return {**kept, **whole}
+
+
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
     """The schema of every field of an object; of a map, of every key that it has."""
     if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):

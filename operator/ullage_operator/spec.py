@@ -359,6 +359,18 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
     )
 
 
+def parse_stored(manifest: Any) -> Service:
+    """The service that an API server stored.
+
+    It stores no field that its definition does not know. So what is unknown here comes from a
+    definition newer than this operator, as while both are upgraded: it is left to the next one.
+
+    Raises:
+        InvalidManifest: as `parse`.
+    """
+    return parse(schema.prune(schema.load_schema(), manifest))
+
+
 def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The spec with every pool's memory complete, and pools in order of preference."""
     known = {name: rank for rank, name in enumerate((SINGLE, LARGE))}

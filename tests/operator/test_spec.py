@@ -8,7 +8,7 @@ import pytest
 from ullage_operator import schema
 from ullage_operator.errors import InvalidManifest
 from ullage_operator.sections import camel
-from ullage_operator.spec import parse
+from ullage_operator.spec import parse, parse_stored
 
 Make = Callable[..., dict[str, Any]]
 
@@ -57,6 +57,20 @@ def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
 def test_null_means_unset(manifest: Make) -> None:
     spec = parse(manifest(memory={"deviceBytes": None, "threshold": None})).spec
     assert (spec.memory.device_bytes, spec.memory.threshold) == (None, 0.85)
+
+
+def test_fields_of_a_newer_definition_are_left_to_the_next_operator(manifest: Make) -> None:
+    made = manifest(memory={"threshold": 0.8}, pools={"single": {"replicas": 2}})
+    made["metadata"]["annotations"] = {"example.com/a": "b"}
+    newer = {
+        **made,
+        "status": {"conditions": []},
+        "spec": {**made["spec"], "telepathy": {"on": True}},
+    }
+    newer["spec"]["pools"] = {"single": {"replicas": 2, "levitation": 3}}
+    assert parse_stored(newer) == parse(made)
+    assert newer["spec"]["telepathy"] == {"on": True}
+    assert refusals(newer)[0].startswith("spec.pools.single.levitation: unknown field")
 
 
 def test_the_manifest_is_left_alone(manifest: Make) -> None:

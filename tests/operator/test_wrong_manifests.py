@@ -23,7 +23,7 @@ from ullage_kubeapi.trial import CRD, CRDS, MERGE, until
 
 from ullage_operator import schema
 from ullage_operator.cli.main import main
-from ullage_operator.cluster import connection
+from ullage_operator.transport import connection
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
 SPECS = [f"{index}-{wrong.field}" for index, wrong in enumerate(TABLE)]

@@ -9,7 +9,7 @@ from ullage_cluster.release import Release
 from ullage_cluster.service import manifest
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "less than or equal to"),
+    ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "at most 1"),
     ("spec.device", {"device": "tpu"}, "Unsupported value"),
     ("spec.router.replicas", {"router": {"replicas": -1}}, "greater than or equal to"),
     ("spec.limits.requestTimeout", {"limits": {"requestTimeout": "soon"}}, "should match"),
