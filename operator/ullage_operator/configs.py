@@ -60,6 +60,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
     ]
     return {
         "model": spec.model.name,
+        "rollout_file": f"{naming.CONFIG_DIR}/{naming.ROLLOUT_FILE}",
         "http": {"host": "0.0.0.0", "port": naming.HTTP_PORT},
         "grpc": {"host": "0.0.0.0", "port": naming.GRPC_PORT},
         "metrics": {"host": "0.0.0.0", "port": naming.METRICS_PORT},

@@ -44,10 +44,10 @@ class Controller:
         watching.count([kind.name for kind in WATCHED], self.store.counts)
         publisher = Publisher(self._cluster)
         self._healer = Healer(self._cluster, publisher, self._wake)
-        reconciler = Reconciler(
+        self._reconciler = Reconciler(
             self._cluster, self.store, settings, metrics, resync_s, publisher, self._healer
         )
-        self._queue: WorkQueue[ServiceKey] = WorkQueue(reconciler.reconcile)
+        self._queue: WorkQueue[ServiceKey] = WorkQueue(self._reconciler.reconcile)
 
     def start(self) -> None:
         self._watches.start()
@@ -56,6 +56,7 @@ class Controller:
         await self._watches.close()
         await self._queue.close()
         await self._healer.close()
+        await self._reconciler.close()
         await self._cluster.close()
 
     def _wake(self, key: ServiceKey) -> None:

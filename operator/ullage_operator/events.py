@@ -161,7 +161,7 @@ def transitions(
 
 def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     if before is None:
-        return bool(now["status"] == "True")
+        return bool(now["status"] == "True" and now["reason"] != "Stable")
     return any(before[key] != now[key] for key in ("status", "reason"))
 
 

@@ -13,8 +13,12 @@ from ullage_operator.templates import engine_template, router_template
 Manifest = dict[str, Any]
 
 
-def router_objects(service: Service, settings: Settings) -> list[Manifest]:
-    """The router and all that belongs to it, in the order to apply."""
+def router_objects(service: Service, settings: Settings, rollout_file: str) -> list[Manifest]:
+    """The router and all that belongs to it, in the order to apply.
+
+    Args:
+        rollout_file: what it reads while it runs; a change restarts nothing.
+    """
     name = naming.router_name(service.name)
     config = to_yaml(router_config(service, settings))
     match = naming.selector(service.name, naming.ROUTER)
@@ -36,7 +40,7 @@ def router_objects(service: Service, settings: Settings) -> list[Manifest]:
     build = Builder(service, naming.ROUTER)
     return [
         build.account(name),
-        build.config_map(name, naming.ROUTER_CONFIG, config),
+        build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
         build.object("v1", "Service", name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
         build.disruption_budget(name, match),
@@ -137,12 +141,14 @@ class Builder:
             "spec": spec,
         }
 
-    def config_map(self, name: str, key: str, text: str) -> Manifest:
+    def config_map(
+        self, name: str, key: str, text: str, more: dict[str, str] | None = None
+    ) -> Manifest:
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": self.metadata(name),
-            "data": {key: text},
+            "data": {key: text, **(more or {})},
         }
 
     def account(self, name: str) -> Manifest:

@@ -11,6 +11,10 @@ PLURAL = "llmservices"
 FIELD_MANAGER = "ullage-operator"
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation; a changed configuration changes it, and so rolls the pods."""
+ROLLOUT = f"{GROUP}/rollout"
+"""Annotation of an LLMService by which people steer its rollout."""
+REVISION = f"{GROUP}/revision"
+"""Annotation of a StatefulSet: which revision its pods are to be of."""
 POOL_LABEL = f"{GROUP}/pool"
 
 HTTP_PORT = 8000
@@ -32,6 +36,12 @@ CLAIM_ROOT = "/models"
 
 ENGINE_CONFIG = "engine.yaml"
 ROUTER_CONFIG = "router.yaml"
+ROLLOUT_FILE = "rollout.yaml"
+"""Beside the router's configuration; read again whenever it changes."""
+ROLLOUT_STATE = "state.json"
+
+_CANARY = "-next"
+"""Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""
 
 ROUTER = "router"
 ENGINE = "engine"
@@ -46,6 +56,20 @@ def router_name(service: str) -> str:
 def pool_name(service: str, pool: str) -> str:
     """A pool's StatefulSet, headless Service, ConfigMap and disruption budget."""
     return f"{service}-{pool}"
+
+
+def canary_pool(pool: str) -> str:
+    """What a pool's canary is called wherever a pool is; no pool's name has a dash."""
+    return f"{pool}{_CANARY}"
+
+
+def is_canary_pool(pool: str) -> bool:
+    return pool.endswith(_CANARY)
+
+
+def rollout_name(service: str) -> str:
+    """The ConfigMap that remembers how far a rollout has come."""
+    return f"{service}-rollout"
 
 
 def engine_name(service: str) -> str:

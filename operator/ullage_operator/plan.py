@@ -10,6 +10,16 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ullage_operator import naming
+from ullage_operator.canary import (
+    Rolling,
+    Seen,
+    finding,
+    marked,
+    roll,
+    rollout_objects,
+    rollout_status,
+    router_file,
+)
 from ullage_operator.conditions import Workload, findings, observe, render
 from ullage_operator.headroom import Headroom, Vitals
 from ullage_operator.healing import Cure, Past, Verdict, decide
@@ -30,6 +40,7 @@ from ullage_operator.treatment import (
     policy_of,
     told,
 )
+from ullage_operator.trials import Trial
 from ullage_operator.trouble import pool_of, restarts, stable_in_s, troubles
 
 Manifest = dict[str, Any]
@@ -67,6 +78,10 @@ class Observed:
     """Rights that the operator lacks, each as `verb resource in namespace`."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
+    steering: str = ""
+    """The annotation by which people steer its rollout."""
+    trials: Sequence[Trial] = ()
+    """What routers counted of a canary, as far as they were asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +99,16 @@ class Plan:
 
 def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     """Everything that should exist, what should no longer, and what to report."""
-    wanted = wanted_objects(service, observed, settings)
+    rolling = roll(service, seen_of(observed), settings)
+    wanted = wanted_objects(service, rolling, observed, settings)
     keys = {key_of(item) for item in wanted}
     unwanted = [item for key, item in observed.objects.items() if key not in keys]
     verdict = verdict_of(service, observed)
-    status = status_of(service, observed, verdict)
-    again_s = min(_waits(verdict, observed), default=None)
+    status = status_of(service, rolling, observed, verdict)
+    waits = _waits(verdict, observed)
+    if rolling.look_again_s is not None:
+        waits.append(rolling.look_again_s)
+    again_s = min(waits, default=None)
     return Plan(tuple(wanted), tuple(unwanted), status, verdict.cures, again_s)
 
 
@@ -97,7 +116,7 @@ def verdict_of(service: Service, observed: Observed) -> Verdict:
     """Which pods to make anew."""
     return decide(
         policy_of(service.spec.healing),
-        patients(observed.pods, observed.vitals, observed.lost_nodes, observed.now),
+        patients(stable_pods(observed), observed.vitals, observed.lost_nodes, observed.now),
         observed.past,
         observed.now,
         is_cut_off(observed.pods),
@@ -111,20 +130,56 @@ def _waits(verdict: Verdict, observed: Observed) -> list[float]:
     return [max(1.0, wait) for wait in (verdict.again_s, *stable, *nodes) if wait is not None]
 
 
-def wanted_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
-    """Engines first, so that a router finds its targets' names when it starts."""
-    objects = engine_objects(service)
-    for name, pool in service.spec.pools.items():
-        objects += pool_objects(service, name, pool, settings)
-    objects += router_objects(service, settings)
+def wanted_objects(
+    service: Service, rolling: Rolling, observed: Observed, settings: Settings
+) -> list[Manifest]:
+    """What is remembered first, for nothing may be done that is not; then engines, so that a
+    router finds its targets' names when it starts."""
+    objects = rollout_objects(service, rolling, settings) + engine_objects(service)
+    for name, pool in rolling.stable.spec.pools.items():
+        made = pool_objects(rolling.stable, name, pool, settings)
+        objects += marked(made, rolling.state.stable)
+    objects += router_objects(service, settings, router_file(rolling))
     return objects + (pod_monitors(service) if "PodMonitor" in observed.serves else [])
+
+
+def seen_of(observed: Observed) -> Seen:
+    """What a rollout has to know of what exists."""
+    kept = next((obj for key, obj in observed.objects.items() if _is_kept(key)), {})
+    pods = [pod for pod in observed.pods if is_canary(pod)]
+    wrong = troubles(pods, observed.now, observed.lost_nodes)
+    return Seen(
+        now=observed.now,
+        stateful_sets={
+            key.name: obj for key, obj in observed.objects.items() if key.kind == "StatefulSet"
+        },
+        remembered=kept.get("data", {}).get(naming.ROLLOUT_STATE),
+        annotation=observed.steering,
+        trials=observed.trials,
+        trouble=str(wrong[0]) if wrong else "",
+        restarts=sum(map(restarts, pods)),
+    )
+
+
+def _is_kept(key: ObjectKey) -> bool:
+    return key.kind == "ConfigMap" and key.name.endswith(naming.rollout_name(""))
+
+
+def is_canary(pod: LiveObject) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return naming.is_canary_pool(labels.get(naming.POOL_LABEL, ""))
+
+
+def stable_pods(observed: Observed) -> list[LiveObject]:
+    """All but a canary's, whose troubles are the rollout's."""
+    return [pod for pod in observed.pods if not is_canary(pod)]
 
 
 def key_of(item: LiveObject) -> ObjectKey:
     return ObjectKey(item["kind"], item["metadata"]["name"])
 
 
-def status_of(service: Service, observed: Observed, verdict: Verdict) -> Manifest:
+def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: Verdict) -> Manifest:
     live = observed.objects
     name = naming.router_name(service.name)
     router_live = live.get(ObjectKey("Deployment", name))
@@ -133,9 +188,9 @@ def status_of(service: Service, observed: Observed, verdict: Verdict) -> Manifes
     for pool_name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
-    wrong = troubles(observed.pods, observed.now, observed.lost_nodes)
+    wrong = troubles(stable_pods(observed), observed.now, observed.lost_nodes)
     wrong += held_troubles(verdict.held)
-    found = findings(router, list(pools.values()), wrong)
+    found = [*findings(router, list(pools.values()), wrong), finding(rolling)]
     found += surroundings(observed.serves, observed.missing)
     host = f"{name}.{service.namespace}.svc"
     return {
@@ -149,6 +204,7 @@ def status_of(service: Service, observed: Observed, verdict: Verdict) -> Manifes
             for pool_name, workload in pools.items()
         },
         **healing_status(observed, verdict),
+        "rollout": rollout_status(service, rolling),
         "conditions": render(
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),

@@ -5,13 +5,15 @@ import logging
 from typing import Any, NamedTuple
 
 from ullage_operator.act import Actor, Replaced
+from ullage_operator.canary import is_measured
 from ullage_operator.cluster import Cluster
 from ullage_operator.errors import ClusterDenied, InvalidManifest, Permanent, Temporary
 from ullage_operator.events import transitions
 from ullage_operator.healer import Healer
 from ullage_operator.kinds import SERVICE
+from ullage_operator.measures import Measures
 from ullage_operator.metrics import ReconcileMetrics
-from ullage_operator.plan import Observed, Plan, plan
+from ullage_operator.plan import Observed, Plan, plan, seen_of
 from ullage_operator.publisher import Publisher
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, parse_stored
@@ -54,6 +56,7 @@ class Reconciler:
         self._settings = settings
         self._metrics = metrics
         self._resync_s = resync_s
+        self._measures = Measures()
         self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
 
     async def reconcile(self, key: ServiceKey) -> float | None:
@@ -75,6 +78,7 @@ class Reconciler:
             return max(_LEAST_WAIT_S, min(self._resync_s, again_s or self._resync_s))
         self._parsed.pop(key, None)
         self._healer.forget(key)
+        self._measures.forget(key)
         return None
 
     async def _step(self, key: ServiceKey) -> tuple[str, float | None]:
@@ -82,7 +86,7 @@ class Reconciler:
         manifest = self._store.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # what it owned is the garbage collector's
-        observed = observe(self._store, manifest)
+        observed = await self._measured(key, observe(self._store, manifest))
         try:
             result, status, decided = await self._pursue(key, manifest, observed)
         except Replaced:
@@ -95,6 +99,16 @@ class Reconciler:
             return result, None
         await self._healer.treat(key, manifest, decided.cures, observed.now)
         return result, decided.again_s
+
+    async def _measured(self, key: ServiceKey, observed: Observed) -> Observed:
+        """With what routers count, where a canary is being judged."""
+        if not is_measured(seen_of(observed).remembered):
+            return observed
+        trials = await self._measures.trials(key, observed.pods)
+        return dataclasses.replace(observed, trials=trials)
+
+    async def close(self) -> None:
+        await self._measures.close()
 
     async def _report(self, key: ServiceKey, manifest: Object, status: Object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What parts of a spec are made of, and the part about the router's streams."""
+"""What parts of a spec are made of, and the parts about rollouts and streams."""
 
 import msgspec
 
@@ -21,6 +21,26 @@ class Seconds(float):
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, rename=camel):
     """Base of all parts of a spec; field names are those of the API in snake case."""
+
+
+class Thresholds(Section, frozen=True, kw_only=True):
+    error_rate: float
+    ttft_ratio: float
+    e2e_ratio: float
+    restarts: int
+
+
+class Rollout(Section, frozen=True, kw_only=True):
+    strategy: str
+    weight_steps: tuple[int, ...]
+    step_duration: Seconds
+    min_requests: int
+    max_wait: Seconds
+    start_deadline: Seconds
+    canary_replicas: int
+    thresholds: Thresholds
+    auto_rollback: bool
+    paused: bool
 
 
 class Streaming(Section, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from ullage_operator.pools import (
     ServiceAccount,
 )
 from ullage_operator.quantity import parse_bytes, parse_seconds
-from ullage_operator.sections import Bytes, Seconds, Section, Streaming
+from ullage_operator.sections import Bytes, Rollout, Seconds, Section, Streaming
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -325,6 +325,7 @@ class Spec(Section, frozen=True, kw_only=True):
     tickets: Tickets | None = None
     tls: TLS = TLS()
     healing: Healing
+    rollout: Rollout
     slo: SLO
     observability: Observability
 

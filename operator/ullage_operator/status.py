@@ -25,6 +25,7 @@ def observe(store: Store, service: Object) -> Observed:
         serves=frozenset(kind.name for kind in optional if store.serves(kind, key.namespace)),
         missing=tuple(map(str, store.missing(key.namespace))),
         status=service.get("status", {}),
+        steering=(service["metadata"].get("annotations") or {}).get(naming.ROLLOUT, ""),
     )
 
 

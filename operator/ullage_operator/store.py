@@ -15,7 +15,7 @@ Object = dict[str, Any]
 _INSTANCE = "app.kubernetes.io/instance"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_SPEC = ("nodeName", "priority")
-_CONTAINER = ("name", "image", "resources")
+_CONTAINER = ("name", "image", "resources", "ports")
 
 
 class ServiceKey(NamedTuple):

@@ -95,7 +95,7 @@ def test_scale_subresource_points_at_fields() -> None:
 def test_printer_columns() -> None:
     columns = VERSION["additionalPrinterColumns"]
     names = [column["name"] for column in columns if not column.get("priority")]
-    assert names == ["Ready", "Reason", "Engines", "URL", "Age"]
+    assert names == ["Ready", "Reason", "Engines", "Rollout", "URL", "Age"]
     wide = [column["name"] for column in columns if column.get("priority")]
     assert wide == ["Model", "Single", "Large", "Routers", "gRPC"]
 

@@ -89,6 +89,7 @@ def test_a_new_service_is_progressing(make_plan: MakePlan) -> None:
         "Progressing": ("True", "RollingOut"),
         "Degraded": ("False", "AsExpected"),
         "MonitoringAvailable": ("False", "KindsAbsent"),
+        "RolloutHealthy": ("True", "Stable"),
     }
 
 
@@ -99,6 +100,7 @@ def test_a_settled_service_is_ready(make_plan: MakePlan) -> None:
         "Progressing": ("False", "Settled"),
         "Degraded": ("False", "AsExpected"),
         "MonitoringAvailable": ("False", "KindsAbsent"),
+        "RolloutHealthy": ("True", "Stable"),
     }
 
 
@@ -142,6 +144,7 @@ def test_times_change_only_with_the_status(make_plan: MakePlan) -> None:
         "Progressing": "2026-01-02T03:09:05Z",
         "Degraded": "2026-01-02T03:04:05Z",
         "MonitoringAvailable": "2026-01-02T03:04:05Z",
+        "RolloutHealthy": "2026-01-02T03:04:05Z",
     }
 
 

@@ -88,7 +88,7 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
             "spec.pools.small.gpu: unknown field; did you mean gpus",
         ),
         ({"pools": {"a-b": {}}}, "spec.pools: names of pools must be at most 20 lower-case"),
-        ({"pools": {"engine": {}}}, "spec.pools: router, engine and canary are names of the op"),
+        ({"pools": {"engine": {}}}, "spec.pools: router, engine, canary and rollout are names"),
         ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
         ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
         ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),

@@ -192,6 +192,7 @@ def pod_files(objects: Sequence[Manifest], run_dir: Path, ports: Ports) -> list[
         for workload in workloads(objects)
         for name in pod_names(workload)
         for key, text in texts[workload["metadata"]["name"]].items()
+        if key != naming.ROLLOUT_FILE  # there is nothing beside which a canary could run
     ]
 
 
@@ -248,4 +249,5 @@ def local_router(
         for name, section in names.items()
         if name in ports
     }
-    return document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
+    made = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
+    return {name: section for name, section in made.items() if name != "rollout_file"}

@@ -1,0 +1,322 @@
+"""A rollout in terms of Kubernetes: what is seen becomes facts, the state becomes objects. Pure."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from ullage_operator import naming
+from ullage_operator.conditions import Finding, observe, timestamp
+from ullage_operator.configs import to_yaml
+from ullage_operator.judgement import Limits, Outcome, Verdict, judge
+from ullage_operator.manifests import Builder, pool_objects
+from ullage_operator.release import (
+    Release,
+    changed_pools,
+    overlaid,
+    release_of,
+    revision_of,
+    with_release,
+)
+from ullage_operator.rollout import (
+    Command,
+    Facts,
+    Policy,
+    Stage,
+    State,
+    advance,
+    initial,
+    weight_of,
+)
+from ullage_operator.settings import Settings
+from ullage_operator.spec import Service
+from ullage_operator.trials import Trial, name_of, together
+
+Manifest = dict[str, Any]
+
+ROLLOUT_HEALTHY = "RolloutHealthy"
+LOOK_AGAIN_S = 10.0
+"""While a rollout goes on."""
+TRYING = (Stage.STARTING, Stage.CANARY)
+_TIMES = ("since", "unready_since")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What exists, as far as a rollout is concerned."""
+
+    now: datetime
+    stateful_sets: Mapping[str, Manifest]
+    """Live ones of the service, by name."""
+    remembered: str | None
+    """The text that was kept; None: nothing was."""
+    annotation: str = ""
+    """Of the service: what somebody wants."""
+    trials: Sequence[Trial] = ()
+    """What routers counted."""
+    trouble: str = ""
+    """What is wrong with the canary's pods."""
+    restarts: int = 0
+    """Of containers in the canary's pods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """A rollout at one moment."""
+
+    state: State
+    release: Release
+    """Of the stable engines."""
+    stable: Service
+    """The service with the stable engines."""
+    canary: Service
+    """The service with the canary's."""
+    pools: tuple[str, ...]
+    """Pools that have a canary now."""
+    weight: int
+    """Requests of a hundred for the canary."""
+
+    @property
+    def is_trying(self) -> bool:
+        return self.state.stage in TRYING
+
+    @property
+    def look_again_s(self) -> float | None:
+        """When something may have to be done though nothing was seen to change."""
+        return None if self.state.stage in (Stage.STABLE, Stage.ROLLED_BACK) else LOOK_AGAIN_S
+
+
+def roll(service: Service, seen: Seen, settings: Settings) -> Rolling:
+    """Takes the rollout one step on."""
+    wanted = release_of(service, settings)
+    state, release = recalled(seen, wanted)
+    facts = facts_of(service, seen, state, release, wanted)
+    after = advance(state, facts, policy_of(service))
+    if after.seen != seen.annotation:
+        after = dataclasses.replace(after, seen=seen.annotation)
+    changed = changed_pools(wanted, release)
+    if after.stable == facts.wanted:
+        release = wanted
+    return _rolling(service, after, release, changed, seen)
+
+
+def _rolling(
+    service: Service, state: State, release: Release, changed: Sequence[str], seen: Seen
+) -> Rolling:
+    stable = with_release(service, release) if changed else service
+    sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
+    if state.stage in TRYING:
+        pools = tuple(name for name in changed if sizes[name])
+    elif state.stage is Stage.PROMOTING and state.canary:  # until stable engines took over
+        pools = tuple(name for name in sizes if _canary_name(service, name) in seen.stateful_sets)
+    else:
+        pools = ()
+    canary = service if state.stage in TRYING else stable
+    most = service.spec.rollout.canary_replicas
+    tried = sum(min(most, sizes[name]) for name in pools)
+    share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
+    weight = weight_of(state, service.spec.rollout.weight_steps, share) if pools else 0
+    return Rolling(state, release, stable, canary, pools, weight)
+
+
+def facts_of(
+    service: Service, seen: Seen, state: State, release: Release, wanted: Release
+) -> Facts:
+    changed = changed_pools(wanted, release)
+    sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
+    tried = [name for name in changed if sizes[name]]
+    revision = revision_of(wanted) if changed else state.stable
+    verdicts = [verdict_of(service, seen, state, release, changed, last) for last in (False, True)]
+    return Facts(
+        now=seen.now,
+        wanted=revision,
+        is_serving=any(_ready(seen, naming.pool_name(service.name, name)) for name in sizes),
+        can_canary=bool(tried) and release["model"]["name"] == wanted["model"]["name"],
+        is_canary_ready=all(_ready(seen, _canary_name(service, name)) for name in tried),
+        trouble=seen.trouble,
+        is_settled=all(
+            _settled(seen, naming.pool_name(service.name, name), size, state.stable)
+            for name, size in sizes.items()
+        ),
+        verdict=verdicts[0],
+        last_verdict=verdicts[1],
+        command=command_of(seen.annotation, state, revision),
+    )
+
+
+def verdict_of(
+    service: Service,
+    seen: Seen,
+    state: State,
+    release: Release,
+    changed: Sequence[str],
+    is_last: bool,
+) -> Verdict:
+    """What the routers' counts of the present step say."""
+    weight = _rolling(service, state, release, changed, seen).weight
+    canary, stable, routers = together(seen.trials, name_of(state.canary, state.step, weight))
+    canary = dataclasses.replace(canary, restarts=max(canary.restarts, seen.restarts))
+    if not routers and not seen.restarts:
+        outcome = Outcome.FAIL if is_last else Outcome.WAIT
+        return Verdict(outcome, "NotMeasured", "no router has told what it counted")
+    thresholds = service.spec.rollout.thresholds
+    limits = Limits(
+        service.spec.rollout.min_requests,
+        thresholds.error_rate,
+        thresholds.ttft_ratio,
+        thresholds.e2e_ratio,
+        thresholds.restarts,
+    )
+    return judge(canary, stable, limits, is_last)
+
+
+def command_of(annotation: str, state: State, revision: str) -> Command:
+    """What an annotation `word` or `word:revision` says now.
+
+    A word by itself is acted on once, when it is first seen; one with a revision as often as that
+    revision is tried. `pause` holds as long as it is there.
+    """
+    word, _, about = annotation.partition(":")
+    if about and about != revision:
+        return Command.NONE
+    if word == Command.PAUSE:
+        return Command.PAUSE
+    is_new = bool(about) or annotation != state.seen
+    return Command(word) if is_new and word in (Command.PROMOTE, Command.ABORT) else Command.NONE
+
+
+def policy_of(service: Service) -> Policy:
+    spec = service.spec.rollout
+    return Policy(
+        is_canary=spec.strategy == "canary",
+        steps=spec.weight_steps,
+        step=timedelta(seconds=spec.step_duration),
+        max_wait=timedelta(seconds=spec.max_wait),
+        start_deadline=timedelta(seconds=spec.start_deadline),
+        auto_rollback=spec.auto_rollback,
+        is_paused=spec.paused,
+    )
+
+
+def recalled(seen: Seen, wanted: Release) -> tuple[State, Release]:
+    """The state and the stable release that were kept; the first of a service that has none."""
+    try:
+        kept = json.loads(seen.remembered or "")
+        state = msgspec.convert(kept["state"], State)
+        return state, overlaid(wanted, kept["release"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return initial(revision_of(wanted), seen.now), wanted
+
+
+def is_measured(remembered: str | None) -> bool:
+    """Whether a canary gets requests now, going by what was kept."""
+    try:
+        return bool(json.loads(remembered or "")["state"]["stage"] == Stage.CANARY)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def kept_text(rolling: Rolling) -> str:
+    """What must outlive the operator: decisions, and not what is measured meanwhile."""
+    state = dataclasses.asdict(rolling.state)
+    if rolling.is_trying and not rolling.state.is_held:
+        del state["reason"], state["message"]
+    state |= {name: state[name].isoformat() for name in _TIMES if state[name]}
+    return json.dumps({"state": state, "release": rolling.release}, sort_keys=True, indent=1)
+
+
+def rollout_objects(service: Service, rolling: Rolling, settings: Settings) -> list[Manifest]:
+    """What is remembered, which comes first, and the canary's engines."""
+    name = naming.rollout_name(service.name)
+    kept = Builder(service, naming.ENGINE).config_map(
+        name, naming.ROLLOUT_STATE, kept_text(rolling)
+    )
+    objects = [kept]
+    most = service.spec.rollout.canary_replicas
+    for pool_name in rolling.pools:
+        pool = rolling.canary.spec.pools[pool_name]
+        few = msgspec.structs.replace(pool, replicas=min(most, pool.replicas))
+        made = pool_objects(rolling.canary, naming.canary_pool(pool_name), few, settings)
+        objects += marked(made, rolling.state.canary)
+    return objects
+
+
+def marked(objects: Iterable[Manifest], revision: str) -> list[Manifest]:
+    """Pool objects whose StatefulSets say of which revision they are."""
+    return [_marked(item, revision) if item["kind"] == "StatefulSet" else item for item in objects]
+
+
+def _marked(item: Manifest, revision: str) -> Manifest:
+    annotations = item["metadata"].get("annotations", {}) | {naming.REVISION: revision}
+    return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
+
+
+def router_file(rolling: Rolling) -> str:
+    """What routers read to know which engines are the canary's (`ullage_router.canary`)."""
+    state, name = rolling.state, rolling.stable.name
+    told: Manifest = {"revision": state.stable}
+    if rolling.pools:
+        pools = [
+            {
+                "name": pool,
+                "targets": [
+                    f"{naming.pool_name(name, naming.canary_pool(pool))}:{naming.GRPC_PORT}"
+                ],
+            }
+            for pool in rolling.pools
+        ]
+        told["canary"] = {
+            "revision": state.canary,
+            "weight": rolling.weight,
+            "step": state.step,
+            "pools": pools,
+        }
+    return to_yaml(told)
+
+
+def finding(rolling: Rolling) -> Finding:
+    state = rolling.state
+    is_well = state.stage is not Stage.ROLLED_BACK and not state.is_held
+    return Finding(ROLLOUT_HEALTHY, is_well, state.reason, state.message)
+
+
+def rollout_status(service: Service, rolling: Rolling) -> Manifest:
+    """status.rollout."""
+    state = rolling.state
+    is_paused = state.is_held or state.reason == "Paused"
+    stage = "Paused" if is_paused else state.stage.value
+    step = stage
+    if state.stage is Stage.CANARY:
+        count = len(service.spec.rollout.weight_steps)
+        step = f"{stage} {rolling.weight}% ({state.step + 1}/{count})"
+    return {
+        "stage": stage,
+        "step": step,
+        "weight": rolling.weight,
+        "stableRevision": state.stable,
+        "since": timestamp(state.since),
+        "message": state.message,
+        **({"revision": state.canary} if state.canary else {}),
+        **({"failedRevision": state.failed} if state.failed else {}),
+    }
+
+
+def _canary_name(service: Service, pool: str) -> str:
+    return naming.pool_name(service.name, naming.canary_pool(pool))
+
+
+def _ready(seen: Seen, name: str) -> bool:
+    return observe(name, 0, seen.stateful_sets.get(name)).ready > 0
+
+
+def _settled(seen: Seen, name: str, size: int, revision: str) -> bool:
+    live = seen.stateful_sets.get(name)
+    if live is None:
+        return False
+    made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)
+    workload = observe(name, size, live)
+    return made_of == revision and workload.settled and workload.ready >= size

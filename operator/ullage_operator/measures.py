@@ -1,0 +1,78 @@
+"""Asks a service's routers what they count, at a bounded rate. The pods' metrics port is plaintext
+and open to nobody's key, whatever TLS and keys the service asks of its clients."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import aiohttp
+
+from ullage_operator import naming
+from ullage_operator.store import ServiceKey
+from ullage_operator.trials import Trial, read
+
+LEAST_INTERVAL_S = 5.0
+MAX_BYTES = 8 << 20
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0, connect=2.0)
+
+Pod = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
+
+class Measures:
+    """What routers told last, by service."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._told: dict[ServiceKey, tuple[float, tuple[Trial, ...]]] = {}
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+
+    def forget(self, key: ServiceKey) -> None:
+        self._told.pop(key, None)
+
+    async def trials(self, key: ServiceKey, pods: Iterable[Pod]) -> tuple[Trial, ...]:
+        """The trials of all routers that answer; asked again only after some seconds."""
+        known = self._told.get(key)
+        if known and time.monotonic() - known[0] < LEAST_INTERVAL_S:
+            return known[1]
+        urls = [url for url in map(metrics_url, pods) if url]
+        answers = await asyncio.gather(*map(self._ask, urls))
+        found = tuple(trial for text in answers for trial in read(text))
+        self._told[key] = time.monotonic(), found
+        return found
+
+    async def _ask(self, url: str) -> str:
+        self._session = self._session or aiohttp.ClientSession(timeout=_TIMEOUT)
+        try:
+            async with self._session.get(url) as response:
+                response.raise_for_status()
+                chunks = b""
+                async for chunk in response.content.iter_chunked(1 << 16):
+                    chunks += chunk
+                    if len(chunks) > MAX_BYTES:
+                        raise ValueError(f"more than {MAX_BYTES} bytes")
+                return chunks.decode()
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            log.warning("cannot ask %s: %s", url, error or type(error).__name__)
+            return ""
+
+
+def metrics_url(pod: Pod) -> str:
+    """Of a router's pod that has an address; empty for any other."""
+    address = pod.get("status", {}).get("podIP", "")
+    labels = pod["metadata"].get("labels") or {}
+    if not address or labels.get("app.kubernetes.io/component") != naming.ROUTER:
+        return ""
+    host = f"[{address}]" if ":" in address else address
+    ports = [
+        port["containerPort"]
+        for container in pod.get("spec", {}).get("containers", ())
+        for port in container.get("ports", ())
+        if port.get("name") == "metrics"
+    ]
+    return f"http://{host}:{(ports or [naming.METRICS_PORT])[0]}/metrics"
