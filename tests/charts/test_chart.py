@@ -1,14 +1,18 @@
 """The chart: lints, renders valid objects, refuses typos, and grants no more than is used."""
 
+import re
+import tomllib
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from ullage_operator.kinds import OWNED
-from ullage_operator.naming import operator_selector
+from ullage_operator.metrics import ReconcileMetrics
+from ullage_operator.naming import operator_selector, selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
@@ -120,6 +124,12 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
     assert rules(render()) == used
 
 
+def test_named_namespaces_have_the_same_rights_but_those_of_the_cluster(render):
+    of_all = rules(render())
+    assert of_all.pop(("", "nodes"))
+    assert rules(render("watch.namespaces={a}")) == of_all
+
+
 def planned():
     """Every object of a service with all that it can have."""
     pool = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
@@ -142,3 +152,90 @@ def test_no_wildcards_and_no_secrets(render):
     for (group, resource), verbs in rules(render()).items():
         assert "*" not in {group, resource, *verbs}
         assert resource not in {"secrets", "pods/exec", "roles", "clusterroles"}
+
+
+def test_several_operators_are_spread_and_not_drained_together(render):
+    (budget,) = by_kind(render("replicas=2"), "PodDisruptionBudget")
+    (deployment,) = by_kind(render("replicas=2"), "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    spread = deployment["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+    assert spread["preferredDuringSchedulingIgnoredDuringExecution"]
+    # A single one may be moved: a budget would keep its node from being drained.
+    assert by_kind(render(), "PodDisruptionBudget") == []
+
+
+def images(render, *values):
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = {item["name"]: item.get("value") for item in container["env"]}
+    return container["image"], given["ULLAGE_ROUTER_IMAGE"], given["ULLAGE_ENGINE_IMAGE"]
+
+
+def test_images_are_named_by_tag_or_digest(render):
+    digest = "sha256:" + "0a" * 32
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    operator, engine = f"ullage/operator:{version}", f"ullage/engine:{version}"
+    assert images(render) == (operator, operator, engine)
+    pinned = images(render, f"image.digest={digest}", "image.repository=r.example/o")
+    assert pinned == (f"r.example/o:{version}@{digest}",) * 2 + (engine,)
+    own = images(render, "routerImage.repository=r", "routerImage.tag=v1", "engineImage.tag=v2")
+    assert own == (operator, "r:v1", "ullage/engine:v2")
+
+
+def test_the_charts_version_of_the_operator_is_the_projects():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == project["version"]
+
+
+def test_pull_secrets_reach_the_operator_by_name(render):
+    values = ("imagePullSecrets[0].name=a", "imagePullSecrets[1].name=b")
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
+    environment = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+    assert Settings.from_env(environment).image_pull_secrets == ("a", "b")
+
+
+def test_the_definition_goes_with_the_chart_only_where_asked(render):
+    (crd,) = by_kind(render("crds.keep=false"), "CustomResourceDefinition")
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] != "keep"
+
+
+def test_alerts_are_about_metrics_that_the_operator_has(render):
+    registry = CollectorRegistry()
+    ReconcileMetrics(registry).total.labels(result="ok").inc()
+    known = {sample.name for metric in registry.collect() for sample in metric.samples}
+    (rule,) = by_kind(render("prometheusRule.enabled=true"), "PrometheusRule")
+    alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
+    assert len(alerts) == 3
+    for alert in alerts:
+        named = set(re.findall(r"ullage_\w+", alert["expr"]))
+        assert named and named <= known, alert["expr"]
+        assert alert["expr"].count("(") == alert["expr"].count(")")
+        assert alert["annotations"].keys() == {"summary", "description"}
+
+
+def test_only_those_named_may_read_the_metrics(render):
+    (policy,) = by_kind(render(), "NetworkPolicy")
+    (deployment,) = by_kind(render(), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    assert "metrics" in {port["name"] for port in container["ports"]}
+    peer = "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.a=b"
+    (policy,) = by_kind(render(peer), "NetworkPolicy")
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]
+
+
+def test_an_operator_kept_to_its_peers_still_reaches_services_and_the_api(render):
+    values = ("networkPolicy.egress.enabled=true", "networkPolicy.egress.apiServerPorts={16443}")
+    (policy,) = by_kind(render(*values), "NetworkPolicy")
+    dns, api, services = policy["spec"]["egress"]
+    assert {port["protocol"] for port in dns["ports"]} == {"UDP", "TCP"}
+    assert api["ports"] == [{"port": 16443, "protocol": "TCP"}]
+    (peer,) = services["to"]
+    for component in ("engine", "router"):
+        labels = selector("s", component)
+        assert peer["podSelector"]["matchLabels"].items() <= labels.items()
