@@ -90,7 +90,8 @@ def revision_of(release: Mapping[str, Any]) -> str:
 
 
 def _plain(service: Service) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(service.spec, enc_hook=_encoded)
+    """As it is read back from JSON, so that what was kept equals what is kept."""
+    made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(service.spec, enc_hook=_encoded))
     return made
 
 
