@@ -71,6 +71,8 @@ PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
 
+LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
+
 UNKNOWN = [
     form("gpus", 4, "unknown field; the fields here are allowFaultInjection"),
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
@@ -129,6 +131,7 @@ FORMS = [
     form("limits.maxOutputTokens", 0, "must be at least 1, not 0"),
     form("degrade.hysteresis", 0.9, "must be at most 0.5, not 0.9"),
     Wrong({"tenants": {}}, "spec.tenants.secretName", "required field is missing. Secret with"),
+    form("rollout.strategy", "blue", "must be one of"),
     form("slo.errorRate", 2, "must be at most 1, not 2"),
     form("slo.e2eP95", 20, "must be a duration such as 10s"),
     form("observability.logLevel", "trace", "must be one of debug, info, warning, error"),
@@ -154,7 +157,7 @@ RULES = [
     ),
     rule("pools", "pools must have the pool single", {"pools": {"large": {}}}),
     rule("pools", "names of pools must be at most 20", {"pools.a-b": {}}),
-    rule("pools", "router, engine and canary are names", {"pools.engine": {}}),
+    rule("pools", "are names of the operator's own objects", {"pools.engine": {}}),
     rule("pools.single.gpus", "gpus must equal parallelism.tensor *", value=2),
     rule(
         "pools.huge.gpus",
@@ -347,6 +350,11 @@ RULES = [
     rule("tenants.defaults.tokensPerSecond", "must be at least 0.1", PACE),
     rule("tenants.named", "two tenants have one name", {"tenants": TENANTS | {"named": TWINS}}),
     rule("cascade.steps", "must name each address once", value=[OTHER, OTHER]),
+    rule("healing.silentAfter", "must be at least 30s", value="10s"),
+    rule("healing.backoff", "first must be at most max", value={"first": "2h", "max": "1m"}),
+    rule("rollout.weightSteps", "name each weight once", value=[10, 30, 30]),
+    rule("rollout.weightSteps", "put the smallest weight first", value=[30, 10]),
+    rule("rollout.stepDuration", "must not exceed rollout.maxWait", {"rollout": LONG_STEP}),
     rule("tls", "tls encrypts nothing by itself", value={}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"e2eP95": "5s"}}),
