@@ -119,7 +119,7 @@ def _rolling(
     most = service.spec.rollout.canary_replicas
     tried = sum(min(most, sizes[name]) for name in pools)
     share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
-    weight = weight_of(state, service.spec.rollout.weight_steps, share) if pools else 0
+    weight = weight_of(state, policy_of(service).steps, share) if pools else 0
     return Rolling(state, release, stable, canary, pools, weight)
 
 
@@ -193,7 +193,7 @@ def policy_of(service: Service) -> Policy:
     spec = service.spec.rollout
     return Policy(
         is_canary=spec.strategy == "canary",
-        steps=spec.weight_steps,
+        steps=tuple(sorted(spec.weight_steps)),
         step=timedelta(seconds=spec.step_duration),
         max_wait=timedelta(seconds=spec.max_wait),
         start_deadline=timedelta(seconds=spec.start_deadline),
