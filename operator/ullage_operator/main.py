@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # kopf tells every event and every handler call; the reconciler's own lines say what changed.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     # Nor is every probe of /healthz worth a line.
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    for probed in ("aiohttp.access", "kopf.activities.probe"):
+        logging.getLogger(probed).setLevel(logging.WARNING)
     try:
         connection()
     except (OperatorError, kopf.LoginError, yaml.YAMLError, OSError, KeyError, ValueError) as error:

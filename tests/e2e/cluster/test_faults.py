@@ -1,18 +1,11 @@
 """Things break under streams: a worker process, a pod, the operator. Clients get whole answers."""
 
 from ullage_cluster.client import Client
+from ullage_cluster.faults import kill_worker
 from ullage_cluster.kubectl import Kubectl, is_ready, restarts, until
 from ullage_cluster.service import Service
 
 PROMPTS = ("Tell a story about a lighthouse.", "Tell a story about an old map.")
-KILL_WORKER = """
-import os, pathlib, signal
-for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    words = (folder / "cmdline").read_bytes().split(b"\\0")
-    if b"ullage_engine.core.worker" in words:
-        os.kill(int(folder.name), signal.SIGKILL)
-        print("killed", folder.name)
-"""
 
 
 def test_a_killed_worker_process_is_only_a_pause(
@@ -23,7 +16,7 @@ def test_a_killed_worker_process_is_only_a_pause(
     before = restarts(service.pods())
     with client.streams(service, PROMPTS, max_tokens=160) as streams:
         for engine in set(streams.started(len(PROMPTS))):
-            assert "killed" in kubectl("exec", engine, "--", "python3", "-c", KILL_WORKER)
+            kill_worker(kubectl, engine)
         answers = streams.answers()
     assert [(a.status, a.error, a.text) for a in answers] == [
         (200, "", a.text) for a in undisturbed

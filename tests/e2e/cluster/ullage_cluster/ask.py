@@ -1,13 +1,14 @@
 """Streams chats from inside the cluster and prints an event a line; needs nothing but Python.
 
 usage: python3 - '{"url": ..., "model": ..., "prompts": [...], "max_tokens": 32, "seconds": 0}'
-With seconds each prompt is asked again and again for as long. Numbers of requests follow the
-prompts' order; of repeated ones, they go on from there.
+With seconds each prompt is asked again and again for as long, or until there is a stop_file.
+Numbers of requests follow the prompts' order; of repeated ones, they go on from there.
 """
 
 import http.client
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -77,7 +78,8 @@ def read(response, number, end):
 
 def repeat(options, counter, number, prompt, until):
     converse(options, number, prompt)
-    while time.monotonic() < until:
+    stop_file = options.get("stop_file", "")
+    while time.monotonic() < until and not (stop_file and os.path.exists(stop_file)):
         converse(options, next(counter), prompt)
 
 

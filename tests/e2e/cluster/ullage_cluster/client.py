@@ -4,7 +4,8 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ class Client:
     ) -> Iterator["Streams"]:
         """The same while the test does something else."""
         model = service.get()["spec"]["model"]["name"]
+        if options.pop("stop", False):
+            options["stop_file"] = f"/tmp/stop-{uuid.uuid4().hex}"
         request = {"url": service.url, "prompts": list(prompts), "model": model, **options}
         command = self.kubectl.command("exec", "--stdin", POD, "--", "python3", "-")
         process = subprocess.Popen(
@@ -62,7 +65,8 @@ class Client:
             stderr=subprocess.PIPE,
             text=True,
         )
-        streams = Streams(process)
+        stop = request.get("stop_file", "")
+        streams = Streams(process, lambda: self.kubectl("exec", POD, "--", "touch", stop))
         try:
             yield streams
         finally:
@@ -72,8 +76,8 @@ class Client:
 class Streams:
     """Requests under way."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
+    def __init__(self, process: "subprocess.Popen[str]", stop: Callable[[], object]) -> None:
+        self._process, self._stop = process, stop
         self._started: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ended: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -106,6 +110,11 @@ class Streams:
         fields = ("status", "text", "finish", "error", "headers")
         ordered = sorted(self._ended, key=lambda event: event["number"])
         return [Answer(*(event[name] for name in fields)) for event in ordered]
+
+    def stop(self) -> list[Answer]:
+        """Has repeated requests end after those that run now; then as `answers`."""
+        self._stop()
+        return self.answers()
 
     def end(self) -> None:
         self._process.kill()

@@ -1,0 +1,108 @@
+"""A change of the engines is tried on a canary: promoted if it is good, rolled back if it is not.
+
+Clients notice neither: no request fails, and the service stays Ready.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ullage_cluster.client import Client
+from ullage_cluster.faults import kill_worker
+from ullage_cluster.kubectl import Kubectl, is_ready, names, until
+from ullage_cluster.service import Service
+
+# Generous with times: engines that share two cores are slower and faster by chance.
+QUICK = {
+    "weightSteps": [50],
+    "stepDuration": "20s",
+    "minRequests": 4,
+    "maxWait": "4m",
+    "startDeadline": "3m",
+    "thresholds": {"ttftRatio": 100, "e2eRatio": 100},
+}
+PROMPTS = tuple(f"Say something about {thing}." for thing in ("tea", "jazz", "clay", "wind"))
+LONGEST_S = 600
+
+
+@pytest.fixture
+def rolled(kubectl: Kubectl, service: Service) -> Iterator[Service]:
+    """The shared service with quick steps; afterwards as it was."""
+    before = service.get()["spec"]
+    service.edit(rollout=QUICK)
+    service.settle()
+    yield service
+    same = {name: before.get(name) for name in ("image", "batching")}
+    service.edit(**same)
+    until(lambda: stage(service) == "Stable", "the rollout has ended")
+    service.settle()
+
+
+def stage(service: Service) -> str:
+    """Where the rollout is; Ready must be true all along."""
+    status = service.status()
+    ready = {c["type"]: c["status"] for c in status["conditions"]}["Ready"]
+    assert ready == "True", status
+    return str(status.get("rollout", {}).get("stage", ""))
+
+
+def canaries(service: Service) -> list[dict[str, Any]]:
+    """Ready canary pods."""
+    pods = [p for p in service.pods() if "-canary-" in p["metadata"]["name"]]
+    return [pod for pod in pods if is_ready(pod)]
+
+
+def wait_for(service: Service, wanted: str) -> dict[str, Any]:
+    until(lambda: stage(service) == wanted, f"stage {wanted}; it has {service.status()}", LONGEST_S)
+    found: dict[str, Any] = service.status()["rollout"]
+    return found
+
+
+@pytest.fixture
+def busy(rolled: Service, client: Client) -> Callable[[], Any]:
+    return lambda: client.streams(rolled, PROMPTS, max_tokens=16, seconds=LONGEST_S, stop=True)
+
+
+def test_a_good_change_is_promoted(
+    kubectl: Kubectl, rolled: Service, busy: Callable[[], Any]
+) -> None:
+    old = rolled.status()["rollout"]["stableRevision"]
+    with busy() as streams:
+        streams.started(1)
+        rolled.edit(batching={"maxSequences": 15})
+        wait_for(rolled, "Canary")
+        assert "%" in kubectl("get", "llms", rolled.name)
+        now = wait_for(rolled, "Stable")
+        answers = streams.stop()
+    assert now["stableRevision"] != old
+    assert [a for a in answers if not a.is_whole] == []
+    assert {a.headers.get("x-ullage-revision") for a in answers} >= {"stable", "canary"}
+    rolled.settle()
+    assert rolled.condition("RolloutHealthy")["status"] == "True"
+    assert not [name for name in names(rolled.pods()) if "canary" in name]
+
+
+def test_a_canary_that_breaks_is_rolled_back(
+    kubectl: Kubectl, rolled: Service, busy: Callable[[], Any]
+) -> None:
+    stable = {kubectl.uid("pod", name) for name in names(rolled.pods())}
+    with busy() as streams:
+        rolled.edit(batching={"maxSequences": 14})
+        wait_for(rolled, "Canary")
+        kill_worker(kubectl, names(canaries(rolled))[0])
+        now = wait_for(rolled, "RolledBack")
+        answers = streams.stop()
+    assert [a for a in answers if not a.is_whole] == []
+    assert now["failedRevision"] and now["failedRevision"] != now["stableRevision"]
+    told = rolled.condition("RolloutHealthy")
+    assert told["status"] == "False" and "restart" in told["message"], told
+    until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
+
+
+def test_a_canary_that_never_starts_is_rolled_back(kubectl: Kubectl, rolled: Service) -> None:
+    stable = {kubectl.uid("pod", name) for name in names(rolled.pods())}
+    rolled.edit(image="ullage/no-such-image:0", rollout={"startDeadline": "30s"})
+    wait_for(rolled, "RolledBack")
+    told = rolled.condition("RolloutHealthy")
+    assert told["status"] == "False" and "no-such-image" in told["message"], told
+    until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
