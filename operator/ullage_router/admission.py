@@ -244,6 +244,8 @@ class _Climb:
 
     def _refusers(self) -> frozenset[str]:
         """Engines that have said nothing new since they refused."""
+        if not self._refused:
+            return frozenset()
         reports = {e.address: e.reports for e in self._admission.engines.all()}
         return frozenset(a for a, seen in self._refused.items() if reports.get(a) == seen)
 
@@ -345,6 +347,8 @@ class _Climb:
         return refusal(refuse)
 
     def _log(self, level: int) -> None:
+        if not log.isEnabledFor(level):
+            return
         record = self._record
         log.log(
             level,

@@ -44,6 +44,11 @@ class Breaker:
         """In a row, as many as count."""
         return self._failures
 
+    @property
+    def is_closed(self) -> bool:
+        """Nothing is held back, whatever the time."""
+        return self._until is None
+
     def state(self, now: float) -> State:
         if self._until is None:
             return "closed"

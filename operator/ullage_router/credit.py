@@ -24,6 +24,22 @@ class Credit:
     """Which report must include the request, counted as they arrive; None before Accepted."""
 
 
+@dataclass(slots=True)
+class Prompts:
+    """Prompts that are not computed yet, summed up."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.pairs += pairs(tokens)
+
+    def remove(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.pairs -= pairs(tokens)
+
+
 class CreditBook:
     """The requests in flight on one engine."""
 
@@ -33,7 +49,9 @@ class CreditBook:
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
-        """Those without a first token: few, where sums over all would be long."""
+        """Those without a first token."""
+        # Sums over prompts by whether a report includes them: every decision asks for them.
+        self._unsure, self._sure = Prompts(), Prompts()
 
     @property
     def reports(self) -> int:
@@ -48,7 +66,7 @@ class CreditBook:
     @property
     def tokens(self) -> int:
         """Prompt tokens to compute that no report is sure to include."""
-        return sum(credit.tokens for credit in self._prompts if credit in self._open)
+        return self._unsure.tokens
 
     def prefill_pairs(self, told_tokens: int) -> float:
         """Products of queries and keys in the prompts that are not computed yet.
@@ -56,10 +74,9 @@ class CreditBook:
         Args:
             told_tokens: prompt tokens that the engine has yet to compute, in its last report.
         """
-        unsure = sum(pairs(c.tokens) for c in self._prompts if c in self._open)
-        counted = [credit.tokens for credit in self._prompts if credit in self._counted]
-        left = min(1.0, told_tokens / sum(counted)) if counted else 0.0
-        return unsure + left * sum(map(pairs, counted))
+        sure = self._sure
+        left = min(1.0, told_tokens / sure.tokens) if sure.tokens else 0.0
+        return self._unsure.pairs + left * sure.pairs
 
     @property
     def uncounted(self) -> int:
@@ -75,6 +92,7 @@ class CreditBook:
         credit = Credit(size, tokens)
         self._open.add(credit)
         self._prompts.add(credit)
+        self._unsure.add(tokens)
         self._total += size
         return credit
 
@@ -84,7 +102,9 @@ class CreditBook:
 
     def began(self, credit: Credit) -> None:
         """Its first token came."""
-        self._prompts.discard(credit)
+        if credit in self._prompts:
+            self._prompts.remove(credit)
+            (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
 
     def reported(self) -> None:
         """A report arrived; it includes every request accepted long enough before."""
@@ -92,14 +112,17 @@ class CreditBook:
         counted = {c for c in self._open if c.counted_from and self._reports >= c.counted_from}
         for credit in counted:
             self._leave(credit)
+            if credit in self._prompts:
+                self._unsure.remove(credit.tokens)
+                self._sure.add(credit.tokens)
         self._counted |= counted
 
     def release(self, credit: Credit) -> None:
         """The request ended."""
+        self.began(credit)  # or will not begin
         if credit in self._open:
             self._leave(credit)
         self._counted.discard(credit)
-        self._prompts.discard(credit)
 
     def _leave(self, credit: Credit) -> None:
         self._open.remove(credit)
@@ -109,3 +132,6 @@ class CreditBook:
         assert not self._open & self._counted
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
+        for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):
+            tokens = [credit.tokens for credit in self._prompts & those]
+            assert sums == Prompts(sum(tokens), sum(map(pairs, tokens)))

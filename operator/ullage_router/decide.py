@@ -11,7 +11,8 @@ invalid at once, and a service without a ready engine is unavailable.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from ullage_router.config import LARGE_POOL, Rung, ShrinkOutputSection
@@ -151,8 +152,8 @@ class _Ladder:
             return None
         engine = _pick(fits, self.facts, self.policy)
         room = room_of(self.facts, engine)
-        run = self._run(engine, min(self.facts.max_tokens, room), reason)
-        return replace(run, choices=self._choices(engine, run.max_tokens))
+        max_tokens = min(self.facts.max_tokens, room)
+        return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
         """Where it could run as well, when its prompt is neither computed soon nor cached."""
@@ -236,7 +237,13 @@ class _Ladder:
             pool=self.home,
         )
 
-    def _run(self, engine: EngineView, max_tokens: int, reason: str) -> Run:
+    def _run(
+        self,
+        engine: EngineView,
+        max_tokens: int,
+        reason: str,
+        choices: Mapping[str, int] = MappingProxyType({}),
+    ) -> Run:
         is_short = max_tokens < min(self.facts.max_tokens, room_of(self.facts, engine))
         action: Action = "shrink" if is_short else "accept"
         if engine.pool != self.policy.pools[0]:
@@ -245,7 +252,7 @@ class _Ladder:
         if engine.pool != self.home:
             step = "route"
         demand = _price(self.facts, engine, max_tokens)
-        return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step)
+        return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step, choices)
 
     def _most_tokens(self, engine: EngineView) -> int:
         """The longest sequence that fits the engine now."""

@@ -167,13 +167,14 @@ class Engine:
     @property
     def state(self) -> str:
         """connecting, loading, ready, draining, stale or gone."""
-        if self.headroom is None or not self._is_connected:
+        told = self.headroom
+        if told is None or not self._is_connected:
             return "connecting" if self.is_listed else "gone"
-        if self.is_silent:
+        if time.monotonic() - self._heard_at > STALE_AFTER_S:
             return "stale"
-        if self.headroom.draining:
+        if told.draining:
             return "draining"
-        return "ready" if self.headroom.ready and self.model else "loading"
+        return "ready" if told.ready and self.model else "loading"
 
     @property
     def is_silent(self) -> bool:

@@ -104,7 +104,10 @@ class Engines:
 
     def is_ready_on(self, side: Side) -> bool:
         """Whether an engine of that side takes requests."""
-        return any(e.side is side and e.state == "ready" for e in self._engines.values())
+        for engine in self._engines.values():
+            if engine.side is side and engine.state == "ready":
+                return True
+        return False
 
     def workers_lost(self, side: Side) -> int:
         """Workers and servers of that side that ended by themselves, as far as was seen."""
@@ -145,16 +148,22 @@ class Engines:
         Those of the other side cannot be used, unless no engine of this one is ready.
         """
         held, has_choice = self.held_back(), self.is_ready_on(side)
-        views = (
+        views = [
             e.view(model.fingerprint, e.address in held or (has_choice and e.side is not side))
             for e in self._engines.values()
-        )
-        order = [pool.name for pool in self._pools]
-        return sorted((v for v in views if v), key=lambda v: (order.index(v.pool), v.id))
+        ]
+        known = [view for view in views if view]
+        if len(known) > 1:
+            order = [pool.name for pool in self._pools]
+            known.sort(key=lambda v: (order.index(v.pool), v.id))
+        return known
 
     def held_back(self) -> frozenset[str]:
         """Addresses of engines that get nothing because requests failed on them."""
-        now, held = time.monotonic(), frozenset[str]()
+        held = frozenset[str]()
+        if all(engine.breaker.is_closed for engine in self._engines.values()):
+            return held
+        now = time.monotonic()
         for side, pool in self._sides():
             ready = [e for e in self.all() if (e.side, e.pool) == (side, pool.name)]
             ready = [e for e in ready if e.state == "ready"]

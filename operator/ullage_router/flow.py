@@ -57,11 +57,6 @@ def paced(flow: Flow, most: float | None) -> Flow:
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
-def _is_special(delta: inference_pb2.Delta) -> bool:
-    """It carries what cannot be joined to text."""
-    return bool(delta.reasoning or delta.tool_calls)
-
-
 class Source(Protocol):
     """An answer as it comes from an engine."""
 
@@ -71,6 +66,9 @@ class Source(Protocol):
         Raises:
             ServiceError: the call failed.
         """
+
+    def end(self, error: ServiceError) -> None:
+        """Nothing more is expected: reads what came and then raises the error."""
 
     def cancel(self) -> None:
         """Ends the engine's work; harmless when it has ended."""
@@ -97,6 +95,7 @@ class Buffer:
         self._due = 0.0
         """When tokens may leave, on the event loop's clock."""
         self._reader: asyncio.Future[None] | None = None
+        """Who waits for news; None once they were told."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -135,10 +134,10 @@ class Buffer:
         return None
 
     async def _news(self) -> None:
-        self._reader = self._loop.create_future()
+        reader = self._reader = self._loop.create_future()
         self._wake()
         try:
-            await self._reader
+            await reader
         finally:
             self._reader = None
             if self._timer:
@@ -147,18 +146,22 @@ class Buffer:
 
     def _wake(self) -> None:
         """Lets the reader go on, now or as soon as it is due."""
-        if self._reader is None or self._reader.done():
+        if self._reader is None:
             return
         wait_s = self._wait_s()
         if wait_s == 0:
-            self._reader.set_result(None)
+            self._tell()
         elif wait_s is not None and self._timer is None:
             self._timer = self._loop.call_later(wait_s, self._is_due)
 
     def _is_due(self) -> None:
         self._timer = None
-        if self._reader and not self._reader.done():
-            self._reader.set_result(None)
+        self._tell()
+
+    def _tell(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader and not reader.done():
+            reader.set_result(None)
 
     def _wait_s(self) -> float | None:
         """Seconds until something may be read; None: until something comes."""
@@ -189,7 +192,9 @@ class Buffer:
             following = self._events[0][1]
             if following is None or following.sample != sample:
                 break
-            if tokens + following.num_tokens > most or _is_special(following):
+            if tokens + following.num_tokens > most:
+                break
+            if following.reasoning or following.tool_calls:  # they cannot be joined to text
                 break
             tokens += following.num_tokens
             texts.append(following.text)

@@ -25,6 +25,8 @@ class Metrics:
 
     def __init__(self, named: Collection[str] = ("",)) -> None:
         self._named = frozenset(named)
+        self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+        """Of counters, by their labels: looking for one takes longer than counting."""
         self.registry = CollectorRegistry()
         self._decisions = Counter(
             "ullage_router_decisions",
@@ -133,13 +135,14 @@ class Metrics:
 
     def ended(self, record: Record) -> None:
         """A request got its last word."""
+        status = str(record.status)
         if record.action:
-            self._decisions.labels(record.action, record.route).inc()
-        self._requests.labels(str(record.status)).inc()
+            self._count(self._decisions, record.action, record.route)
+        self._count(self._requests, status)
         if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
             self._early_stops.labels("no" if record.ttft_s is None else "yes").inc()
         if record.side:
-            self._sides.labels(record.side, str(record.status)).inc()
+            self._count(self._sides, record.side, status)
         if record.coalesced_with:
             self._coalesced.inc()
         if record.error == "REPLACED":
@@ -153,6 +156,12 @@ class Metrics:
             self._queue_wait.labels(tenant, _band(record.priority)).observe(record.queued_s)
         if record.action == "reject":
             self._refusals.labels(record.reason).inc()
+
+    def _count(self, counter: Counter, *labels: str) -> None:
+        series = self._series.get((counter, labels))
+        if series is None:
+            series = self._series[counter, labels] = counter.labels(*labels)
+        series.inc()
 
 
 class TenantMetrics:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Coroutine
 
 import grpc
 from google.rpc import status_pb2
@@ -180,8 +181,7 @@ class _Line:
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
         try:
             while isinstance(answer := await self._stream.read(), Answer):
-                for event in answer.events:
-                    self._deliver(event)
+                self._deliver(answer)
         except grpc.aio.AioRpcError as error:
             raise Lost(error.details() or error.code().name) from error
         except asyncio.CancelledError as error:
@@ -193,20 +193,21 @@ class _Line:
             await asyncio.gather(sending, return_exceptions=True)
         raise Lost("the engine closed it")
 
-    def _deliver(self, event: inference_pb2.MultiplexEvent) -> None:
-        call = self._calls.get(event.tag)
-        if call is None:  # cancelled while this was under way
-            return
-        if event.HasField("response"):
-            response = event.response
-            kind = response.WhichOneof("event")
-            call.put(response, kind)
-            is_over = kind == "finished"
-        else:
-            call.end(_error(event.status))
-            is_over = True
-        if is_over:
-            del self._calls[event.tag]
+    def _deliver(self, answer: Answer) -> None:
+        calls = self._calls
+        for event in answer.events:
+            tag = event.tag
+            if tag not in calls:  # cancelled while this was under way
+                continue
+            if event.HasField("response"):
+                response = event.response
+                kind = response.WhichOneof("event")
+                calls[tag].buffer.put(response, kind)
+                if kind != "finished":
+                    continue
+            else:
+                calls[tag].end(_error(event.status))
+            del calls[tag]
             self._close_if_done()
 
     def _close_if_done(self) -> None:
@@ -235,30 +236,28 @@ class Tagged:
     def __init__(self, line: _Line, tag: int, timeout_s: float, flow: Flow) -> None:
         self._line = line
         self._tag = tag
-        self._buffer = Buffer(flow, self._grant)
+        self.buffer = Buffer(flow, self._grant)
+        """What came and was not read."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(timeout_s, self._expire)
 
-    async def read(self) -> Event | None:
-        return await self._buffer.read()
+    def read(self) -> Coroutine[None, None, Event | None]:
+        return self.buffer.read()
 
     def cancel(self) -> None:
         self._timer.cancel()
         self._line.cancel(self._tag)
 
-    def put(self, event: Event, kind: str | None) -> None:
-        self._buffer.put(event, kind)
-
     def end(self, error: ServiceError | None) -> None:
         self._timer.cancel()
-        self._buffer.end(error)
+        self.buffer.end(error)
 
     def _grant(self, responses: int) -> None:
         self._line.grant(self._tag, responses)
 
     def _expire(self) -> None:
         self._line.cancel(self._tag)
-        self._buffer.end(_late())
+        self.buffer.end(_late())
 
 
 class Plain:
@@ -270,12 +269,15 @@ class Plain:
         self._buffer = Buffer(flow, self._grant)
         self._task = asyncio.create_task(self._pump())
 
-    async def read(self) -> Event | None:
-        return await self._buffer.read()
+    def read(self) -> Coroutine[None, None, Event | None]:
+        return self._buffer.read()
 
     def cancel(self) -> None:
         self._stream.cancel()
         self._task.cancel()
+
+    def end(self, error: ServiceError) -> None:
+        self._buffer.end(error)
 
     async def _pump(self) -> None:
         try:

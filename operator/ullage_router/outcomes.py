@@ -5,6 +5,7 @@ with it, so that they can be compared as they are.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,8 +28,7 @@ class Times:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
     def add(self, seconds: float) -> None:
-        place = next((i for i, end in enumerate(BOUNDS_S) if seconds <= end), len(BOUNDS_S))
-        self.counts[place] += 1
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
 
 
 @dataclass(slots=True)

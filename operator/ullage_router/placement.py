@@ -36,6 +36,8 @@ class Placement:
 
     def preferred(self, origin: Origin, side: Side = Side.STABLE) -> str:
         """The address of the engine that has most of it; empty when none of that side is known."""
+        if not (origin.session or origin.prefixes):
+            return ""
         usable = {e.address for e in self._engines.all() if e.state == "ready" and e.side is side}
         return self._affinity.find(origin, usable.__contains__)
 

@@ -94,22 +94,22 @@ class Prompts:
     async def _conversation(self, model: Model, request: inference_pb2.GenerateRequest) -> Prompt:
         turns = tuple(make_turns(request.messages.messages))
         use = tool_use(request, model.tool_format)
-        prompt = Prompt(model, [], turns, tool_use=use)
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
         size = num_characters(turns) + use.num_characters
         self._check_whole(size)
         turns, degraded = await self._cleansed(turns, size)
         try:
-            ids = await self._threads.run(size, lambda: prompt.render(turns))
+            ids = await self._threads.run(size, lambda: model.render(turns, use.tools, use.opening))
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
+        prompt = Prompt(model, ids, turns, degraded, tool_use=use)
         context = self._engines.max_model_len
         if made := await self._condenser.condense(turns, len(ids), context, prompt.render):
-            turns, ids = made.turns, made.token_ids
             degraded += (f"compressed_turns={made.num_turns}",)
-        return replace(prompt, token_ids=ids, turns=turns, degraded=degraded)
+            return replace(prompt, token_ids=made.token_ids, turns=made.turns, degraded=degraded)
+        return prompt
 
     async def _cleansed(
         self, turns: tuple[Turn, ...], size: int

@@ -72,7 +72,7 @@ class Quota:
         if self.concurrency is not None and self.active >= self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         if self.requests is None:
-            return replace(self, active=self.active + 1)
+            return Quota(None, self.tokens, self.concurrency, self.active + 1)
         if wait_s := self.requests.wait_s(1.0, now):
             return Shortage("requests_per_minute", self.requests.capacity, wait_s)
         return replace(self, requests=self.requests.take(1.0, now), active=self.active + 1)
@@ -88,4 +88,4 @@ class Quota:
     def leave(self, charged: float, used: float, now: float) -> "Quota":
         """The request has ended: what it used takes the place of what was charged."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
-        return replace(self, tokens=tokens, active=self.active - 1)
+        return Quota(self.requests, tokens, self.concurrency, self.active - 1)

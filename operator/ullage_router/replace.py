@@ -28,17 +28,18 @@ class Replacer:
         self._holders: dict[tuple[str, str], _Holder] = {}
         self.replaced = 0
 
-    @contextlib.asynccontextmanager
-    async def hold(self, call: Call) -> AsyncIterator[None]:
-        """While the block runs a later call with the same key ends it, as this one ends an earlier.
+    def hold(self, call: Call) -> contextlib.AbstractAsyncContextManager[None] | None:
+        """None for a call without a key; otherwise, while the block runs, a later call with the
+        same key ends it, as this one ends an earlier.
 
-        Raises:
+        Raises, from the block:
             ServiceError: it was replaced, or its key is too long.
         """
-        task = asyncio.current_task()
-        if not (self._enabled and call.idempotency_key and task):
-            yield
-            return
+        task = asyncio.current_task() if self._enabled and call.idempotency_key else None
+        return self._hold(call, task) if task else None
+
+    @contextlib.asynccontextmanager
+    async def _hold(self, call: Call, task: asyncio.Task[object]) -> AsyncIterator[None]:
         name = (call.record.tenant, _checked(call.idempotency_key))
         mine = _Holder(task)
         older = self._take(name, mine)

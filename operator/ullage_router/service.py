@@ -184,7 +184,8 @@ class RouterService:
         self.stats.ended(record)
         self.measures.ended(record)
         self.metrics.ended(record)
-        log.info("answered", extra=record.as_json())
+        if log.isEnabledFor(logging.INFO):
+            log.info("answered", extra=record.as_json())
 
     def _watch(self) -> None:
         all_engines, watch = self.engines.all, self.metrics.watch

@@ -1,8 +1,10 @@
 """Waits for an engine that end when the engine has fallen silent and another could do its work."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+
+from ullage_router.flow import Source
+from ullage_rpc.errors import ServiceError
 
 CHECK_INTERVAL_S = 1.0
 
@@ -15,27 +17,20 @@ class Waits:
         error: what is raised then.
     """
 
-    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], Exception]) -> None:
+    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
         self._is_silent = is_silent
         self._error = error
-        self._open: set[asyncio.Timeout] = set()
+        self._open: set[Source] = set()
         self._check_at: float | None = None
 
-    @contextlib.asynccontextmanager
-    async def guard(self) -> AsyncIterator[None]:
-        """Ends the block with the error when the engine is silent."""
-        limit = asyncio.timeout(None)
-        self._open.add(limit)
+    def begin(self, stream: Source) -> None:
+        """The stream ends with the error when the engine falls silent."""
+        self._open.add(stream)
         self._arm()
-        try:
-            async with limit:
-                yield
-        except TimeoutError as error:
-            if limit.expired():
-                raise self._error() from error
-            raise
-        finally:
-            self._open.discard(limit)
+
+    def end(self, stream: Source) -> None:
+        """The first words came, or never will."""
+        self._open.discard(stream)
 
     def _arm(self) -> None:
         if self._check_at is None:
@@ -51,7 +46,7 @@ class Waits:
         # After a pause of this very process the reports of that time are still to be read.
         was_asleep = now - planned > CHECK_INTERVAL_S
         if not was_asleep and self._is_silent():
-            for limit in self._open:
-                limit.reschedule(now)
+            for stream in self._open:
+                stream.end(self._error())
         else:
             self._arm()

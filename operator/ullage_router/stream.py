@@ -6,9 +6,8 @@ passes after the first token the answer ends there with the reason TIMEOUT.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +31,7 @@ from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt, Prompts
 from ullage_router.replace import Replacer
 from ullage_router.rollout import Rollout
+from ullage_router.serving import Serving
 from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_router.tools.events import read_calls
@@ -64,13 +64,24 @@ class Generation:
     def events(self) -> AsyncGenerator[Event, None]:
         """Raises ServiceError when the engine fails now that tokens were sent."""
         use, num_samples = self._grant.prompt.tool_use, max(1, self._call.request.samples.n)
-        return read_calls(self._judged(), use, num_samples) if use.new_reader else self._judged()
+        return read_calls(self._told(), use, num_samples) if use.new_reader else self._told()
 
-    async def _judged(self) -> AsyncGenerator[Event, None]:
+    async def _told(self) -> AsyncGenerator[Event, None]:
         engine, credit = self._grant.engine, self._grant.credit
+        event: Event | None = self._first
         try:
-            async for event in self._told():
+            if self._call.request.output.echo:
+                text = self._prompt_text()
+                for sample in range(max(1, self._call.request.samples.n)):
+                    yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
+            while event is not None:
+                is_last = self._count(event)
                 yield event
+                if is_last:
+                    break
+                event = await self._next()
+            else:
+                raise errors.broken_stream("the engine ended it without a last word")
         except ServiceError as error:
             engine.failed(credit, error)
             self._seen.failed(error)
@@ -78,25 +89,19 @@ class Generation:
         engine.breaker.succeeded(credit)
         self._seen.succeeded()
 
-    async def _told(self) -> AsyncIterator[Event]:
+    def _count(self, event: Event) -> bool:
+        """Whether it is the last one; raises ServiceError where the engine cut the answer off."""
         record = self._call.record
-        if self._call.request.output.echo:
-            text = self._prompt_text()
-            for sample in range(max(1, self._call.request.samples.n)):
-                yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
-        event: Event | None = self._first
-        while event is not None:
-            if event.HasField("finished"):
+        match event.WhichOneof("event"):
+            case "finished":
                 attempts.check_ending(event.finished)
                 record.output_tokens = event.finished.usage.completion_tokens
-                yield event
-                return
-            if event.HasField("sample_finished"):
+                return True
+            case "sample_finished":
                 attempts.check_ending(event.sample_finished)
-            record.output_tokens += event.delta.num_tokens
-            yield event
-            event = await self._next()
-        raise errors.broken_stream("the engine ended it without a last word")
+            case _:
+                record.output_tokens += event.delta.num_tokens
+        return False
 
     def _prompt_text(self) -> str:
         request, prompt = self._call.request, self._grant.prompt
@@ -198,38 +203,21 @@ class Pipeline:
         if name not in ("", self._config.model):
             raise errors.unknown_model(name, self._config.model)
 
-    @contextlib.asynccontextmanager
-    async def serve(self, call: Call) -> AsyncIterator[Answer]:
+    def serve(self, call: Call) -> Serving:
         """An answer that has its first token; leaving the block ends it.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
         """
-        record = call.record
-        record.tenant = call.visit.tenant
+        call.record.tenant = call.visit.tenant
         self._inflight += 1
-        try:
-            async with self.replacer.hold(call):
-                answer = await self._begin(call)
-                try:
-                    yield answer
-                finally:
-                    answer.close()
-            record.status = 200
-        except ServiceError as error:
-            record.status, record.error = errors.http_status(error), error.reason
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
-            raise
-        except BaseException:
-            record.status, record.error = 500, "INTERNAL"
-            raise
-        finally:
-            self._inflight -= 1
-            record.ended = time.monotonic()
-            call.visit.end(record)
-            self._on_end(record)
+        return Serving(call, self._begin, self.replacer.hold(call), self._left)
+
+    def _left(self, call: Call) -> None:
+        self._inflight -= 1
+        call.record.ended = time.monotonic()
+        call.visit.end(call.record)
+        self._on_end(call.record)
 
     def refused(self, record: Record, error: ServiceError) -> None:
         """Counts a request that never became a Call."""
@@ -271,8 +259,7 @@ class Pipeline:
     async def _generate(self, call: Call, prompt: Prompt, side: Side) -> Generation:
         self._placement.budget.requested()
         call.record.degraded.extend(prompt.degraded)
-        wish = make_wish(call, prompt)
-        wish = replace(wish, side=side, is_trial=self._rollout.is_trial(side))
+        wish = make_wish(call, prompt, side, self._rollout.is_trial(side))
         if wish.is_trial:
             try:
                 return await self._tried(wish, call)
@@ -365,10 +352,10 @@ class Pipeline:
         stream = engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
         seen = self._rollout.observe(engine.side, call.record)
         try:
-            async with engine.waits.guard():
-                accepted = await _expect(stream)
-                engine.accepted(grant.credit)
-                first = await _expect(stream)
+            engine.waits.begin(stream)
+            accepted = await _expect(stream)
+            engine.accepted(grant.credit)
+            first = await _expect(stream)
             if first.HasField("finished"):
                 attempts.check_ending(first.finished)
         except BaseException as error:
@@ -380,6 +367,8 @@ class Pipeline:
                 seen.timed_out()
             engine.release(grant.credit)
             raise
+        finally:
+            engine.waits.end(stream)
         engine.began(grant.credit)
         seen.began()
         call.record.ttft_s = time.monotonic() - call.record.arrived

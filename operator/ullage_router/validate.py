@@ -78,6 +78,8 @@ def _check_message(field: str, message: inference_pb2.Message) -> None:
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
+    if not sampling.ByteSize():
+        return
     for name, allowed in SAMPLING_RANGES.items():
         if sampling.HasField(name):
             value = getattr(sampling, name)

@@ -3,10 +3,11 @@
 from ullage.inference.v1 import inference_pb2
 from ullage_router.admission import Grant, Wish
 from ullage_router.answer import Call
+from ullage_router.canary import Side
 from ullage_router.prompts import Prompt
 
 
-def make_wish(call: Call, prompt: Prompt) -> Wish:
+def make_wish(call: Call, prompt: Prompt, side: Side, is_trial: bool) -> Wish:
     """What admission has to know of a request."""
     return Wish(
         prompt=prompt,
@@ -18,6 +19,8 @@ def make_wish(call: Call, prompt: Prompt) -> Wish:
         deadline=call.deadline,
         tenant=call.visit.tenant,
         weight=call.visit.rules.weight,
+        side=side,
+        is_trial=is_trial,
     )
 
 

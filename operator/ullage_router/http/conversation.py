@@ -21,6 +21,8 @@ def from_conversation(chat: ChatRequest) -> inference_pb2.Messages:
 
 def utf8(field: str, text: str) -> str:
     """The text, which must be without unpaired surrogates: they have no UTF-8."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 
@@ -13,6 +14,17 @@ Grammar = inference_pb2.Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TYPES = "text, json_object, json_schema"
+
+
+_grammars = attrgetter(
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_NO_GRAMMAR = _grammars(Common())
 
 
 def logit_bias(common: Common) -> dict[int, float]:
@@ -32,6 +44,8 @@ def grammar(common: Common) -> Grammar | None:
     Raises:
         ServiceError: it is incomplete, or there are two.
     """
+    if _grammars(common) == _NO_GRAMMAR:
+        return None
     asked = common.structured_outputs or StructuredOutputs()
     wanted: dict[str, Callable[[], Grammar | None]] = {
         "response_format": lambda: _from_format(common.response_format),

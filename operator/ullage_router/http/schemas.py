@@ -4,6 +4,7 @@ Fields that this service does not know are ignored, as OpenAI-compatible servers
 that it cannot honour and that would change the meaning of the answer are refused by name.
 """
 
+from operator import attrgetter
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -119,6 +120,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
 
     def refused(self) -> tuple[str, object] | None:
         """The first field that asks for something, with its value."""
+        if _unsupported(self) == _NOTHING:
+            return None
         for name in Unsupported.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not self._is_neutral(name, value):
@@ -131,6 +134,10 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
             return True
         is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
         return is_switch and value in (False, [], {})
+
+
+_unsupported = attrgetter(*Unsupported.__struct_fields__)
+_NOTHING = (None,) * len(Unsupported.__struct_fields__)
 
 
 class Common(Unsupported, frozen=True, kw_only=True):
