@@ -7,7 +7,7 @@ from ullage_router.canary import Side
 from ullage_router.prompts import Prompt
 
 
-def make_wish(call: Call, prompt: Prompt, side: Side, is_trial: bool) -> Wish:
+def make_wish(call: Call, prompt: Prompt, side: Side = Side.STABLE, is_trial: bool = False) -> Wish:
     """What admission has to know of a request."""
     return Wish(
         prompt=prompt,
