@@ -34,7 +34,7 @@ def notes(helm):
 def cluster(tmp_path):
     """A client of a test API server that knows the definition, and the kubeconfig for it."""
 
-    with running() as api, httpx.Client(base_url=api.url, timeout=20) as client:
+    with running() as api, httpx.Client(base_url=api.url, timeout=60) as client:
         assert client.post(CRDS, json=yaml.safe_load(CRD.read_text())).status_code == 201
         yield client, api.kubeconfig(tmp_path)
 

@@ -84,7 +84,7 @@ def test_the_operator_asks_nothing_that_the_chart_does_not_grant(
     hooks = {"request": [note]}
     with (
         running(bookmark_interval=1.0) as api,
-        httpx.Client(base_url=api.url, timeout=20, event_hooks=hooks) as client,
+        httpx.Client(base_url=api.url, timeout=60, event_hooks=hooks) as client,
     ):
         assert client.post(CRDS, json=yaml.safe_load(CRD.read_text())).status_code == 201
         world = World(client, "default", api.kubeconfig(tmp_path), api)

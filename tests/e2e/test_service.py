@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_nothing(service: "Service") -> None:
     assert len(family) >= 5  # router, two servers, two workers
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(60) == 0
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
 

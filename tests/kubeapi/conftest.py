@@ -20,7 +20,7 @@ def api() -> Iterator[ApiServer]:
 @pytest.fixture
 def client(api: ApiServer) -> Iterator[httpx.Client]:
     headers = {"User-Agent": "tester/1.0"}
-    with httpx.Client(base_url=api.url, headers=headers, timeout=10) as opened:
+    with httpx.Client(base_url=api.url, headers=headers, timeout=60) as opened:
         yield opened
 
 
@@ -45,7 +45,7 @@ def apply(client: httpx.Client) -> Callable[..., httpx.Response]:
 def until() -> Callable[[Callable[[], Any]], Any]:
     """Waits until the call answers something true, and returns it."""
 
-    def wait(ask: Callable[[], Any], seconds: float = 10) -> Any:
+    def wait(ask: Callable[[], Any], seconds: float = 60) -> Any:
         end = time.monotonic() + seconds
         while not (answer := ask()):
             assert time.monotonic() < end, "the condition did not come true in time"

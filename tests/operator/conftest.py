@@ -68,7 +68,7 @@ def world(tmp_path: Path) -> Iterator[World]:
                 base_url=info.server,
                 headers={"User-Agent": "tester/1.0", **info.as_http_headers()},
                 verify=info.as_ssl_context(),
-                timeout=20,
+                timeout=60,
             )
         )
         namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"

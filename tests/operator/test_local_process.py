@@ -17,7 +17,7 @@ from ullage_operator.local.pods import Pod
 from ullage_operator.local.process import PodFailed, PodProcess, progress_of
 from ullage_operator.local.runtime import LocalRuntime
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n" + (
     "while True: signal.pause()"

@@ -6,7 +6,7 @@ import logging
 from ullage_operator.workqueue import WorkQueue
 
 
-async def until(ask, seconds=5.0):
+async def until(ask, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not ask():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0.005)

@@ -297,7 +297,7 @@ class Service:
     async def states(self) -> dict[str, str]:
         return {e["id"]: e["state"] for e in (await self.stats())["engines"]}
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Waits for something the router learns over the wire."""
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110 - the condition belongs to others
@@ -378,7 +378,7 @@ async def _connect(
 ) -> Service:
     url = f"http://127.0.0.1:{router.http_port}"
     http = await stack.enter_async_context(
-        httpx.AsyncClient(base_url=url, timeout=20, trust_env=False)
+        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
     )
     client = openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0

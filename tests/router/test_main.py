@@ -70,7 +70,7 @@ def test_a_stop_waits_for_answers(start_service: "StartService", tmp_path: Path)
             )
             assert process.stderr
             url = f"http://127.0.0.1:{(await listening(process.stderr))['http_port']}"
-            async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
                 await ready(http)
                 engine.script.pause = asyncio.Event()
                 body = {"prompt": "x", "stream": True}

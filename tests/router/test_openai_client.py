@@ -34,7 +34,7 @@ async def synchronously(service: "Service", work: Callable[[openai.OpenAI], None
 
     def run() -> None:
         with (
-            httpx.Client(timeout=20, trust_env=False) as http,
+            httpx.Client(timeout=60, trust_env=False) as http,
             openai.OpenAI(base_url=url, api_key="none", http_client=http, max_retries=0) as client,
         ):
             work(client)

@@ -168,7 +168,7 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
 
 def _children() -> list[str]:
     """Command lines of this process's children that are fake workers."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         lines = [Path(f"/proc/{pid}/cmdline") for pid in pids]

@@ -237,7 +237,7 @@ def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: P
     with process, process.stderr:
         assert any("listening" in line for line in process.stderr)
         process.terminate()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
         assert "rror" not in process.stderr.read()
 
 

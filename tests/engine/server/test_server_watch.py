@@ -126,7 +126,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
 
 
 def until(pid: int, condition: Callable[[Vitals], bool]) -> Vitals:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         vitals = read_vitals(pid)
         assert vitals is not None

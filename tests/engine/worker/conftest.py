@@ -206,4 +206,4 @@ def default_config(weights_dir: Path) -> dict[str, Any]:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)

@@ -23,7 +23,7 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
-def until(ask: Callable[[], Any], what: str, seconds: float = 20) -> Any:
+def until(ask: Callable[[], Any], what: str, seconds: float = 90) -> Any:
     end = time.monotonic() + seconds
     while not (answer := ask()):
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
