@@ -10,7 +10,7 @@ target=$1
 suite=bookworm
 mirror=${MIRROR:-http://deb.debian.org/debian}
 security=${SECURITY:-http://deb.debian.org/debian-security}
-export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-0} PYTHONHASHSEED=0 LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-0} PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive
 umask 022
 
 root=$(mktemp -d)
@@ -39,7 +39,7 @@ mkdir -p var/cache/apt/archives/partial var/lib/apt/lists/partial
 sed -i -E 's/^([^:]*:[^:]*):[0-9]*:/\1:0:/' etc/shadow
 # Bytecode that does not depend on when a source was written.
 find usr -name __pycache__ -prune -exec rm -rf {} +
-chroot . python3 -m compileall -q --invalidation-mode unchecked-hash usr/lib/python3.11 || true
+chroot . python3 -m compileall -qf --invalidation-mode unchecked-hash /usr/lib/python3.11 || true
 # (Some files of the standard library's own tests are meant not to compile.)
 
 cd - > /dev/null
