@@ -19,7 +19,7 @@ from ullage_router.errors import refusal
 from ullage_router.placement import Placement
 from ullage_router.prompts import Prompt
 from ullage_router.queue import QueueFull, Ticket, Waiter, WaitingRoom
-from ullage_router.stats import MIB, Record, route_of
+from ullage_router.stats import Record, route_of
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_router.views import Facts, Policy, QueueState
 from ullage_router.window import PrefillWindow, Seat
@@ -271,7 +271,8 @@ class _Climb:
         record.route, record.reason = route_of(run.pool), run.reason
         record.engine = seat.engine.id
         record.step(run.step, run.reason)
-        self._log(logging.INFO)
+        # What is decided at once is told with the answer.
+        self._log(logging.INFO if record.queued_s or self._refused else logging.DEBUG)
 
     def _action(self, run: Run) -> str:
         """The furthest step that was taken, for the one word that headers have room for."""
@@ -355,7 +356,7 @@ class _Climb:
             "decided",
             extra={
                 "request_id": record.request_id,
-                "pred_kv_mb": round((record.predicted_bytes or 0) / MIB, 3),
+                "pred_kv_mb": record.predicted_mib,
                 "admission_action": record.action,
                 "route": record.route,
                 "reason": record.reason,

@@ -94,6 +94,8 @@ class Engines:
         """The model of the first engine that is ready, or of any that introduced itself, of that
         side if it has one."""
         known = [engine for engine in self._known() if engine.model]
+        if len(known) == 1:
+            return known[0].model
         best = sorted(known, key=lambda e: (e.side is not side, e.state != "ready"))
         return best[0].model if best else None
 

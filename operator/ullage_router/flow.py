@@ -7,7 +7,6 @@ token never waits, nor do those of an engine that is slower than that anyway.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -86,7 +85,7 @@ class Buffer:
         self._flow = flow
         self._grant = grant
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[Event, inference_pb2.Delta | None]] = deque()
+        self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
         """With the delta of those that are one."""
         self._tokens = 0
         self._taken = 0
@@ -175,7 +174,7 @@ class Buffer:
         return max(0.0, self._due - self._loop.time())
 
     def _take(self) -> Event:
-        event, delta = self._events.popleft()
+        event, delta = self._events.pop(0)  # of a list no longer than the window
         self._taken += 1
         if delta is not None:
             self._merge(delta)
@@ -187,9 +186,8 @@ class Buffer:
     def _merge(self, delta: inference_pb2.Delta) -> None:
         """Adds what directly follows of the same sample to the first of it."""
         most, tokens, sample = self._flow.coalesce_tokens, delta.num_tokens, delta.sample
-        texts: list[str] = []
-        while tokens < most and self._events:
-            following = self._events[0][1]
+        merged: list[inference_pb2.Delta] = []
+        for _, following in self._events:
             if following is None or following.sample != sample:
                 break
             if tokens + following.num_tokens > most:
@@ -197,16 +195,18 @@ class Buffer:
             if following.reasoning or following.tool_calls:  # they cannot be joined to text
                 break
             tokens += following.num_tokens
-            texts.append(following.text)
+            merged.append(following)
             if following.token_ids:
                 delta.token_ids.extend(following.token_ids)
             if following.logprobs:
                 delta.logprobs.extend(following.logprobs)
-            self._events.popleft()
-            self._taken += 1
-        if texts:
-            delta.text += "".join(texts)
+            if tokens >= most:
+                break
+        if merged:
+            delta.text += "".join([following.text for following in merged])
             delta.num_tokens = tokens
+            self._taken += len(merged)
+            del self._events[: len(merged)]
         self._tokens -= tokens
         self._set_due(tokens)
 

@@ -199,9 +199,9 @@ class _Line:
             tag = event.tag
             if tag not in calls:  # cancelled while this was under way
                 continue
-            if event.HasField("response"):
-                response = event.response
-                kind = response.WhichOneof("event")
+            response = event.response
+            kind = response.WhichOneof("event")
+            if kind is not None or event.HasField("response"):
                 calls[tag].buffer.put(response, kind)
                 if kind != "finished":
                     continue

@@ -66,18 +66,19 @@ def most_tokens(profile: Profile, available: int, prompt_tokens: int = 0, sample
 
     All samples get as long; less than `prompt_tokens` when not even the prompt fits.
     """
-    if not profile.block_bytes:
+    block_bytes = profile.block_bytes
+    if not block_bytes:
         return 0
-    blocks = max(0, available // profile.block_bytes - _originals(prompt_tokens, samples))
+    blocks = max(0, available // block_bytes - _originals(prompt_tokens, samples))
     shared = _shared_blocks(profile, prompt_tokens)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
 
 
 def _shared_blocks(profile: Profile, prompt_tokens: int) -> int:
     """Blocks of a prompt that all its samples share; each computes the last token for itself."""
-    return max(0, prompt_tokens - 1) // profile.block_tokens
+    return (prompt_tokens - 1) // profile.block_tokens if prompt_tokens else 0
 
 
 def _originals(prompt_tokens: int, samples: int) -> int:
     """Blocks that stay until every sample has copied them."""
-    return int(samples > 1 and prompt_tokens > 1)
+    return 1 if samples > 1 and prompt_tokens > 1 else 0

@@ -185,7 +185,8 @@ class RouterService:
         self.measures.ended(record)
         self.metrics.ended(record)
         if log.isEnabledFor(logging.INFO):
-            log.info("answered", extra=record.as_json())
+            decided = {"pred_kv_mb": record.predicted_mib, "admission_action": record.action}
+            log.info("answered", extra=record.as_json() | decided)
 
     def _watch(self) -> None:
         all_engines, watch = self.engines.all, self.metrics.watch

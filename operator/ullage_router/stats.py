@@ -88,6 +88,10 @@ class Record:
             self.action, self.reason = "shrink", "PRESSURE"
             self.step("engine", "PRESSURE")
 
+    @property
+    def predicted_mib(self) -> float:
+        return round((self.predicted_bytes or 0) / MIB, 3)
+
     def predict(self, demand: Demand) -> None:
         self.predicted_bytes = demand.total
 

@@ -180,8 +180,10 @@ class Visit:
 
     def _headers(self) -> Mapping[str, str]:
         """OpenAI's: https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers."""
-        now, quota = time.monotonic(), self._account.quota
-        headers = {}
+        quota, headers = self._account.quota, dict[str, str]()
+        if quota.requests is None and quota.tokens is None:
+            return headers
+        now = time.monotonic()
         for name, bucket in (("requests", quota.requests), ("tokens", quota.tokens)):
             if bucket is not None:
                 left = max(0, math.floor(bucket.refilled(now).level))
@@ -209,7 +211,11 @@ def duration(seconds: float) -> str:
 
 def everybody() -> Visit:
     """A request where there are no tenants."""
-    return Visit(Account("", UNLIMITED, Quota()))
+    return Visit(_nobodys_account())
+
+
+def _nobodys_account() -> Account:
+    return Account("", UNLIMITED, Quota())
 
 
 class Tenants:
@@ -225,6 +231,8 @@ class Tenants:
         self._metrics = metrics
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
+        self._shared = _nobodys_account()
+        """Of all requests where there are no tenants."""
         self._loaded = Loaded()
         self._ring = KeyRing({})
         self._loaded_unix = 0.0
@@ -263,7 +271,7 @@ class Tenants:
                 the tenant is disabled.
         """
         if self._section is None:
-            return everybody()
+            return Visit(self._shared)
         account = self._account(self._authenticate(authorization))
         if not account.rules.enabled:
             raise self._refused(

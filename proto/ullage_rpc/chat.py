@@ -13,6 +13,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ullage_rpc.tool_formats import (
@@ -105,8 +106,20 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, which checks an attribute of a loop as long as one of anything else."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is LoopContext and attribute in _LOOP_VALUES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
+
+
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -84,11 +84,11 @@ def test_a_stop_waits_for_answers(start_service: "StartService", tmp_path: Path)
                     assert rest[-1] == "data: [DONE]"
             _, log = await asyncio.wait_for(process.communicate(), 15)
             assert process.returncode == 0, log.decode()
-            decided = [json.loads(line) for line in log.splitlines() if b'"decided"' in line]
-            assert decided[-1]["admission_action"] == "accept"
-            assert decided[-1]["route"] == "single"
-            assert decided[-1]["pred_kv_mb"] > 0
-            assert decided[-1]["request_id"]
+            told = [json.loads(line) for line in log.splitlines() if b'"answered"' in line]
+            assert told[-1]["admission_action"] == "accept"
+            assert told[-1]["route"] == "single"
+            assert told[-1]["pred_kv_mb"] > 0
+            assert told[-1]["request_id"]
 
     asyncio.run(scenario())
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ullage_router.cascade.trail import header
+from ullage_router.cascade.trail import Attempt, header
 from ullage_router.errors import (
     INVALID_API_KEY,
     RATE_LIMIT_EXCEEDED,
@@ -56,28 +56,33 @@ def error_headers(error: ServiceError) -> Headers:
     return headers
 
 
-def decision_headers(record: Record) -> Headers:
-    """The request's id, and what was decided when something was."""
-    headers = [(b"x-request-id", record.request_id.encode())]
-    headers += [(name.encode(), value.encode()) for name, value in record.limits.items()]
-    if not record.action:
-        return headers
-    headers += [
-        (b"x-ullage-action", record.action.encode()),
-        (b"x-ullage-route", record.route.encode()),
-        (b"x-ullage-degraded", ", ".join(record.degraded).encode()),
-        (b"x-ullage-trail", ", ".join(record.trail).encode()),
-    ]
-    if record.predicted_bytes is not None:
-        headers.append((b"x-ullage-predicted-kv-bytes", str(record.predicted_bytes).encode()))
-    if record.model:
-        headers.append((b"x-ullage-model", record.model.encode()))
-    if record.revision:
-        headers.append((b"x-ullage-revision", record.revision.encode()))
-    if record.attempts:
-        headers.append((b"x-ullage-cascade", header(record.attempts).encode()))
-    if discarded := sum(attempt.discarded_tokens for attempt in record.attempts):
-        headers.append((b"x-ullage-discarded-tokens", str(discarded).encode()))
-    if record.engine:
-        headers.append((b"x-ullage-engine", record.engine.encode()))
-    return headers
+def decision_lines(record: Record) -> bytes:
+    """The request's id, and what was decided when something was, as lines of a head."""
+    lines = f"x-request-id: {record.request_id}\r\n"
+    for name, value in record.limits.items():
+        lines += f"{name}: {value}\r\n"
+    if record.action:
+        lines += (
+            f"x-ullage-action: {record.action}\r\nx-ullage-route: {record.route}\r\n"
+            f"x-ullage-degraded: {', '.join(record.degraded)}\r\n"
+            f"x-ullage-trail: {', '.join(record.trail)}\r\n"
+        )
+        if record.predicted_bytes is not None:
+            lines += f"x-ullage-predicted-kv-bytes: {record.predicted_bytes}\r\n"
+        for name, value in (
+            ("model", record.model),
+            ("revision", record.revision),
+            ("engine", record.engine),
+        ):
+            if value:
+                lines += f"x-ullage-{name}: {value}\r\n"
+        if record.attempts:
+            lines += _cascade(record.attempts)
+    return lines.encode()
+
+
+def _cascade(attempts: list[Attempt]) -> str:
+    lines = f"x-ullage-cascade: {header(attempts)}\r\n"
+    if discarded := sum(attempt.discarded_tokens for attempt in attempts):
+        lines += f"x-ullage-discarded-tokens: {discarded}\r\n"
+    return lines

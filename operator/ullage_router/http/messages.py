@@ -70,18 +70,27 @@ class Reply:
         self.is_complete = False
         self._head = b""
 
-    def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """The answer in one write."""
+    def whole(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
+        """The answer in one write.
+
+        Args:
+            lines: more headers, as they are sent.
+        """
         length = b"content-length: %d\r\n" % len(body)
         self.has_begun = self.is_complete = True
-        head = self._make_head(status, headers, length)
+        head = self._make_head(status, headers, length + lines)
         self._outlet.write(head + body if self._has_body else head)
 
-    def start(self, status: int, headers: Headers) -> None:
-        """The head of an answer whose length is not known; sent with the first piece."""
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
+        """The head of an answer whose length is not known; sent with the first piece.
+
+        Args:
+            lines: more headers, as they are sent.
+        """
         if not self._has_chunks:  # the end of the connection is the end of the reply
             self.is_kept_alive = False
-        self._head = self._make_head(status, headers, _CHUNKED if self._has_chunks else b"")
+        framing = _CHUNKED if self._has_chunks else b""
+        self._head = self._make_head(status, headers, framing + lines)
         self.has_begun = True
 
     async def piece(self, data: bytes) -> None:
@@ -109,8 +118,8 @@ class Reply:
         head, self._head = self._head, b""
         return head
 
-    def _make_head(self, status: int, headers: Headers, framing: bytes) -> bytes:
-        lines = [_STATUS_LINES[status], self._outlet.common_headers, framing]
+    def _make_head(self, status: int, headers: Headers, more: bytes) -> bytes:
+        lines = [_STATUS_LINES[status], self._outlet.common_headers, more]
         for name, value in headers:
             if name == b"connection":
                 self.is_kept_alive = False

@@ -6,7 +6,7 @@ import msgspec
 
 from ullage_router.errors import http_status
 from ullage_router.http.answers import JSON
-from ullage_router.http.errors import decision_headers, envelope, error_headers
+from ullage_router.http.errors import decision_lines, envelope, error_headers
 from ullage_router.http.messages import Headers, Reply
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
@@ -42,9 +42,8 @@ class Writer:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *decision_headers(self._record),
         ]
-        self._reply.start(200, headers)
+        self._reply.start(200, headers, decision_lines(self._record))
         self._is_streaming = True
         if self._keepalive_s:
             self._sent_at = self._loop.time()
@@ -81,9 +80,5 @@ class Writer:
             self._body(http_status(error), envelope(error), error_headers(error))
 
     def _body(self, status: int, body: bytes, headers: Headers) -> None:
-        all_headers = [
-            (b"content-type", b"application/json"),
-            *headers,
-            *decision_headers(self._record),
-        ]
-        self._reply.whole(status, all_headers, body)
+        all_headers = [(b"content-type", b"application/json"), *headers]
+        self._reply.whole(status, all_headers, body, decision_lines(self._record))
