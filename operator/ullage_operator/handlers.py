@@ -26,6 +26,7 @@ class Handlers:
         kopf.on.cleanup(registry=registry)(self.stop)
         kopf.on.probe(registry=registry, id="services")(self.services)
         kopf.on.probe(registry=registry, id="complete")(self.complete)
+        kopf.on.probe(registry=registry, id="leads")(self.leads)
 
     async def log_in(self, **_: Any) -> kopf.ConnectionInfo:
         return connection()
@@ -45,3 +46,7 @@ class Handlers:
     async def complete(self, **_: Any) -> bool:
         """Whether the operator has seen all that is there."""
         return self._controller is not None and self._controller.store.complete
+
+    async def leads(self, **_: Any) -> bool:
+        """Whether this operator acts, or stands by."""
+        return self._controller is not None and self._controller.leads

@@ -11,10 +11,11 @@ import kopf
 import yaml
 from prometheus_client import CollectorRegistry
 
-from ullage_operator.controller import Controller
+from ullage_operator.controller import Controller, Options
+from ullage_operator.election import own_namespace
 from ullage_operator.errors import OperatorError
 from ullage_operator.handlers import Handlers
-from ullage_operator.metrics import ReconcileMetrics, WatchMetrics
+from ullage_operator.lease import Times
 from ullage_operator.naming import METRICS_PORT
 from ullage_operator.settings import VERSION, Settings
 from ullage_operator.transport import connection
@@ -61,9 +62,51 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="look at every service at least this often (%(default)s)",
     )
+    add_election(made)
     made.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     made.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     return made
+
+
+def add_election(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--no-leader-election",
+        action="store_true",
+        help="act without a lease: for clusters in which no second operator can be running",
+    )
+    made.add_argument(
+        "--lease-namespace", metavar="NAME", help="where the lease is (default: the pod's own)"
+    )
+    made.add_argument(
+        "--lease-name",
+        default="ullage-operator",
+        metavar="NAME",
+        help="operators of one lease stand by for one another (%(default)s)",
+    )
+    made.add_argument(
+        "--lease-duration",
+        type=duration,
+        default=Times(),
+        metavar="SECONDS",
+        help="another takes over so long after the last sign of life, 1 to 300 (15)",
+    )
+
+
+def duration(text: str) -> Times:
+    seconds = float(text)
+    if not 1 <= seconds <= 300:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 300 seconds")
+    return Times(seconds)
+
+
+def controller_options(options: argparse.Namespace) -> Options:
+    namespace = options.lease_namespace or own_namespace(options.namespace)
+    return Options(
+        namespaces=tuple(options.namespace),
+        resync_s=options.resync,
+        lease=None if options.no_leader_election else (namespace, options.lease_name),
+        times=options.lease_duration,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,10 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     metrics_registry = CollectorRegistry()
-    metrics, watching = ReconcileMetrics(metrics_registry), WatchMetrics(metrics_registry)
-    handlers = Handlers(
-        lambda: Controller(options.namespace, settings, metrics, watching, options.resync)
-    )
+    chosen = controller_options(options)
+    handlers = Handlers(lambda: Controller(chosen, settings, metrics_registry))
     try:
         stop_metrics = serve_metrics(metrics_registry, options.metrics_port, options.host)
     except OSError as error:

@@ -52,3 +52,15 @@ class WatchMetrics:
 
 def _of(counts: Callable[[], Mapping[str, int]], kind: str) -> float:
     return counts()[kind]
+
+
+class LeadMetrics:
+    """Whether this operator is the one that acts."""
+
+    def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
+        leader = Gauge(
+            "ullage_operator_leader",
+            "1 for the operator that acts, 0 for one that stands by.",
+            registry=registry,
+        )
+        leader.set_function(lambda: float(left_s() > 0))

@@ -45,11 +45,19 @@ class WorkQueue(Generic[Key]):
 
     async def close(self) -> None:
         """Cancels all runs and waits for their end."""
+        await asyncio.gather(*self._cancelled(), return_exceptions=True)
+
+    def drop(self) -> None:
+        """Cancels all runs and forgets all keys."""
+        self._cancelled()
+
+    def _cancelled(self) -> list[asyncio.Task[None]]:
         workers = list(self._workers.values())
         for worker in workers:
             worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
         self._workers.clear()
+        self._dirty.clear()
+        return workers
 
     async def _serve(self, key: Key) -> None:
         dirty, failures = self._dirty[key], 0

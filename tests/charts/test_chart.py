@@ -40,8 +40,9 @@ def by_kind(objects, kind):
 
 
 def rules(objects):
-    """(group, resource) -> verbs of the one role in the objects."""
-    (role, *_) = by_kind(objects, "ClusterRole") or by_kind(objects, "Role")
+    """(group, resource) -> verbs of the one role over what is served."""
+    roles = by_kind(objects, "ClusterRole") or by_kind(objects, "Role")
+    (role, *_) = [role for role in roles if not role["metadata"]["name"].endswith("-lease")]
     return {
         (group, resource): set(rule["verbs"])
         for rule in role["rules"]
@@ -101,7 +102,8 @@ def test_the_pod_is_hardened(render):
 def test_named_namespaces_need_no_cluster_role(render):
     objects = render("watch.namespaces={a,b}")
     assert by_kind(objects, "ClusterRole") == by_kind(objects, "ClusterRoleBinding") == []
-    assert [role["metadata"]["namespace"] for role in by_kind(objects, "Role")] == ["a", "b"]
+    roles = [r for r in by_kind(objects, "Role") if not r["metadata"]["name"].endswith("-lease")]
+    assert [role["metadata"]["namespace"] for role in roles] == ["a", "b"]
     (deployment,) = by_kind(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
@@ -146,6 +148,17 @@ def planned():
         now=datetime.now(UTC), serves=frozenset(k.name for k in OWNED if k.optional)
     )
     return plan(parse(manifest), observed, Settings()).apply
+
+
+def test_only_the_own_lease_may_be_changed(render):
+    objects = render("watch.namespaces={a,b}")
+    (role,) = [r for r in by_kind(objects, "Role") if r["metadata"]["name"].endswith("-lease")]
+    change, make = role["rules"]
+    (deployment,) = by_kind(objects, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert f"--lease-name={change['resourceNames'][0]}" in container["args"]
+    assert (change["verbs"], make["verbs"]) == (["get", "update"], ["create"])
+    assert role["metadata"]["namespace"] == deployment["metadata"]["namespace"]
 
 
 def test_no_wildcards_and_no_secrets(render):

@@ -1,4 +1,7 @@
-"""Manifests shared by the operator's tests."""
+"""Manifests, and an API server with the real operator, shared by the operator's tests.
+
+With KUBECONFIG set it is that API server, in a namespace of its own.
+"""
 
 import contextlib
 import os
@@ -94,8 +97,9 @@ def start(world: World, tmp_path: Path) -> Iterator[Callable[..., Operator]]:
     """Starts an operator; all are stopped at the end."""
     running_ones: list[Operator] = []
 
-    def begin(everywhere: bool = False) -> Operator:
-        running_ones.append(Operator(world, tmp_path / "operator.log", everywhere))
+    def begin(*flags: str, everywhere: bool = False) -> Operator:
+        log = tmp_path / f"operator-{len(running_ones)}.log"
+        running_ones.append(Operator(world, log, everywhere, *flags))
         return running_ones[-1]
 
     yield begin

@@ -74,8 +74,9 @@ class ApiServer:
         self._loop.call_soon_threadsafe(self.objects.close)
 
     def writes(self) -> list[tuple[str, str, int]]:
-        """The requests so far that could change something."""
-        return [request for request in list(self.requests) if request[0] not in ("GET", "HEAD")]
+        """The requests so far that could change something, renewals of leases aside."""
+        asked = list(self.requests)
+        return [r for r in asked if r[0] not in ("GET", "HEAD") and "/leases" not in r[1]]
 
     def kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig file for this server."""

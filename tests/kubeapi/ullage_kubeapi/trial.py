@@ -87,25 +87,36 @@ class World:
 class Operator:
     """`ullage-operator` as a process."""
 
-    def __init__(self, world: World, log: Path, everywhere: bool) -> None:
+    def __init__(self, world: World, log: Path, everywhere: bool, *flags: str) -> None:
         self.probes, self.metrics = _free_port(), _free_port()
         self._log = log.open("ab")
         command = [sys.executable, "-m", "ullage_operator.main", "--host=127.0.0.1"]
-        flags = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
+        ports = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
         scope = [] if everywhere else [f"--namespace={world.namespace}"]
         environment = os.environ | {"KUBECONFIG": str(world.kubeconfig)}
         self.process = subprocess.Popen(
-            [*command, *flags, *scope, "--resync=2"], env=environment, stderr=self._log
+            [*command, *ports, *scope, "--resync=2", *flags], env=environment, stderr=self._log
         )
 
     def reconciled(self, result: str = "ok") -> int:
         """How many reconciliations ended so; 0 before the operator answers."""
+        return int(self.metric(f'reconcile_total{{result="{result}"}}'))
+
+    @property
+    def leads(self) -> bool:
+        return self.metric("leader") == 1
+
+    def metric(self, name: str) -> float:
+        """A metric without its prefix; 0 where it is not, or before the operator answers."""
         try:
-            text = httpx.get(f"http://127.0.0.1:{self.metrics}/metrics").text
+            text = httpx.get(f"http://127.0.0.1:{self.metrics}/metrics", timeout=5).text
         except httpx.TransportError:
-            return 0
-        found = re.search(f'reconcile_total{{result="{result}"}} ([0-9.]+)', text)
-        return int(float(found[1])) if found else 0
+            return 0.0
+        found = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", text, re.M)
+        return float(found[1]) if found else 0.0
+
+    def signal(self, which: signal.Signals) -> None:
+        self.process.send_signal(which)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
