@@ -7,6 +7,7 @@ thousand watches do not fall upon an API server that has just come back.
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from ullage_operator.store import Scope, Store
 
 _FIRST_S, _MOST_S = 0.2, 30.0
 _HEALTHY_S = 10.0
-"""A watch that lived so long has not failed in vain: retries begin anew."""
+"""A watch that lived so long, or told something, has not failed in vain: retries begin anew."""
 _logger = logging.getLogger(__name__)
 
 
@@ -82,16 +83,17 @@ class Watches:
         backoff, revision = Backoff(), ""
         loop = asyncio.get_running_loop()
         while True:
-            begun = loop.time()
+            begun_s, known = loop.time(), math.inf
             try:
                 revision = revision or await self._list(scope)
+                known = self._store.revision(scope)
                 revision = await self._follow(scope, revision)
                 reason, at_least_s = "ended", 0.0
             except Exception as error:
                 reason, at_least_s = self._failed(scope, error)
                 revision = self._resume(scope, revision, error)
             self._metrics.restarts.labels(kind=scope.kind.name, reason=reason).inc()
-            if loop.time() - begun > _HEALTHY_S:
+            if loop.time() - begun_s > _HEALTHY_S or self._store.revision(scope) > known:
                 backoff.reset()
             await asyncio.sleep(backoff.next_s(at_least_s))
 
