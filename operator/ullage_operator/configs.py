@@ -16,6 +16,9 @@ from ullage_operator.sections import Bytes, Seconds, Section
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, Tenants, Tickets
 
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's, where it is: writing is most of what a plan costs."""
+
 
 def engine_config(
     service: Service, pool_name: str, pool: Pool, settings: Settings
@@ -165,7 +168,7 @@ def simplify(value: Any) -> Any:
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(document), sort_keys=False)
+    return yaml.dump(dict(document), Dumper=_DUMPER, sort_keys=False)
 
 
 def digest(text: str) -> str:

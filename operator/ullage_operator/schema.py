@@ -39,7 +39,8 @@ def crd_path() -> Path:
 @functools.cache
 def load_schema() -> Schema:
     """The openAPIV3Schema of the stored version; read once, and changed by nobody."""
-    crd = yaml.safe_load(crd_path().read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
     schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 

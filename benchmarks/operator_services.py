@@ -1,0 +1,221 @@
+"""What many LLMServices cost the operator: CPU at rest, memory, and how soon an edit is applied.
+
+Runs the real operator against the API server that KUBECONFIG names, in a namespace of its own, or
+else against the tests' API server in this process. Prints one line a figure.
+
+    python benchmarks/operator_services.py --services 1000
+    python benchmarks/operator_services.py --quick
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from ullage_operator.kinds import OWNED, SERVICE, kind_of
+from ullage_operator.transport import connection
+
+ROOT = Path(__file__).resolve().parents[1]
+CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+NAMESPACE = "ullage-operator-benchmark"
+STATEFUL_SET = kind_of("apps/v1", "StatefulSet")
+AT_ONCE = 8
+POLL_S = 0.005
+SETTLE_S = 5.0
+PATIENCE_S = 1800.0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--services", type=int, default=1000)
+    made.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
+    made.add_argument("--edits", type=int, default=20)
+    made.add_argument("--quick", action="store_true", help="20 services, 3 s, 3 edits")
+    return made
+
+
+def manifest(number: int) -> dict[str, Any]:
+    return {
+        "apiVersion": SERVICE.api_version,
+        "kind": SERVICE.name,
+        "metadata": {"name": f"s{number}", "namespace": NAMESPACE},
+        "spec": {
+            "model": {"source": "file:///model", "name": "m"},
+            "device": "cpu",
+            "pools": {"single": {"replicas": 0}},
+        },
+    }
+
+
+@contextlib.contextmanager
+def api_server() -> Iterator[None]:
+    """KUBECONFIG names an API server within the block."""
+    if os.environ.get("KUBECONFIG"):
+        yield
+        return
+    sys.path.insert(0, str(ROOT / "tests" / "kubeapi"))
+    from ullage_kubeapi.server import running
+
+    with tempfile.TemporaryDirectory() as folder, running(collects=False) as api:
+        os.environ["KUBECONFIG"] = str(api.kubeconfig(Path(folder)))
+        yield
+
+
+@contextlib.contextmanager
+def operator() -> Iterator[tuple[psutil.Process, str]]:
+    """The operator as a process, and the URL of its metrics."""
+    probes, metrics = free_port(), free_port()
+    ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
+    flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]
+    command = [sys.executable, "-m", "ullage_operator.main", *ports, *flags]
+    process = subprocess.Popen(command)
+    try:
+        yield psutil.Process(process.pid), f"http://127.0.0.1:{metrics}/metrics"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """With the namespace and the definition; the namespace goes at the end."""
+    info = connection()
+    verify, headers = info.as_ssl_context(), info.as_http_headers()
+    async with httpx.AsyncClient(
+        base_url=info.server, verify=verify, headers=headers, timeout=60
+    ) as opened:
+        await opened.post("/api/v1/namespaces", json={"metadata": {"name": NAMESPACE}})
+        await opened.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+        await is_served(opened)
+        try:
+            yield opened
+        finally:
+            await opened.delete(f"/api/v1/namespaces/{NAMESPACE}")
+
+
+async def is_served(api: httpx.AsyncClient) -> None:
+    for _ in range(600):
+        if (await api.get(SERVICE.path(NAMESPACE))).status_code == 200:
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError("the API server does not serve LLMServices")
+
+
+async def create(api: httpx.AsyncClient, count: int) -> None:
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            made = await api.post(SERVICE.path(NAMESPACE), json=manifest(number))
+            made.raise_for_status()
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+
+async def all_reported(api: httpx.AsyncClient, count: int) -> None:
+    """Waits until every service has a status."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        listed = (await api.get(SERVICE.path(NAMESPACE))).json()["items"]
+        if sum("conditions" in item.get("status", {}) for item in listed) == count:
+            return
+        await asyncio.sleep(1.0)
+    raise TimeoutError(f"not all of {count} services were reconciled in {PATIENCE_S} s")
+
+
+async def edit(api: httpx.AsyncClient, number: int, replicas: int) -> float:
+    """Seconds from the edit's answer until the StatefulSet has it."""
+    body = {"spec": {"pools": {"single": {"replicas": replicas}}}}
+    headers = {"Content-Type": "application/merge-patch+json"}
+    path = SERVICE.path(NAMESPACE, f"s{number}")
+    (await api.patch(path, json=body, headers=headers)).raise_for_status()
+    begun = time.perf_counter()
+    path = STATEFUL_SET.path(NAMESPACE, f"s{number}-single")
+    while (await api.get(path)).json()["spec"]["replicas"] != replicas:
+        if time.perf_counter() - begun > PATIENCE_S:
+            raise TimeoutError(f"the edit of s{number} was not applied")
+        await asyncio.sleep(POLL_S)
+    return time.perf_counter() - begun
+
+
+async def figures(
+    process: psutil.Process, metrics: str, options: argparse.Namespace
+) -> AsyncIterator[tuple[str, float, str]]:
+    async with client() as api:
+        begun = time.perf_counter()
+        await create(api, options.services)
+        await all_reported(api, options.services)
+        yield "created and reconciled", time.perf_counter() - begun, "s"
+        await asyncio.sleep(SETTLE_S)
+        before = cpu_s(process)
+        await asyncio.sleep(options.seconds)
+        yield "CPU at rest", 100 * (cpu_s(process) - before) / options.seconds, "% of a core"
+        yield "memory", process.memory_info().rss / 2**20, "MiB"
+        step = max(1, options.services // options.edits)
+        took = [
+            await edit(api, number * step % options.services, 1) for number in range(options.edits)
+        ]
+        yield "edit to applied, median", 1000 * statistics.median(took), "ms"
+        yield "edit to applied, most", 1000 * max(took), "ms"
+        told = (await api.get(metrics)).text
+        yield "mean reconciliation", 1000 * mean_s(told), "ms"
+        yield "objects watched", watched(told), ""
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def mean_s(text: str) -> float:
+    found = {name: value for name, _, value in samples(text)}
+    name = "ullage_operator_reconcile_seconds"
+    return found[f"{name}_sum"] / max(1.0, found[f"{name}_count"])
+
+
+def watched(text: str) -> float:
+    kinds = {kind.name for kind in OWNED}
+    named = "ullage_operator_objects"
+    return sum(value for name, labels, value in samples(text)
+               if name == named and labels["kind"] in kinds)  # fmt: skip
+
+
+async def main() -> None:
+    options = parser().parse_args()
+    if options.quick:
+        options.services, options.seconds, options.edits = 20, 3.0, 3
+    with api_server(), operator() as (process, metrics):
+        print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
+        async for what, value, unit in figures(process, metrics, options):
+            print(f"{what:>24}  {value:10.1f} {unit}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
