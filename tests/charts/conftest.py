@@ -45,10 +45,14 @@ def render(helm: Callable[..., subprocess.CompletedProcess]) -> Callable[..., li
     """render("key=value", ...): the chart's objects with these values set."""
 
     def objects(*values: str) -> list[dict[str, Any]]:
+        return [obj for obj in yaml.load_all(text(*values), yaml.CSafeLoader) if obj]
+
+    @functools.cache
+    def text(*values: str) -> str:
         sets = [part for value in values for part in ("--set", value)]
         done = helm("template", "release", str(CHART), "--namespace", "ullage-system", *sets)
         assert done.returncode == 0, done.stderr
-        return [obj for obj in yaml.load_all(done.stdout, yaml.CSafeLoader) if obj]
+        return done.stdout
 
     return objects
 

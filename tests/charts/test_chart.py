@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from ullage_operator.kinds import OWNED
+from ullage_operator.main import parser
 from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.naming import operator_selector, selector
 from ullage_operator.plan import Observed, plan
@@ -28,6 +29,8 @@ VALUE_SETS = [
     (),
     ("crds.enabled=false",),
     ("watch.namespaces={a,b}",),
+    ("replicas=2", "leaderElection.leaseSeconds=5"),
+    ("leaderElection.enabled=false",),
     ("podMonitor.enabled=true", "podMonitor.additionalLabels.release=prometheus"),
     ("serviceAccount.create=false", "serviceAccount.name=mine", "rbac.create=false"),
     ("fullnameOverride=other", "image.tag=v1", "imagePullSecrets[0].name=registry"),
@@ -176,6 +179,26 @@ def test_several_operators_are_spread_and_not_drained_together(render):
     assert spread["preferredDuringSchedulingIgnoredDuringExecution"]
     # A single one may be moved: a budget would keep its node from being drained.
     assert by_kind(render(), "PodDisruptionBudget") == []
+
+
+def test_without_an_election_there_is_never_a_second_operator(render, helm):
+    objects = render("leaderElection.enabled=false")
+    (deployment,) = by_kind(objects, "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert not [obj for obj in objects if obj["metadata"]["name"].endswith("-lease")]
+    refused = ("--set", "leaderElection.enabled=false,replicas=2")
+    done = helm("template", "release", str(CHART), *refused)
+    assert done.returncode != 0 and "several operators need leaderElection" in done.stderr
+    (deployment,) = by_kind(render(), "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "RollingUpdate"}
+
+
+@pytest.mark.parametrize("values", VALUE_SETS)
+def test_the_operator_understands_its_arguments(render, values):
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["ullage-operator"]
+    assert parser().parse_args(container["args"])
 
 
 def images(render, *values):

@@ -17,6 +17,8 @@ FLOATING = ("podSecurityContext", "securityContext", "resources")
 
 SAMPLES: dict[str, Any] = {
     "replicas": 2,
+    "leaderElection.enabled": False,
+    "leaderElection.leaseSeconds": 5,
     "image.repository": "registry.example/operator",
     "image.tag": "v2",
     "image.digest": DIGEST,
@@ -219,6 +221,7 @@ def test_the_schema_knows_every_value_and_no_other():
         ("image.pullPolicy", "Sometimes"),
         ("image.repository", ""),
         ("replicas", 0),
+        ("leaderElection.leaseSeconds", 0.5),
         ("logLevel", "loud"),
         ("watch.namespaces", ["A_B"]),
         ("watch.namespaces", ["a", "a"]),
