@@ -73,6 +73,8 @@ class Actor:
         if found is None:
             await self._check_free(manifest, obj)
         if found is None or has_drifted(obj, found):
+            if found is not None and leaves_replicas(obj):
+                await self._cluster.keep_replicas(found)
             written = await self._cluster.apply(obj)
             self._store.written(written)
             deeds.applied(obj, found, written)
@@ -97,3 +99,8 @@ class Actor:
             f"{named(obj)} exists and is not this service's: "
             "delete it, or name the LLMService otherwise"
         )
+
+
+def leaves_replicas(obj: Object) -> bool:
+    """Whether somebody else sets how many pods the object has."""
+    return bool(obj["kind"] == "StatefulSet" and "replicas" not in obj["spec"])

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from ullage_operator.errors import ClusterForgets, ClusterUnavailable, KindAbsent
 from ullage_operator.kinds import SERVICE, Kind, kind_of
-from ullage_operator.naming import API_VERSION, FIELD_MANAGER, KIND
+from ullage_operator.naming import API_VERSION, FIELD_MANAGER, KIND, SCALE_MANAGER
 from ullage_operator.transport import Transport, translated
 
 Object = dict[str, Any]
@@ -107,6 +107,23 @@ class Cluster:
             raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
         return answer
 
+    async def keep_replicas(self, live: Object) -> None:
+        """Makes the number of an object's pods belong to another manager too.
+
+        What nobody else owns an apply that leaves it out would set back to its default.
+
+        Raises:
+            ClusterUnavailable: the object has changed since it was read.
+        """
+        meta = live["metadata"]
+        body = {
+            "apiVersion": live["apiVersion"],
+            "kind": live["kind"],
+            "metadata": {k: meta[k] for k in ("name", "namespace", "resourceVersion")},
+            "spec": {"replicas": live["spec"]["replicas"]},
+        }
+        await self._write("PATCH", path_of(live), body, _APPLY, SCALE_MANAGER)
+
     async def apply_status(self, service: Object, status: Object) -> Object | None:
         """Sets the LLMService's status; None where the service is gone."""
         meta = service["metadata"]
@@ -157,12 +174,17 @@ class Cluster:
         await self._write("DELETE", path_of(obj), body)
 
     async def _write(
-        self, method: str, path: str, body: Object, content_type: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: Object,
+        content_type: str = "application/json",
+        manager: str = FIELD_MANAGER,
     ) -> Object | None:
         left_s = self._may_write_s()
         if left_s <= 0:
             raise ClusterUnavailable(f"{method} {path}: another operator leads", 1.0)
-        params = _MANAGER | ({"force": "true"} if content_type == _APPLY else {})
+        params = {"fieldManager": manager} | ({"force": "true"} if content_type == _APPLY else {})
         timeout_s = min(left_s, _WRITE_S)
         return await self._transport.ask(method, path, params, body, content_type, timeout_s)
 

@@ -32,6 +32,8 @@ class Workload:
     ready: int = 0
     settled: bool = False
     """Its controller has seen the newest spec, and every pod is of it."""
+    sleeps: bool = False
+    """Without pods, a request wakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def findings(
 
 def availability(router: Workload, pools: Sequence[Workload]) -> Finding:
     if not any(pool.desired for pool in pools):
+        if router.ready and any(pool.sleeps for pool in pools):
+            return Finding(AVAILABLE, True, "Asleep", "the next request wakes a pool")
         return Finding(AVAILABLE, False, "ScaledToZero", "no pool asks for an engine")
     if not any(pool.ready for pool in pools):
         return Finding(AVAILABLE, False, "NoEngineReady", counts(pools))
@@ -114,6 +118,8 @@ def readiness(
         return Finding(READY, False, troubles[0].reason, told(troubles))
     if not available.holds:
         return Finding(READY, False, available.reason, available.message)
+    if available.reason == "Asleep":
+        return Finding(READY, True, available.reason, available.message)
     if lacking:
         return Finding(READY, False, "PodsNotReady", counts(lacking))
     workloads = [router, *pools]

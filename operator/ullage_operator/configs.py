@@ -12,6 +12,7 @@ import yaml
 
 from ullage_operator import naming
 from ullage_operator.pools import Pool
+from ullage_operator.scaling import may_sleep
 from ullage_operator.sections import Bytes, Seconds, Section
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, Tenants, Tickets
@@ -58,8 +59,12 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
     """What every router of a service reads; a target's A records are the ready engines."""
     spec = service.spec
     pools = [
-        {"name": name, "targets": [f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}"]}
-        for name, _ in spec.pools.items()
+        {
+            "name": name,
+            "targets": [f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}"],
+            "sleeps": may_sleep(pool),
+        }
+        for name, pool in spec.pools.items()
     ]
     return {
         "model": spec.model.name,
@@ -80,6 +85,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
             "threshold": spec.memory.threshold,
             "safety_reserve": int(spec.memory.safety_reserve),
         },
+        "slo": {"ttft_p95": float(spec.slo.ttft_p95)},
         **tls_config(service),
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         **cascade_config(service),

@@ -12,6 +12,7 @@ from ullage_operator.lease import Candidacy, Times
 from ullage_operator.metrics import LeadMetrics, ReconcileMetrics, WatchMetrics
 from ullage_operator.publisher import Publisher
 from ullage_operator.reconcile import Reconciler
+from ullage_operator.scaler import Scaler
 from ullage_operator.settings import Settings
 from ullage_operator.store import Scope, ServiceKey, Store
 from ullage_operator.watch import Watches
@@ -53,6 +54,7 @@ class Controller:
         watching.count([kind.name for kind in WATCHED], self.store.counts)
         publisher = Publisher(self._cluster)
         self._healer = Healer(self._cluster, publisher, self._wake)
+        self._scaler = Scaler[ServiceKey](self._wake)
         self._reconciler = Reconciler(
             self._cluster,
             self.store,
@@ -61,10 +63,11 @@ class Controller:
             options.resync_s,
             publisher,
             self._healer,
+            self._scaler,
         )
         self._queue: WorkQueue[ServiceKey] = WorkQueue(self._reconciler.reconcile)
         self._election = options.lease and Election(
-            self._cluster, lead, options.lease, self._gained, self._queue.drop
+            self._cluster, lead, options.lease, self._gained, self._lost
         )
 
     @property
@@ -80,6 +83,7 @@ class Controller:
         await self._watches.close()
         await self._queue.close()
         await self._healer.close()
+        await self._scaler.close()
         await self._reconciler.close()
         if self._election:
             await self._election.close()  # last: until here all that was written had to be
@@ -89,6 +93,10 @@ class Controller:
         if self.store.complete:
             for key in self.store.services():
                 self._queue.add(key)
+
+    def _lost(self) -> None:
+        self._queue.drop()
+        self._scaler.drop()
 
     def _wake(self, key: ServiceKey) -> None:
         if self.leads:

@@ -51,6 +51,8 @@ OWNED = (
     _owned("apps/v1", "StatefulSet", "statefulsets"),
     _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    _owned("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers", optional=True),
+    _owned("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", optional=True),
     _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
 )
 """Every kind that a plan may hold."""

@@ -9,6 +9,8 @@ KIND = "LLMService"
 PLURAL = "llmservices"
 
 FIELD_MANAGER = "ullage-operator"
+SCALE_MANAGER = "ullage-operator-scale"
+"""Of replicas that others set."""
 CONFIG_HASH = f"{GROUP}/config-hash"
 """Pod annotation; a changed configuration changes it, and so rolls the pods."""
 ROLLOUT = f"{GROUP}/rollout"

@@ -5,7 +5,7 @@ pods as processes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -28,6 +28,16 @@ from ullage_operator.manifests import (
     pod_monitors,
     pool_objects,
     router_objects,
+)
+from ullage_operator.scaler_objects import scaler_objects, without_replicas
+from ullage_operator.scaling import (
+    NOTHING,
+    Decided,
+    left_to_others,
+    may_sleep,
+    pool_scaling,
+    scaled,
+    scaling_finding,
 )
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
@@ -82,6 +92,8 @@ class Observed:
     """The annotation by which people steer its rollout."""
     trials: Sequence[Trial] = ()
     """What routers counted of a canary, as far as they were asked."""
+    decided: Decided = NOTHING
+    """How many engines pools should have, where the operator decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,7 @@ class Plan:
 
 def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     """Everything that should exist, what should no longer, and what to report."""
+    service = scaled(service, observed.objects, observed.decided)
     rolling = roll(service, seen_of(observed), settings)
     wanted = wanted_objects(service, rolling, observed, settings)
     keys = {key_of(item) for item in wanted}
@@ -138,7 +151,11 @@ def wanted_objects(
     objects = rollout_objects(service, rolling, settings) + engine_objects(service)
     for name, pool in rolling.stable.spec.pools.items():
         made = pool_objects(rolling.stable, name, pool, settings)
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
+        if left_to_others(pool, observed.objects.get(key)):
+            made = without_replicas(made)
         objects += marked(made, rolling.state.stable)
+        objects += scaler_objects(service, name, pool, observed.serves)
     objects += router_objects(service, settings, router_file(rolling))
     return objects + (pod_monitors(service) if "PodMonitor" in observed.serves else [])
 
@@ -187,11 +204,13 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
     pools = {}
     for pool_name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
-        pools[pool_name] = observe(pool_name, pool.replicas, live.get(key))
+        seen = observe(pool_name, pool.replicas, live.get(key))
+        pools[pool_name] = replace(seen, sleeps=may_sleep(pool))
     wrong = troubles(stable_pods(observed), observed.now, observed.lost_nodes)
     wrong += held_troubles(verdict.held)
     found = [*findings(router, list(pools.values()), wrong), finding(rolling)]
     found += surroundings(observed.serves, observed.missing)
+    found += scaling_finding(service, observed.decided, observed.serves)
     host = f"{name}.{service.namespace}.svc"
     return {
         "observedGeneration": service.generation,
@@ -226,7 +245,14 @@ def pool_status(service: Service, pool: str, workload: Workload, observed: Obser
         "restarts": sum(restarts(pod) for pod in observed.pods if pool_of(pod) == pool),
         "selector": naming.selector_text(match),
         **({"headroom": headroom.status()} if headroom else {}),
+        **size_status(service, pool, observed),
     }
+
+
+def size_status(service: Service, pool: str, observed: Observed) -> Manifest:
+    """How many engines the pool is to have, and why they were changed last."""
+    before = observed.status.get("pools", {}).get(pool, {})
+    return pool_scaling(service.spec.pools[pool], observed.decided.changes.get(pool), before)
 
 
 def healing_status(observed: Observed, verdict: Verdict) -> Manifest:

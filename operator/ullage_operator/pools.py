@@ -44,8 +44,38 @@ class Placing(Section, frozen=True, kw_only=True):
     pod_annotations: dict[str, str] = field(default_factory=dict)
 
 
+class Targets(Section, frozen=True, kw_only=True):
+    kv_utilization: float
+    queue_wait: Seconds
+    ttft: bool
+
+
+class Pace(Section, frozen=True, kw_only=True):
+    """How fast the number of pods changes in one direction."""
+
+    window: Seconds
+    pods: int
+    percent: int
+    period: Seconds
+
+
+class Autoscaling(Section, frozen=True, kw_only=True):
+    enabled: bool
+    provider: str
+    min_replicas: int
+    max_replicas: int
+    warm_spares: int
+    targets: Targets
+    scale_up: Pace
+    scale_down: Pace
+    idle_after: Seconds
+    prometheus_url: str | None = None
+
+
 class Pool(Placing, frozen=True, kw_only=True):
     replicas: int
+    """Engine pods; where they follow demand, the number of this moment."""
+    autoscaling: Autoscaling | None = None
     gpus: int
     gpu_resource_name: str
     parallelism: Parallelism

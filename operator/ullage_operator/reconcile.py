@@ -15,6 +15,8 @@ from ullage_operator.measures import Measures
 from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.plan import Observed, Plan, plan, seen_of
 from ullage_operator.publisher import Publisher
+from ullage_operator.scaler import Followed, Scaler, router_addresses
+from ullage_operator.scaling import scaled, scaled_here
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, parse_stored
 from ullage_operator.status import failed_status, observe
@@ -47,6 +49,7 @@ class Reconciler:
         resync_s: float,
         publisher: Publisher,
         healer: Healer,
+        scaler: Scaler[ServiceKey],
     ) -> None:
         self._cluster = cluster
         self._store = store
@@ -57,6 +60,7 @@ class Reconciler:
         self._metrics = metrics
         self._resync_s = resync_s
         self._measures = Measures()
+        self._scaler = scaler
         self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
 
     async def reconcile(self, key: ServiceKey) -> float | None:
@@ -79,6 +83,7 @@ class Reconciler:
         self._parsed.pop(key, None)
         self._healer.forget(key)
         self._measures.forget(key)
+        self._scaler.forget(key)
         return None
 
     async def _step(self, key: ServiceKey) -> tuple[str, float | None]:
@@ -126,6 +131,7 @@ class Reconciler:
         try:
             service = self._service(key, manifest)
             observed = await self._healer.examine(key, service, observed)
+            observed = self._sized(key, service, observed)
             decided = plan(service, observed, self._settings)
             if denied := await self._actor.act(key, manifest, decided, observed):
                 missing = (*observed.missing, *map(str, denied))
@@ -141,6 +147,15 @@ class Reconciler:
             status = failed_status(observed, generation, "ApplyFailed", str(error))
             return Outcome("permanent", status)
         return Outcome("ok", decided.status, decided)
+
+    def _sized(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
+        """With what is decided about the size of its pools."""
+        policies = scaled_here(service)
+        followed = Followed(policies, router_addresses(observed.pods) if policies else ())
+        pools = scaled(service, observed.objects, observed.decided).spec.pools
+        current = {name: pool.replicas for name, pool in pools.items()}
+        decided = self._scaler.follow(key, followed, current)
+        return dataclasses.replace(observed, decided=decided)
 
     def _service(self, key: ServiceKey, manifest: Object) -> Service:
         """The parsed service; checking a spec takes longer than all the rest, so once is enough."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA"}
+_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL"}
 
 
 def camel(name: str) -> str:

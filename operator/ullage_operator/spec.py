@@ -107,11 +107,18 @@ class Prefill(Section, frozen=True, kw_only=True):
     mlp_products: int
 
 
+class Wake(Section, frozen=True, kw_only=True):
+    max_requests: int
+    max_bytes: Bytes
+    timeout: Seconds
+
+
 class Routing(Section, frozen=True, kw_only=True):
     large_request_tokens: int
     large_request_kv: Bytes
     ladder: tuple[str, ...]
     rungs: Rungs
+    wake: Wake
     queue: Queue
     placement: Placement
     prefill: Prefill

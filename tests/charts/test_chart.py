@@ -144,7 +144,17 @@ def planned():
         "metadata": {"name": "s", "namespace": "n", "uid": "u"},
         "spec": {
             "model": {"source": "file:///m", "name": "m"},
-            "pools": {"single": {}, "large": pool},
+            "pools": {
+                "single": {"autoscaling": {"maxReplicas": 2, "provider": "hpa"}},
+                "large": pool
+                | {
+                    "autoscaling": {
+                        "maxReplicas": 2,
+                        "provider": "keda",
+                        "prometheusURL": "http://prometheus:9090",
+                    }
+                },
+            },
         },
     }
     observed = Observed(
