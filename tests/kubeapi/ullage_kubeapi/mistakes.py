@@ -147,6 +147,32 @@ FORMS = [
     ),
 ]
 
+SCALE = SINGLE + "autoscaling"
+
+
+def scaling(field: str, text: str, **given: Any) -> Wrong:
+    """What a rule refuses of pool single's autoscaling."""
+    return rule(f"{SCALE}.{field}", text, {SCALE: {"maxReplicas": 4} | given})
+
+
+SCALING = (
+    scaling("minReplicas", "minReplicas must not exceed maxReplicas", minReplicas=5),
+    scaling("warmSpares", "warmSpares must not exceed maxReplicas", warmSpares=5),
+    scaling("warmSpares", "a pool with warm spares never sleeps", warmSpares=1, minReplicas=0),
+    scaling("warmSpares", "only provider ullage keeps warm spares", warmSpares=1, provider="hpa"),
+    scaling("minReplicas", "cannot wake a pool", minReplicas=0, provider="hpa"),
+    scaling("prometheusURL", "where provider keda asks", provider="keda"),
+    scaling("targets.kvUtilization", "at least 0.05", targets={"kvUtilization": 0.01}),
+    scaling("targets.queueWait", "from 10ms to 10m", targets={"queueWait": "0s"}),
+    scaling("scaleUp.window", "such as 0s", scaleUp={"window": "2h"}),
+    scaling("scaleUp.period", "such as 15s", scaleUp={"period": "0s"}),
+    scaling("scaleDown.window", "such as 5m", scaleDown={"window": "2h"}),
+    scaling("scaleDown.period", "such as 1m", scaleDown={"period": "1h"}),
+    scaling("idleAfter", "from 1s to 24h", idleAfter="100ms"),
+    rule("routing.wake.timeout", "from 1s to 1h", value="2h"),
+)
+"""About the size of pools."""
+
 RULES = [
     rule("metadata.name", "name must be at most 40 characters", value="d" * 41),
     rule("metadata.name", "name must be lower-case letters", value="1demo"),
@@ -352,6 +378,7 @@ RULES = [
     rule("cascade.steps", "must name each address once", value=[OTHER, OTHER]),
     rule("healing.silentAfter", "must be at least 30s", value="10s"),
     rule("healing.backoff", "first must be at most max", value={"first": "2h", "max": "1m"}),
+    *SCALING,
     rule("rollout.weightSteps", "name each weight once", value=[10, 30, 30]),
     rule("rollout.weightSteps", "put the smallest weight first", value=[30, 10]),
     rule("rollout.stepDuration", "must not exceed rollout.maxWait", {"rollout": LONG_STEP}),
