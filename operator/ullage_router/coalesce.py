@@ -88,7 +88,7 @@ class Coalescer:
         asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second}"
         key = key_of(call.request, asker)
         found = self._open.get(key)
-        if found and found.is_joinable:
+        if found and found.is_joinable and call.deadline <= found.call.deadline:
             self.joined += 1
             call.record.coalesced_with = found.call.record.request_id
             return found
@@ -113,7 +113,7 @@ class _Generation:
     def __init__(self, call: Call, window_s: float) -> None:
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
-        # It must outlast all who may join; each of them watches its own time limit.
+        # So it outlasts all who join with the same limit; each of them watches its own.
         timeout_s = call.timeout_s + self._longest_s
         self.call = replace(
             call, record=replace(call.record, degraded=[], trail=[]), timeout_s=timeout_s

@@ -290,6 +290,9 @@ class Plain:
             self._buffer.end()
         except ServiceError as error:
             self._buffer.end(error)
+        except BaseException:  # its channel was closed, or there is a bug: the reader must be told
+            self._buffer.end(_broken())
+            raise
 
     def _grant(self, responses: int) -> None:
         for _ in range(responses):

@@ -1,5 +1,6 @@
 """Has the served model write a summary: a request of the router's own through its pipeline."""
 
+import asyncio
 import uuid
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from ullage_router.stats import Record
 from ullage_router.stream import Pipeline
 from ullage_router.tokenize import PromptError
 from ullage_rpc.errors import ServiceError
+from ullage_rpc.tool_formats import Turn
 
 INSTRUCTION = (
     "Sum up the conversation below as briefly as you can. Keep every name, number, date, address "
@@ -33,7 +35,9 @@ class Writer:
         """The model's summary; empty when no engine serves it or it has no end."""
         pipeline = self._pipeline()
         try:
-            prompt = pipeline.model("").render([{"role": "user", "content": INSTRUCTION + text}])
+            turns: list[Turn] = [{"role": "user", "content": INSTRUCTION + text}]
+            render = pipeline.model("").render
+            prompt = await asyncio.to_thread(render, turns)  # a long text, which takes its time
             return await self._answer(pipeline, self._call(prompt, max_tokens))
         except (ServiceError, PromptError):
             return ""

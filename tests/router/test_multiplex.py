@@ -12,7 +12,7 @@ import pytest
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
 from ullage_router.flow import Flow
-from ullage_router.multiplex import Multiplexer
+from ullage_router.multiplex import Multiplexer, Plain
 from ullage_rpc.channels import new_server, open_channel
 from ullage_rpc.errors import ServiceError, from_status
 from ullage_rpc.guard import MAX_REQUEST_BYTES
@@ -293,5 +293,22 @@ def test_an_engine_that_stops_in_a_stream_ends_the_answer(start_service: "StartS
             await engine.start(int(engine.address.rpartition(":")[2]))
             await service.until(lambda: service.engine_state("single-0") == "ready", WAIT_S)
             assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_plain_call_whose_channel_is_closed_tells_its_reader() -> None:
+    async def scenario() -> None:
+        async with served() as (engine, stub), asyncio.timeout(WAIT_S):
+            stream = stub.Generate(ask("a", 2, "wait"))
+            call = Plain(stream, Flow())
+            assert (await call.read()).HasField("accepted")  # type: ignore[union-attr]
+            reading = asyncio.ensure_future(call.read())
+            await asyncio.sleep(0)
+            stream.cancel()  # as the closing of its channel does
+            with pytest.raises(ServiceError) as caught:
+                await reading
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: "a" in engine.ended)
 
     asyncio.run(scenario())

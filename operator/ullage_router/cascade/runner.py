@@ -64,10 +64,15 @@ class Cascade:
         _check_path(call.path, self.policy.name)
         chosen = plan(traits(call.request), self._load(), self.policy)
         run = _Run(self, call, own, chosen)
+        held: Held | None = None
         try:
             held = await run.answer()
-        finally:
             await run.drop_rest()
+        except BaseException:  # also of a client that goes while the rest is dropped
+            if held:
+                held.close()
+            await run.drop_rest()
+            raise
         held.tell(call.record)
         return held
 
@@ -115,7 +120,9 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """Ends what was begun and is not the answer."""
+        """Ends what was begun and is not the answer; all of it, even when cancelled meanwhile."""
+        for task in self._tasks.values():
+            _end(task)
         for step in list(self._tasks):
             self._ended(step, "lost", await self._drop(step))
 
@@ -183,7 +190,7 @@ class _Run:
     async def _drop(self, step: int) -> Held | None:
         """Ends a step's work and returns its answer if it had begun one."""
         task = self._tasks.pop(step)
-        task.cancel()
+        _end(task)
         (held,) = await asyncio.gather(task, return_exceptions=True)
         if not isinstance(held, Held):
             return None
@@ -209,6 +216,17 @@ class _Run:
         )
         self._call.record.attempts.append(attempt)
         self._cascade.ended(attempt)
+
+
+def _end(task: asyncio.Task[Held]) -> None:
+    """Cancels it, or closes the answer that it has begun in the meantime."""
+    task.cancel()
+    task.add_done_callback(_close)
+
+
+def _close(task: asyncio.Task[Held]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
 
 
 def _outcome(error: ServiceError) -> Outcome:
