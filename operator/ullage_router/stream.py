@@ -338,18 +338,26 @@ class Pipeline:
             return ()
         return (self._office.proof(engine.id, request),)
 
+    def _sent(self, call: Call, grant: Grant) -> Source:
+        engine, request = grant.engine, engine_request(call, grant)
+        flow = self._whole_flow
+        if call.is_streamed:
+            flow = paced(self._flow, call.visit.rules.tokens_per_second)
+        metadata = (*call.metadata, *self._proof(engine, request))
+        return engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
+
     async def _send(self, call: Call, grant: Grant) -> Generation:
         """Sends the request and waits for its first token.
 
         Raises:
             ServiceError: the engine refused or failed.
         """
-        engine, request = grant.engine, engine_request(call, grant)
-        flow = self._whole_flow
-        if call.is_streamed:
-            flow = paced(self._flow, call.visit.rules.tokens_per_second)
-        metadata = (*call.metadata, *self._proof(engine, request))
-        stream = engine.generate(request, max(0.001, call.remaining_s), metadata, flow)
+        engine = grant.engine
+        try:
+            stream = self._sent(call, grant)
+        except BaseException:
+            engine.release(grant.credit)
+            raise
         seen = self._rollout.observe(engine.side, call.record)
         try:
             engine.waits.begin(stream)
