@@ -2,7 +2,8 @@
 
 from ullage_cluster.client import Client
 from ullage_cluster.faults import kill_worker
-from ullage_cluster.kubectl import Kubectl, is_ready, restarts, until
+from ullage_cluster.kubectl import Kubectl, names, restarts, until
+from ullage_cluster.release import Release
 from ullage_cluster.service import Service
 
 PROMPTS = ("Tell a story about a lighthouse.", "Tell a story about an old map.")
@@ -42,16 +43,27 @@ def test_a_pod_that_is_gone_at_once_comes_back(
     assert all(a.is_whole for a in client.ask(service, PROMPTS, max_tokens=8))
 
 
-def test_an_operator_that_dies_changes_nothing(
-    kubectl: Kubectl, service: Service, client: Client
+def test_an_operator_that_dies_changes_nothing_and_another_takes_over(
+    kubectl: Kubectl, release: Release, service: Service, client: Client
 ) -> None:
-    before = {kubectl.uid("pod", p["metadata"]["name"]) for p in service.pods()}
-    operators = "app.kubernetes.io/instance=e2e,app.kubernetes.io/component=operator"
+    def leader() -> str:
+        holder = kubectl.get("lease", release.operator)["spec"]["holderIdentity"] or ""
+        return next((name for name in operators() if name in holder), "")
+
+    def operators() -> list[str]:
+        selector = "app.kubernetes.io/instance=e2e,app.kubernetes.io/component=operator"
+        return names(kubectl.listed("pods", selector))
+
+    engines = {kubectl.uid("pod", name) for name in names(service.pods())}
+    old = until(leader, "an operator leads")
     with client.streams(service, PROMPTS, max_tokens=96) as streams:
         streams.started(1)
-        kubectl("delete", "pods", "--selector", operators, "--grace-period=0", "--force")
+        kubectl("delete", "pod", old, "--grace-period=0", "--force")
         assert all(a.is_whole for a in streams.answers())
-    until(lambda: any(is_ready(p) for p in kubectl.listed("pods", operators)), "it is back")
+    until(lambda: leader() not in ("", old), "another leads")
+    router = f"{service.name}-router"
+    was = kubectl.uid("service", router)
+    kubectl("delete", "service", router)
+    until(lambda: kubectl.uid("service", router) not in ("", was), "the other repairs", 120)
     service.settle()
-    assert {kubectl.uid("pod", p["metadata"]["name"]) for p in service.pods()} == before
-    assert service.condition("Ready")["status"] == "True"
+    assert {kubectl.uid("pod", name) for name in names(service.pods())} == engines

@@ -17,24 +17,24 @@ QUICK = {
     "weightSteps": [50],
     "stepDuration": "20s",
     "minRequests": 4,
-    "maxWait": "4m",
-    "startDeadline": "3m",
+    "maxWait": "5m",
+    "startDeadline": "10m",
     "thresholds": {"ttftRatio": 100, "e2eRatio": 100},
 }
 PROMPTS = tuple(f"Say something about {thing}." for thing in ("tea", "jazz", "clay", "wind"))
-LONGEST_S = 600
+LONGEST_S = 900
 
 
 @pytest.fixture
 def rolled(kubectl: Kubectl, service: Service) -> Iterator[Service]:
-    """The shared service with quick steps; afterwards as it was."""
+    """The shared service with quick steps; afterwards without what was rolled back."""
     before = service.get()["spec"]
     service.edit(rollout=QUICK)
     service.settle()
     yield service
-    same = {name: before.get(name) for name in ("image", "batching")}
-    service.edit(**same)
-    until(lambda: stage(service) == "Stable", "the rollout has ended")
+    if stage(service) == "RolledBack":
+        service.edit(**{name: before.get(name) for name in ("image", "batching")})
+        wait_for(service, "Stable")
     service.settle()
 
 
@@ -48,7 +48,7 @@ def stage(service: Service) -> str:
 
 def canaries(service: Service) -> list[dict[str, Any]]:
     """Ready canary pods."""
-    pods = [p for p in service.pods() if "-canary-" in p["metadata"]["name"]]
+    pods = [p for p in service.pods() if "-next-" in p["metadata"]["name"]]
     return [pod for pod in pods if is_ready(pod)]
 
 
@@ -76,10 +76,10 @@ def test_a_good_change_is_promoted(
         answers = streams.stop()
     assert now["stableRevision"] != old
     assert [a for a in answers if not a.is_whole] == []
-    assert {a.headers.get("x-ullage-revision") for a in answers} >= {"stable", "canary"}
+    assert {a.headers["x-ullage-revision"] for a in answers} == {old, now["stableRevision"]}
     rolled.settle()
     assert rolled.condition("RolloutHealthy")["status"] == "True"
-    assert not [name for name in names(rolled.pods()) if "canary" in name]
+    assert not [name for name in names(rolled.pods()) if "-next-" in name]
 
 
 def test_a_canary_that_breaks_is_rolled_back(
