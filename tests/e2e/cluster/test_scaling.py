@@ -6,7 +6,12 @@ from ullage_cluster.client import Client
 from ullage_cluster.kubectl import until
 from ullage_cluster.service import Service, manifest
 
-AUTOSCALING = {"minReplicas": 0, "maxReplicas": 1, "idleAfter": "20s"}
+AUTOSCALING = {
+    "minReplicas": 0,
+    "maxReplicas": 1,
+    "idleAfter": "20s",
+    "scaleDown": {"window": "0s"},
+}
 
 
 def test_a_pool_sleeps_and_the_next_request_wakes_it(
