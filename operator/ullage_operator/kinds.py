@@ -54,6 +54,7 @@ OWNED = (
     _owned("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers", optional=True),
     _owned("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", optional=True),
     _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
+    _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),
 )
 """Every kind that a plan may hold."""
 WATCHED = (SERVICE, POD, *OWNED)

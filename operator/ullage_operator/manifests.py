@@ -4,7 +4,6 @@ from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.configs import engine_config, router_config, to_yaml
-from ullage_operator.kinds import MONITORING_API
 from ullage_operator.pools import Pool
 from ullage_operator.settings import VERSION, Settings
 from ullage_operator.spec import Service
@@ -36,7 +35,12 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         service_port("http", naming.HTTP_PORT, "https" if is_secure else "http"),
         service_port("grpc", naming.GRPC_PORT, grpc_protocol(is_secure)),
     ]
-    policy = {"ingress": [from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT, naming.METRICS_PORT)]}
+    policy = {
+        "ingress": [
+            from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT),
+            *from_scrapers(service),
+        ]
+    }
     build = Builder(service, naming.ROUTER)
     return [
         build.account(name),
@@ -56,7 +60,7 @@ def engine_objects(service: Service) -> list[Manifest]:
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
-    policy = {"ingress": [asking, from_operator(), from_anywhere(naming.METRICS_PORT)]}
+    policy = {"ingress": [asking, from_operator(), *from_scrapers(service)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]
 
@@ -93,28 +97,6 @@ def pool_objects(
         build.disruption_budget(name, match),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
     ]
-
-
-def pod_monitors(service: Service) -> list[Manifest]:
-    """Scrapes routers and engines; only where the Prometheus operator's API exists."""
-    wanted = service.spec.observability.pod_monitor
-    names = {
-        naming.ROUTER: naming.router_name(service.name),
-        naming.ENGINE: naming.engine_name(service.name),
-    }
-    made = [pod_monitor(service, component, name) for component, name in names.items()]
-    return made if wanted.enabled else []
-
-
-def pod_monitor(service: Service, component: str, name: str) -> Manifest:
-    wanted = service.spec.observability.pod_monitor
-    spec = {
-        "selector": {"matchLabels": naming.selector(service.name, component)},
-        "podMetricsEndpoints": [{"port": "metrics", "interval": wanted.interval}],
-    }
-    made = Builder(service, component).object(MONITORING_API, "PodMonitor", name, spec)
-    meta = made["metadata"]
-    return made | {"metadata": meta | {"labels": wanted.labels | meta["labels"]}}
 
 
 class Builder:
@@ -209,6 +191,12 @@ def from_operator() -> Manifest:
         "from": [{"namespaceSelector": {}, "podSelector": pods}],
         "ports": [policy_port(naming.PROBE_PORT)],
     }
+
+
+def from_scrapers(service: Service) -> list[Manifest]:
+    """Who may read metrics; no rule where that is nobody, for an empty list is everybody."""
+    peers = service.spec.observability.metrics_from
+    return [{"from": peers, "ports": [policy_port(naming.METRICS_PORT)]}] if peers else []
 
 
 def from_anywhere(*ports: int) -> Manifest:

@@ -25,10 +25,10 @@ from ullage_operator.headroom import Headroom, Vitals
 from ullage_operator.healing import Cure, Past, Verdict, decide
 from ullage_operator.manifests import (
     engine_objects,
-    pod_monitors,
     pool_objects,
     router_objects,
 )
+from ullage_operator.monitoring import monitoring_objects
 from ullage_operator.scaler_objects import scaler_objects, without_replicas
 from ullage_operator.scaling import (
     NOTHING,
@@ -157,7 +157,7 @@ def wanted_objects(
         objects += marked(made, rolling.state.stable)
         objects += scaler_objects(service, name, pool, observed.serves)
     objects += router_objects(service, settings, router_file(rolling))
-    return objects + (pod_monitors(service) if "PodMonitor" in observed.serves else [])
+    return objects + monitoring_objects(service, observed.serves)
 
 
 def seen_of(observed: Observed) -> Seen:

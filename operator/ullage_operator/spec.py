@@ -305,9 +305,17 @@ class PodMonitor(Section, frozen=True, kw_only=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class PrometheusRule(Section, frozen=True, kw_only=True):
+    enabled: bool
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class Observability(Section, frozen=True, kw_only=True):
     log_level: str | None = None
     pod_monitor: PodMonitor
+    prometheus_rule: PrometheusRule
+    metrics_from: list[dict[str, Any]]
+    """Peers of a NetworkPolicy."""
 
 
 class Spec(Section, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ def surroundings(serves: Collection[str], missing: Sequence[str]) -> list[Findin
 def monitoring(serves: Collection[str]) -> Finding:
     absent = [kind for kind in MONITORING if kind not in serves]
     if not absent:
-        message = f"{' and '.join(MONITORING)} tell Prometheus what to scrape"
+        message = "PodMonitors tell Prometheus what to scrape, and PrometheusRules when to alert"
         return Finding(MONITORING_AVAILABLE, True, "Served", message)
     message = (
         f"the cluster does not serve {' and '.join(absent)} of {MONITORING_API}: "

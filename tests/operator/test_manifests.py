@@ -1,7 +1,6 @@
 """Rendered objects are what Kubernetes takes and what the processes read."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import kubernetes_validate
@@ -13,12 +12,17 @@ from ullage_engine.config import DegradeLevel, DegradeSection, EngineConfig
 from ullage_engine.core.worker_env import worker_env
 from ullage_engine.memory.pressure import ordered_levels
 from ullage_operator.errors import InvalidManifest
-from ullage_operator.plan import Observed, Plan
+from ullage_operator.plan import Plan
 from ullage_router.config import AffinitySection, RetrySection, RouterConfig
 
 MakePlan = Callable[..., Plan]
 FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}
 LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
+
+PROMETHEUS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
 
 
 def find(plan: Plan, kind: str, name: str) -> dict[str, Any]:
@@ -268,7 +272,8 @@ def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
     assert [port["port"] for port in probe["ports"]] == [8081]
     [operator] = probe["from"]
     assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
-    assert metrics == {"ports": [{"port": 9090, "protocol": "TCP"}]}
+    assert metrics["ports"] == [{"port": 9090, "protocol": "TCP"}]
+    assert metrics["from"] == [PROMETHEUS]
 
 
 def test_a_budget_never_blocks_a_drain(make_plan: MakePlan) -> None:
@@ -297,10 +302,3 @@ def test_selectors_match_the_pods_and_no_other_pool(make_plan: MakePlan) -> None
         for other in {"demo-single", "demo-large"} - {name}:
             selector = find(plan, "Service", other)["spec"]["selector"]
             assert not selector.items() <= labels.items()
-
-
-def test_pod_monitors_only_where_their_api_exists(make_plan: MakePlan) -> None:
-    observed = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
-    kinds = [item["kind"] for item in make_plan(observed).apply]
-    assert kinds.count("PodMonitor") == 2
-    assert "PodMonitor" not in [item["kind"] for item in make_plan().apply]

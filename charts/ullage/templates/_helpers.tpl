@@ -71,7 +71,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [scaledobjects]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
-  resources: [podmonitors]
+  resources: [podmonitors, prometheusrules]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]

@@ -12,6 +12,7 @@ import yaml
 from ullage_operator.cli.manifest import read_service
 from ullage_operator.plan import Manifest, Observed, plan
 from ullage_operator.settings import Settings
+from ullage_operator.surroundings import MONITORING
 
 HELP = """examples:
   ullage plan -f examples/smollm2.yaml
@@ -40,7 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     service = read_service(options.file)
-    serves = frozenset({"PodMonitor"} if options.pod_monitors else ())
+    serves = frozenset(MONITORING if options.pod_monitors else ())
     observed = Observed(now=datetime.now(UTC), serves=serves)
     objects = plan(service, observed, Settings.from_env(os.environ)).apply
     sys.stdout.write(render(list(objects), options.output))

@@ -1,0 +1,130 @@
+"""What tells a Prometheus operator to scrape a service and when to alert: pure builders."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ullage_operator import naming
+from ullage_operator.kinds import MONITORING_API
+from ullage_operator.manifests import Builder
+from ullage_operator.spec import Service
+
+Manifest = dict[str, Any]
+
+WINDOW = "5m"
+"""Over which rates and quantiles are taken."""
+RESTARTS = 3
+"""Of workers in a quarter of an hour, above which somebody should look."""
+
+
+def monitoring_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
+    """The objects of those kinds that the cluster serves."""
+    wanted = service.spec.observability
+    monitors = wanted.pod_monitor.enabled and "PodMonitor" in serves
+    rules = wanted.prometheus_rule.enabled and "PrometheusRule" in serves
+    return [
+        *(pod_monitors(service) if monitors else []),
+        *([prometheus_rule(service)] if rules else []),
+    ]
+
+
+def pod_monitors(service: Service) -> list[Manifest]:
+    """Scrapes routers and engines."""
+    names = {
+        naming.ROUTER: naming.router_name(service.name),
+        naming.ENGINE: naming.engine_name(service.name),
+    }
+    return [pod_monitor(service, component, name) for component, name in names.items()]
+
+
+def pod_monitor(service: Service, component: str, name: str) -> Manifest:
+    wanted = service.spec.observability.pod_monitor
+    spec = {
+        "selector": {"matchLabels": naming.selector(service.name, component)},
+        "podMetricsEndpoints": [{"port": "metrics", "interval": wanted.interval}],
+    }
+    made = Builder(service, component).object(MONITORING_API, "PodMonitor", name, spec)
+    return labelled(made, wanted.labels)
+
+
+def labelled(made: Manifest, labels: Mapping[str, str]) -> Manifest:
+    """With people's labels under the operator's."""
+    meta = made["metadata"]
+    return made | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
+
+
+def prometheus_rule(service: Service) -> Manifest:
+    """Alerts of one service."""
+    group = {"name": f"ullage-{service.namespace}-{service.name}", "rules": alerts(service)}
+    name = naming.router_name(service.name)
+    build = Builder(service, naming.ROUTER)
+    made = build.object(MONITORING_API, "PrometheusRule", name, {"groups": [group]})
+    return labelled(made, service.spec.observability.prometheus_rule.labels)
+
+
+def alerts(service: Service) -> list[Manifest]:
+    slo = service.spec.slo
+    routers = pods(service, naming.router_name(service.name))
+    failed = f'sum(rate(ullage_router_requests_total{{{routers},code=~"5.."}}[{WINDOW}]))'
+    every = f"sum(rate(ullage_router_requests_total{{{routers}}}[{WINDOW}]))"
+    restarts = f"increase(ullage_worker_restarts_total{{{pods(service, service.name)}}}[15m])"
+    return [
+        alert(
+            service,
+            "UllageServiceAbsent",
+            f"absent(ullage_router_inflight_requests{{{routers}}})",
+            "critical",
+            "No router of the service reports metrics.",
+        ),
+        alert(
+            service,
+            "UllageServiceErrors",
+            f"{failed} / {every} > {slo.error_rate:g}",
+            "critical",
+            f"More than {slo.error_rate:.2%} of requests end in a server error.",
+        ),
+        alert(
+            service,
+            "UllageServiceFirstTokenLate",
+            f"{p95('ullage_router_ttft_seconds', routers)} > {slo.ttft_p95:g}",
+            "warning",
+            f"The 95th percentile of the time to the first token is above {slo.ttft_p95:g} s.",
+        ),
+        alert(
+            service,
+            "UllageServiceLate",
+            f"{p95('ullage_router_e2e_seconds', routers)} > {slo.e2e_p95:g}",
+            "warning",
+            f"The 95th percentile of whole requests is above {slo.e2e_p95:g} s.",
+        ),
+        alert(
+            service,
+            "UllageWorkersRestart",
+            f"sum({restarts}) > {RESTARTS}",
+            "warning",
+            f"More than {RESTARTS} workers were started anew in a quarter of an hour.",
+        ),
+    ]
+
+
+def alert(service: Service, name: str, expr: str, severity: str, summary: str) -> Manifest:
+    where = f"{service.namespace}/{service.name}"
+    return {
+        "alert": name,
+        "expr": expr,
+        "for": "5m",
+        "labels": {"severity": severity, "llmservice": service.name},
+        "annotations": {
+            "summary": f"{where}: {summary}",
+            "description": f"kubectl --namespace {service.namespace} describe llms {service.name}",
+        },
+    }
+
+
+def pods(service: Service, name: str) -> str:
+    """The label matchers of pods whose names begin so, as a PodMonitor labels them."""
+    return f'namespace="{service.namespace}",pod=~"{name}-.+"'
+
+
+def p95(histogram: str, matchers: str) -> str:
+    rates = f"sum by (le) (rate({histogram}_bucket{{{matchers}}}[{WINDOW}]))"
+    return f"histogram_quantile(0.95, {rates})"
