@@ -175,7 +175,9 @@ def environment() -> Mapping[str, str]:
 
 def run(command: Sequence[str], **more: str) -> None:
     print("+", *command, flush=True)
-    subprocess.run(command, cwd=ROOT, env={**environment(), **more}, check=True)
+    done = subprocess.run(command, cwd=ROOT, env={**environment(), **more}, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {command[0]} ended with {done.returncode}; see above")
 
 
 def make_base(build: Build) -> str:

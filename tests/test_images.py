@@ -172,6 +172,11 @@ def test_an_archives_digest_and_sizes_are_told(tmp_path):
     assert made == images.Made(digest, len(plain) + len(packed), 105_000)
 
 
+def test_a_step_that_fails_ends_the_build_without_a_traceback():
+    with pytest.raises(SystemExit, match="error: false ended with 1"):
+        images.run(["false"])
+
+
 def test_an_unknown_image_is_named(capsys):
     assert images.main(["router"]) == 2
     assert "no image router: operator, engine, engine-cuda" in capsys.readouterr().err
