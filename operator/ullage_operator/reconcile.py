@@ -16,7 +16,7 @@ from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.plan import Observed, Plan, plan, seen_of
 from ullage_operator.publisher import Publisher
 from ullage_operator.scaler import Followed, Scaler, router_addresses
-from ullage_operator.scaling import scaled, scaled_here
+from ullage_operator.scaling import scaled, scaled_here, scaling_notes
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, parse_stored
 from ullage_operator.status import failed_status, observe
@@ -99,7 +99,8 @@ class Reconciler:
         if status != observed.status:
             await self._report(key, manifest, status)
             before, after = observed.status.get("conditions", ()), status["conditions"]
-            await self._publisher.tell(manifest, transitions(before, after))
+            notes = transitions(before, after) + scaling_notes(observed.status, status)
+            await self._publisher.tell(manifest, notes)
         if decided is None:
             return result, None
         await self._healer.treat(key, manifest, decided.cures, observed.now)

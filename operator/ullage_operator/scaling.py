@@ -10,6 +10,7 @@ import msgspec
 from ullage_operator import autoscale, naming
 from ullage_operator.autoscale import Decision, Policy
 from ullage_operator.conditions import Finding, timestamp
+from ullage_operator.events import Note
 from ullage_operator.pools import Autoscaling, Pace, Pool
 from ullage_operator.spec import Service
 
@@ -169,3 +170,18 @@ def scaled_here(service: Service) -> dict[str, Policy]:
     """The pools that the operator itself scales."""
     found = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: policy(each) for name, each in found.items() if each and each.provider == OWN}
+
+
+def scaling_notes(before: Object, after: Object) -> list[Note]:
+    """What changed of the pools' sizes, by the service's status before and after."""
+    known = before.get("pools", {})
+    return [
+        Note(f"Scaled{pool['scaling']['reason']}", "Scale", _told(name, pool))
+        for name, pool in after.get("pools", {}).items()
+        if "scaling" in pool and pool["scaling"] != known.get(name, {}).get("scaling")
+    ]
+
+
+def _told(name: str, pool: Object) -> str:
+    count, why = pool["desiredReplicas"], pool["scaling"]["message"]
+    return f"pool {name} is to have {count} engine{'' if count == 1 else 's'}: {why}"

@@ -62,7 +62,9 @@ class RouterService:
         )
         self.window = admission.window
         self.office = TicketOffice(config.tickets) if config.tickets else None
-        self.picker = Picker(config, self.engines, self.room, admission, self.office)
+        self.picker = Picker(
+            config, self.engines, self.room, admission, self.office, self.wakes.want
+        )
         self._is_leaving = False
         self.pipeline = Pipeline(
             config,

@@ -185,7 +185,6 @@ class Pipeline:
     def drain(self) -> None:
         """Refuses new requests; those begun go on."""
         self._is_draining = True
-        self._wakes.holding.close()
 
     def model(self, name: str, side: Side = Side.STABLE) -> Model:
         """The served model, of a side of the rollout.
@@ -250,11 +249,18 @@ class Pipeline:
         model = self.model(call.request.model, side)
         call.record.model = self._config.model
         prompt = await self._prompts.make(model, call.request)
-        if self._wakes.asleep:
+
+        async def wait() -> bool:
             facts = self._admission.facts(make_wish(call, prompt))
-            await self._wakes.awake(facts, model, call.record, prompt.memory_bytes)
+            return await self._wakes.awake(facts, model, call.record, prompt.memory_bytes)
+
+        if self._wakes.asleep:
+            await wait()
         self._charge(call, len(prompt.token_ids))
-        return await self.coalescer.begin(call, lambda shared: self._generate(shared, prompt, side))
+        begin = partial(
+            self.coalescer.begin, call, partial(self._generate, prompt=prompt, side=side)
+        )
+        return await self._wakes.served(begin, wait)
 
     async def _generate(self, call: Call, prompt: Prompt, side: Side) -> Generation:
         self._placement.budget.requested()

@@ -157,3 +157,17 @@ def test_pools_of_any_name_run_and_are_known_to_the_router(manifest: Make, tmp_p
     assert [pod.part for pod in plan.pods[:-1]] == ["pools.single", "pools.large", "pools.huge"]
     pools = read(plan, "demo-router-0", RouterConfig).pools
     assert [pool.name for pool in pools] == ["single", "large", "huge"]
+
+
+def test_a_pool_that_scales_has_ports_for_all_its_engines(manifest: Make, tmp_path: Path) -> None:
+    scaling = {"minReplicas": 0, "maxReplicas": 3}
+    pools = {"single": {"replicas": 0, "autoscaling": scaling}, "large": LARGE}
+    plan = local(manifest(pools=pools), tmp_path)
+    engines = [pod for pod in plan.pods if pod.part == "pools.single"]
+    assert len(engines) == 3 and plan.sizes == {"single": 0}
+    assert plan.policies["single"].max_replicas == 3
+    router = read(plan, "demo-router-0", RouterConfig)
+    assert [(pool.name, pool.sleeps, len(pool.targets)) for pool in router.pools] == [
+        ("single", True, 3),
+        ("large", False, 1),
+    ]

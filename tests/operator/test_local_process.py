@@ -186,6 +186,30 @@ def test_one_hopeless_pod_ends_the_whole_run(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_a_pool_grows_sleeps_and_wakes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pods = [pod(FOREVER, f"demo-single-{index}") for index in range(3)]
+        runtime = LocalRuntime(pods, tmp_path, lambda name, text: None, {"single": 1})
+
+        def names() -> list[str]:
+            return sorted(each.pod.name for each in runtime.processes if each.pid)
+
+        async with runtime.running() as followed:
+            await until(lambda: names() == ["demo-single-0"])
+            await runtime.scale("single", 3)
+            await until(lambda: len(names()) == 3)
+            pids = [each.pid for each in runtime.processes]
+            await runtime.scale("single", 0)
+            assert runtime.processes == [] and not any(map(psutil.pid_exists, pids))
+            await runtime.scale("single", 1)
+            await until(lambda: names() == ["demo-single-0"])
+            assert not followed.done()
+            [pid] = [each.pid for each in runtime.processes]
+        assert not psutil.pid_exists(pid)
+
+    run(scenario)
+
+
 def test_killing_the_parent_leaves_no_pod_behind(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys

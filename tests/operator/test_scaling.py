@@ -16,7 +16,7 @@ from ullage_operator.errors import InvalidManifest
 from ullage_operator.loads import PoolReport, load_of, parse
 from ullage_operator.plan import ObjectKey, Observed, Plan
 from ullage_operator.scaler import Followed, Scaler, router_addresses
-from ullage_operator.scaling import Change, Decided, policy
+from ullage_operator.scaling import Change, Decided, policy, scaling_notes
 from ullage_operator.spec import parse as parse_service
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -146,6 +146,15 @@ def test_the_last_change_stays_in_the_status(make_plan: MakePlan):
     later = make_plan(seen(3, status=told), pools=single()).status
     assert later["pools"]["single"]["scaling"] == scaling
     assert "scaling" not in make_plan(seen(3, status=told), pools={}).status["pools"]["single"]
+
+
+def test_every_change_of_size_is_an_event(make_plan: MakePlan):
+    told = make_plan(seen(1, decided=decided(3)), pools=single()).status
+    (note,) = scaling_notes({}, told)
+    assert (note.reason, note.action) == ("ScaledMemory", "Scale")
+    assert note.message == "pool single is to have 3 engines: predictions claim 90 % of it"
+    assert scaling_notes(told, told) == []
+    assert scaling_notes({}, make_plan(seen(1), pools=single()).status) == []
 
 
 @pytest.mark.parametrize(

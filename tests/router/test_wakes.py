@@ -97,6 +97,21 @@ async def test_a_pool_that_fell_asleep_is_priced_as_it_was(asleep):
         assert (await asked).status_code == 200
 
 
+async def test_a_request_whose_last_engine_goes_is_held_for_the_next(asleep):
+    async with asleep() as made:
+        await made.start("single")
+        await made.until_awake("single")
+        engine = made.engines["single"]
+        engine.script.hold = asyncio.Event()
+        asked = made.chat()
+        await made.until(lambda: engine.active == 1)
+        await engine.stop()
+        await made.until_held(1)
+        engine.script.hold = None
+        await made.start("single")
+        assert (await asked).status_code == 200
+
+
 async def test_the_time_limit_stands_still_while_a_request_is_held(asleep):
     limits = {"request_timeout": 1.0}
     async with asleep(limits=limits) as made:

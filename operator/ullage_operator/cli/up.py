@@ -7,7 +7,7 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from ullage_operator.errors import LocalFailure
 from ullage_operator.local.plan import LocalPlan, plan_local
 from ullage_operator.local.ports import LOOPBACK, PortBusy
 from ullage_operator.local.process import PodFailed, PodProcess
-from ullage_operator.local.runtime import LocalRuntime, write_files
+from ullage_operator.local.runtime import LocalRuntime, is_among, write_files
+from ullage_operator.local.scaling import keep_scaled
 from ullage_operator.local.view import StartView
 
 HELP = """examples:
@@ -105,18 +106,43 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    console.print(f"starting {plan.model}: {', '.join(pod.name for pod in plan.pods)}")
-    view = StartView([pod.name for pod in plan.pods], console)
-    runtime = LocalRuntime(plan.pods, run_dir, view.update)
+    names = [pod.name for pod in plan.pods if is_among(plan.pods, pod, plan.sizes)]
+    console.print(f"starting {plan.model}: {', '.join(names)}")
+    view = StartView(names, console)
+    runtime = LocalRuntime(plan.pods, run_dir, view.update, plan.sizes)
     async with runtime.running() as followed:
         with view:
             ready = asyncio.create_task(runtime.ready())
             await first_of(followed, ready, stop)
         if ready.done() and not stop.is_set():
             announce(plan, runtime, run_dir, state_file, console, view.seconds)
-            await first_of(followed, None, stop)
+            async with scaling(plan, runtime, console):
+                await first_of(followed, None, stop)
         ready.cancel()
         console.print("stopping ...")
+
+
+@contextlib.asynccontextmanager
+async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
+    """Within the block, pools that scale have as many engines as they need."""
+    if not plan.policies:
+        yield
+        return
+    router = next(p.pod for p in runtime.processes if "http" in p.pod.ports)
+    keeping = asyncio.create_task(
+        keep_scaled(
+            runtime,
+            plan.policies,
+            plan.sizes,
+            router.ports["metrics"],
+            lambda pool, text: console.print(f"pool {pool}: {text}", markup=False),
+        )
+    )
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def first_of(

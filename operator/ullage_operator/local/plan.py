@@ -1,7 +1,7 @@
 """The operator's plan, with loopback in place of the cluster's addresses and volumes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ import msgspec
 import yaml
 
 from ullage_operator import naming
+from ullage_operator.autoscale import Policy
 from ullage_operator.configs import to_yaml
 from ullage_operator.errors import LocalFailure
 from ullage_operator.local.pods import Manifest, Pod, pod_names, pods, workloads
 from ullage_operator.local.ports import LOOPBACK, assign
 from ullage_operator.local.secrets import mounted, secret_folders
 from ullage_operator.plan import Observed, plan
+from ullage_operator.scaling import autoscaling_of, policy, replicas
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
 from ullage_rpc.memory import usable_bytes
@@ -43,7 +45,12 @@ class LocalPlan:
 
     model: str
     pods: list[Pod]
+    """Also those of pools that scale which do not run yet."""
     files: list[File]
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    """Of pools that scale."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """With how many engines these begin."""
 
 
 def plan_local(
@@ -67,7 +74,8 @@ def plan_local(
     check_cascade(service)
     check_pools(service)
     settings = Settings(log_level=log_level)
-    decided = plan(one_router(service), Observed(now=datetime.now(UTC)), settings)
+    now = datetime.now(UTC)
+    decided = plan(one_router(fully_scaled(service)), Observed(now=now), settings)
     wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
     ports = assign(decided.apply, wanted)
     made = pods(decided.apply, run_dir, ports)
@@ -75,7 +83,32 @@ def plan_local(
     check_length(made, run_dir)
     objects = share_memory(decided.apply)
     files = with_secrets(pod_files(objects, run_dir, ports), secret_folders(objects, secrets))
-    return LocalPlan(service.spec.model.name, made, files)
+    return LocalPlan(
+        service.spec.model.name, made, files, policies_of(service), first_sizes(service)
+    )
+
+
+def policies_of(service: Service) -> dict[str, Policy]:
+    """Of pools that scale; here there is nobody else to do it, whatever the provider."""
+    found = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
+    return {name: policy(scaling) for name, scaling in found.items() if scaling}
+
+
+def first_sizes(service: Service) -> dict[str, int]:
+    pools = service.spec.pools
+    return {name: replicas(pools[name], None, None) for name in policies_of(service)}
+
+
+def fully_scaled(service: Service) -> Service:
+    """With every engine that there can ever be: each has its ports and files from the start."""
+    pools = {
+        name: msgspec.structs.replace(pool, replicas=scaling.max_replicas)
+        if (scaling := autoscaling_of(pool))
+        else pool
+        for name, pool in service.spec.pools.items()
+    }
+    spec = msgspec.structs.replace(service.spec, pools=pools)
+    return msgspec.structs.replace(service, spec=spec)
 
 
 def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]]) -> list[File]:
@@ -92,9 +125,9 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
 
     On Kubernetes an engine's share its container's limit; here each would take the whole machine.
     """
-    replicas = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
+    counts = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
     engines = {item["metadata"]["name"]: item for item in objects if is_engine(item)}
-    workers = {name: replicas[name] * num_workers(item) for name, item in engines.items()}
+    workers = {name: counts[name] * num_workers(item) for name, item in engines.items()}
     budgets = {name: budget(item) for name, item in engines.items()}
     taken = sum(given * workers[name] for name, given in budgets.items() if given is not None)
     num_open = sum(workers[name] for name, given in budgets.items() if given is None)
@@ -236,7 +269,7 @@ def local_router(
     """
     pools = [
         {
-            "name": pool["name"],
+            **pool,
             "targets": [
                 address for name in pool["targets"] for address in targets[name.split(":")[0]]
             ],

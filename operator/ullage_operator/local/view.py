@@ -35,7 +35,7 @@ class StartView:
         return time.monotonic() - self._started
 
     def update(self, name: str, doing: str) -> None:
-        if self._doing[name] == doing:
+        if self._doing.get(name) == doing:
             return
         self._doing[name] = doing
         if self._live.is_started:

@@ -90,6 +90,7 @@ class Picker:
         room: who waits before.
         admission: the policy.
         office: None: Pick is off.
+        on_no_engine: called when a request finds no engine at all.
         clock: monotonic, seconds.
     """
 
@@ -100,6 +101,7 @@ class Picker:
         room: WaitingRoom,
         admission: Admission,
         office: TicketOffice | None,
+        on_no_engine: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -107,6 +109,7 @@ class Picker:
         self._room = room
         self._admission = admission
         self._office = office
+        self._on_no_engine = on_no_engine
         self._clock = clock
         self._ids = new_ids()
         self._task: asyncio.Task[None] | None = None
@@ -263,6 +266,8 @@ class Picker:
         )
         decision = batch.decide(ask, draw)
         if isinstance(decision, Refuse):
+            if decision.kind == "unavailable":
+                self._on_no_engine()
             raise errors.refusal(decision)
         if has_origin:
             placement.placed(origin, preferred, self._engines.at(decision.engine))

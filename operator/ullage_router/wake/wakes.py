@@ -1,8 +1,9 @@
 """Whether a request's pool sleeps; and if so, its wait for an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from ullage_router.answer import Answer
 from ullage_router.config import LARGE_POOL, RouterConfig
 from ullage_router.decide import home_of, is_large, room_of
 from ullage_router.engines import Engines
@@ -10,6 +11,7 @@ from ullage_router.stats import Record
 from ullage_router.tokenize import Model
 from ullage_router.views import EngineView, Facts, Policy, Standing
 from ullage_router.wake.holding import Holding
+from ullage_rpc.errors import ServiceError
 
 
 def sleeping_home(
@@ -57,9 +59,9 @@ class Wakes:
         return frozenset(filter(self.is_asleep, self.sleepy))
 
     def is_asleep(self, pool: str) -> bool:
-        """Whether the pool may sleep and no engine of it can take requests."""
+        """Whether the pool may sleep and no engine of it takes requests."""
         return pool in self.sleepy and not any(
-            engine.pool == pool and engine.model and engine.standing is not Standing.UNUSABLE
+            engine.pool == pool and engine.model and engine.standing is Standing.USABLE
             for engine in self._engines.all()
         )
 
@@ -76,12 +78,16 @@ class Wakes:
             pool = next(name for name in self.sleepy if name in asleep)
             await self._hold(pool, size, record)
 
-    async def awake(self, facts: Facts, model: Model, record: Record, size: int) -> None:
+    async def awake(self, facts: Facts, model: Model, record: Record, size: int) -> bool:
         """Returns when the request's pool is awake, or another one may serve it meanwhile.
+
+        Returns:
+            Whether it was held.
 
         Raises:
             ServiceError: see `Holding.hold`.
         """
+        was_held = False
         while asleep := self.asleep:
             views = self._engines.views(model)
             there = [view for view in views if view.pool not in asleep]
@@ -89,14 +95,31 @@ class Wakes:
                 facts, [*there, *self._remembered(asleep, model)], asleep, self._policy
             )
             if not home:
-                return
+                break
             if "route" in self._policy.ladder and any(
                 view.standing is Standing.USABLE and room_of(facts, view) >= facts.min_tokens
                 for view in there
             ):
                 self.holding.want(home)
-                return
+                break
             await self._hold(home, size, record)
+            was_held = True
+        return was_held
+
+    async def served(
+        self, begin: Callable[[], Awaitable[Answer]], wait: Callable[[], Awaitable[bool]]
+    ) -> Answer:
+        """What `begin` makes; once more, if the last engine went away under it.
+
+        Args:
+            wait: holds the request, and says whether that was needed.
+        """
+        try:
+            return await begin()
+        except ServiceError as error:
+            if error.reason != "NO_ENGINE" or not await wait():
+                raise
+        return await begin()
 
     def want(self) -> None:
         """A request that cannot be held found no engine."""
