@@ -38,6 +38,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
     policy = {
         "ingress": [
             from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT),
+            from_operator(naming.METRICS_PORT),  # what it scales and judges canaries by
             *from_scrapers(service),
         ]
     }
@@ -60,7 +61,7 @@ def engine_objects(service: Service) -> list[Manifest]:
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
-    policy = {"ingress": [asking, from_operator(), *from_scrapers(service)]}
+    policy = {"ingress": [asking, from_operator(naming.PROBE_PORT), *from_scrapers(service)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]
 
@@ -184,12 +185,12 @@ def policy_port(number: int) -> Manifest:
     return {"port": number, "protocol": "TCP"}
 
 
-def from_operator() -> Manifest:
-    """It follows the engines' headroom, and may ask for nothing else."""
+def from_operator(number: int) -> Manifest:
+    """It follows the engines' headroom and asks routers for measures, and for nothing else."""
     pods = {"matchLabels": naming.operator_selector()}
     return {
         "from": [{"namespaceSelector": {}, "podSelector": pods}],
-        "ports": [policy_port(naming.PROBE_PORT)],
+        "ports": [policy_port(number)],
     }
 
 

@@ -30,6 +30,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"single": {"replicas": 5}}}, NOBODY),
     ({"pools": {"large": {"replicas": 0}}}, NOBODY),
     ({"router": {"replicas": 4}}, NOBODY),
+    ({"pools": {"single": {"autoscaling": {"maxReplicas": 4}}}}, NOBODY),
+    ({"pools": {"single": {"autoscaling": {"maxReplicas": 4, "provider": "hpa"}}}}, NOBODY),
     # What no pod reads.
     ({"slo": {"e2eP95": "9s"}}, NOBODY),
     ({"slo": {"errorRate": 0.1}}, NOBODY),
@@ -43,6 +45,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"serviceAccount": {"annotations": {"a": "b"}}}, NOBODY),
     # What routers alone read.
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it
+    ({"pools": {"single": {"autoscaling": {"maxReplicas": 4, "minReplicas": 0}}}}, ROUTER),
+    ({"routing": {"wake": {"timeout": "1m"}}}, ROUTER),
     ({"routing": {"largeRequestTokens": 9}}, ROUTER),
     ({"routing": {"largeRequestKV": "1Gi"}}, ROUTER),
     ({"routing": {"ladder": ["reject"]}}, ROUTER),

@@ -148,6 +148,17 @@ def test_the_last_change_stays_in_the_status(make_plan: MakePlan):
     assert "scaling" not in make_plan(seen(3, status=told), pools={}).status["pools"]["single"]
 
 
+def test_the_operator_may_ask_routers_for_their_measures(make_plan: MakePlan):
+    policies = [o for o in make_plan(seen()).apply if o["kind"] == "NetworkPolicy"]
+    router = next(p for p in policies if p["metadata"]["name"] == "demo-router")
+    (rule,) = [
+        rule
+        for rule in router["spec"]["ingress"]
+        if any("operator" in str(peer) for peer in rule.get("from", ()))
+    ]
+    assert [port["port"] for port in rule["ports"]] == [9090]
+
+
 def test_every_change_of_size_is_an_event(make_plan: MakePlan):
     told = make_plan(seen(1, decided=decided(3)), pools=single()).status
     (note,) = scaling_notes({}, told)
