@@ -34,7 +34,7 @@ CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 NAMESPACE = "ullage-operator-benchmark"
 STATEFUL_SET = kind_of("apps/v1", "StatefulSet")
-AT_ONCE = 8
+AT_ONCE = 2
 POLL_S = 0.005
 SETTLE_S = 5.0
 PATIENCE_S = 1800.0
@@ -159,28 +159,35 @@ async def edit(api: httpx.AsyncClient, number: int, replicas: int) -> float:
     return time.perf_counter() - begun
 
 
-async def figures(
-    process: psutil.Process, metrics: str, options: argparse.Namespace
-) -> AsyncIterator[tuple[str, float, str]]:
-    async with client() as api:
+Figure = tuple[str, float, str]
+
+
+async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncIterator[Figure]:
+    begun = time.perf_counter()
+    await create(api, options.services)
+    yield "created", time.perf_counter() - begun, "s"
+    with operator() as (process, metrics):
         begun = time.perf_counter()
-        await create(api, options.services)
         await all_reported(api, options.services)
-        yield "created and reconciled", time.perf_counter() - begun, "s"
+        yield "reconciled after start", time.perf_counter() - begun, "s"
         await asyncio.sleep(SETTLE_S)
         before = cpu_s(process)
         await asyncio.sleep(options.seconds)
         yield "CPU at rest", 100 * (cpu_s(process) - before) / options.seconds, "% of a core"
         yield "memory", process.memory_info().rss / 2**20, "MiB"
-        step = max(1, options.services // options.edits)
-        took = [
-            await edit(api, number * step % options.services, 1) for number in range(options.edits)
-        ]
-        yield "edit to applied, median", 1000 * statistics.median(took), "ms"
-        yield "edit to applied, most", 1000 * max(took), "ms"
+        async for figure in edits(api, options):
+            yield figure
         told = (await api.get(metrics)).text
         yield "mean reconciliation", 1000 * mean_s(told), "ms"
         yield "objects watched", watched(told), ""
+
+
+async def edits(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncIterator[Figure]:
+    step = max(1, options.services // options.edits)
+    numbers = [number * step % options.services for number in range(options.edits)]
+    took = [await edit(api, number, 1) for number in numbers]
+    yield "edit to applied, median", 1000 * statistics.median(took), "ms"
+    yield "edit to applied, most", 1000 * max(took), "ms"
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -211,10 +218,11 @@ async def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.services, options.seconds, options.edits = 20, 3.0, 3
-    with api_server(), operator() as (process, metrics):
-        print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
-        async for what, value, unit in figures(process, metrics, options):
-            print(f"{what:>24}  {value:10.1f} {unit}", flush=True)
+    with api_server():
+        async with client() as api:
+            print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
+            async for what, value, unit in figures(api, options):
+                print(f"{what:>24}  {value:10.1f} {unit}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """kopf's part: the operator's life from its start to its end, and its health.
 
 What happens in the cluster is not told by kopf but by `ullage_operator.watch`: kopf's watch tells
-no deletion that fell into a gap of its history, and ends for good when a right is missing.
+no deletion that fell into a gap of its history, and one that is refused ends the operator.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import random
 from typing import Any, NamedTuple
 
 from ullage_operator.act import Actor, Replaced
@@ -79,7 +80,9 @@ class Reconciler:
             finally:
                 self._metrics.total.labels(result=result).inc()
         if result != "gone":
-            return max(_LEAST_WAIT_S, min(self._resync_s, again_s or self._resync_s))
+            # Each at another time, or a thousand services would all be looked at at once.
+            resync_s = self._resync_s * random.uniform(0.8, 1.0)
+            return max(_LEAST_WAIT_S, min(resync_s, again_s or resync_s))
         self._parsed.pop(key, None)
         self._healer.forget(key)
         self._measures.forget(key)

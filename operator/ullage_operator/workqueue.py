@@ -60,9 +60,10 @@ class WorkQueue(Generic[Key]):
         return workers
 
     async def _serve(self, key: Key) -> None:
-        dirty, failures = self._dirty[key], 0
+        dirty, failures, me = self._dirty[key], 0, asyncio.current_task()
         delay_s: float | None = 0.0
-        while delay_s is not None or dirty.is_set():
+        # A cancellation may be lost in code that catches it for a time limit of its own.
+        while self._workers.get(key) is me and (delay_s is not None or dirty.is_set()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s or None):
                     await dirty.wait()
@@ -76,4 +77,5 @@ class WorkQueue(Generic[Key]):
                 delay_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2**failures)
                 failures += 1
             await asyncio.sleep(_GAP_S)
-        del self._workers[key], self._dirty[key]
+        if self._workers.get(key) is me:
+            del self._workers[key], self._dirty[key]

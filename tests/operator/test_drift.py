@@ -51,3 +51,24 @@ def test_a_field_that_is_no_longer_wanted_is_drift():
 def test_what_was_applied_has_not_drifted(spec):
     desired = stamped({"metadata": {"name": "x"}, "spec": spec})
     assert not has_drifted(desired, copy.deepcopy(desired))
+
+
+def test_quantities_that_the_server_rewrites_are_no_reason_to_write_for_ever(make_plan):
+    """Amounts are planned as the API server stores them."""
+    stored = {"cpu": "1500m", "memory": "2Gi"}
+    for written in ({"cpu": "1.5", "memory": "2048Mi"}, {"cpu": "1500m", "memory": "2Gi"}):
+        pools = {"single": {"resources": {"requests": written}}}
+        (made,) = [o for o in make_plan(pools=pools).apply if o["kind"] == "StatefulSet"]
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["requests"] == stored
+
+
+def test_a_plan_that_was_applied_is_applied_no_more(make_plan):
+    """Of every kind of object, as the API server completes it."""
+    for obj in map(stamped, make_plan().apply):
+        seen = copy.deepcopy(obj)
+        seen["metadata"] |= {"uid": "1", "resourceVersion": "2", "generation": 1}
+        seen["status"] = {}
+        if obj["kind"] == "Service" and seen["spec"].get("clusterIP") != "None":
+            seen["spec"] |= {"clusterIP": "10.0.0.1", "type": "ClusterIP"}
+        assert not has_drifted(obj, seen)

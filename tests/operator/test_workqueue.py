@@ -1,6 +1,7 @@
 """The work queue: once a key, again after changes, again after failures, never two at a time."""
 
 import asyncio
+import contextlib
 import logging
 
 from ullage_operator.workqueue import WorkQueue
@@ -110,3 +111,48 @@ def test_a_failing_run_is_reported_and_does_not_stop_others(caplog):
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert "reconciling bad failed" in caplog.text
+
+
+def test_what_was_dropped_runs_no_more_though_it_missed_its_cancellation():
+    runs = []
+
+    async def work(key):
+        runs.append(key)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return 0.01
+
+    async def scenario():
+        queue = WorkQueue(work)
+        queue.add("a")
+        await until(lambda: runs == ["a"])
+        queue.drop()
+        assert queue.keys() == []
+        queue.add("a")
+        await until(lambda: runs == ["a", "a"])
+        await asyncio.sleep(0.5)
+        await queue.close()
+        await asyncio.sleep(0.5)
+
+    asyncio.run(scenario())
+    assert runs == ["a", "a"]
+
+
+def test_not_more_than_a_few_keys_are_worked_on_at_once():
+    running, most = set(), []
+
+    async def work(key):
+        running.add(key)
+        most.append(len(running))
+        await asyncio.sleep(0)
+        running.discard(key)
+
+    async def scenario():
+        queue = WorkQueue(work)
+        for number in range(100):
+            queue.add(number)
+        await until(lambda: len(most) == 100)
+        await queue.close()
+
+    asyncio.run(scenario())
+    assert 1 < max(most) <= 16
