@@ -12,35 +12,31 @@ from ullage_kubeapi.trial import CRDS, converged, quiet, until
 
 SOON = 45  # seconds; processes share few cores
 
-MONITORING = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "podmonitors.monitoring.coreos.com"},
-    "spec": {
-        "group": "monitoring.coreos.com",
-        "scope": "Namespaced",
-        "names": {"plural": "podmonitors", "singular": "podmonitor", "kind": "PodMonitor"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "x-kubernetes-preserve-unknown-fields": True,
-                        "properties": {
-                            "spec": {
-                                "type": "object",
-                                "x-kubernetes-preserve-unknown-fields": True,
-                            }
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
+ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+def monitoring_kind(kind: str) -> dict[str, Any]:
+    """The definition of one of the Prometheus operator's kinds, which takes any spec."""
+    singular, group = kind.lower(), "monitoring.coreos.com"
+    schema = ANYTHING | {"properties": {"spec": ANYTHING}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{singular}s.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"plural": f"{singular}s", "singular": singular, "kind": kind},
+            "versions": [
+                {
+                    "name": "v1",
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                }
+            ],
+        },
+    }
 
 
 def scale(world, replicas: int) -> None:
@@ -129,7 +125,8 @@ def test_kinds_that_come_and_go_are_noticed(world, start, played):
     world.create()
     converged(world)
     assert world.condition("MonitoringAvailable")["status"] == "False"
-    assert world.client.post(CRDS, json=MONITORING).status_code == 201
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert world.client.post(CRDS, json=monitoring_kind(kind)).status_code == 201
     monitors = f"/apis/monitoring.coreos.com/v1/namespaces/{world.namespace}/podmonitors"
     until(lambda: len(world.get(monitors).get("items", ())) == 2, "monitors are made", SOON)
     until(lambda: world.condition("MonitoringAvailable")["status"] == "True", "it says so", SOON)

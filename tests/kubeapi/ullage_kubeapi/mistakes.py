@@ -6,6 +6,7 @@ from typing import Any
 
 ONE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 SINGLE = "pools.single."
+NOBODY = {"observability.metricsFrom": [{}]}
 SLO_RULE = "ttftP95 must not exceed e2eP95"
 
 
@@ -385,6 +386,7 @@ RULES = [
     rule("tls", "tls encrypts nothing by itself", value={}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"e2eP95": "5s"}}),
+    rule("observability.metricsFrom[0]", "namespaceSelector, podSelector or both", NOBODY),
 ]
 
 TABLE = [*UNKNOWN, *FORMS, *RULES]
