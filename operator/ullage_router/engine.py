@@ -289,10 +289,11 @@ class Engine:
         self._book.began(credit)
         self.breaker.began(credit)
 
-    def release(self, credit: Credit) -> None:
-        """The request ended, one way or another."""
-        self._book.release(credit)
-        self.breaker.ended(credit)
+    def release(self, *credits: Credit) -> None:
+        """The requests ended, one way or another."""
+        for credit in credits:
+            self._book.release(credit)
+            self.breaker.ended(credit)
         self._owner.changed()
 
     def failed(self, credit: Credit, error: ServiceError) -> None:

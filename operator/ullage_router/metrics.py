@@ -198,9 +198,12 @@ class TenantMetrics:
             registry=registry,
         )
 
-    def ended(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
+    def ended(
+        self, tenant: str, status: int, prompt_tokens: int, output_tokens: int, count: int = 1
+    ) -> None:
+        """Requests ended, which together had so many tokens."""
         label = self._label(tenant)
-        self._requests.labels(label, str(status)).inc()
+        self._requests.labels(label, str(status)).inc(count)
         self._tokens.labels(label, "prompt").inc(prompt_tokens)
         self._tokens.labels(label, "output").inc(output_tokens)
 

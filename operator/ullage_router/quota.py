@@ -6,6 +6,7 @@ are charged before they are known, so their bucket may owe: what was used beyond
 off at the end, and nothing is let in until the debt is refilled.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,6 +43,11 @@ class Bucket:
         missing = min(amount, self.capacity) - self.refilled(now).level
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
+    def holds(self, amount: float, now: float) -> int:
+        """How many such amounts may be taken at once, as if one after another."""
+        whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
+        return max(whole, 0 if self.wait_s(amount, now) else 1)
+
     def take(self, amount: float, now: float) -> "Bucket":
         """Less of it, whether it is there or not; a negative amount gives back."""
         refilled = self.refilled(now)
@@ -67,15 +73,24 @@ class Quota:
     concurrency: int | None = None
     active: int = 0
 
-    def enter(self, now: float) -> "Quota | Shortage":
-        """One more request, which must `leave`."""
-        if self.concurrency is not None and self.active >= self.concurrency:
+    def room(self, wanted: int, tokens: float, now: float) -> int:
+        """How many of so many like requests, of so many tokens each, could enter and be charged."""
+        if self.concurrency is not None:
+            wanted = min(wanted, self.concurrency - self.active)
+        for bucket, amount in ((self.requests, 1.0), (self.tokens, tokens)):
+            if bucket is not None:
+                wanted = min(wanted, bucket.holds(amount, now))
+        return max(0, wanted)
+
+    def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
+        """One more request, or as many as there is `room` for, which must `leave`."""
+        if self.concurrency is not None and self.active + count > self.concurrency:
             return Shortage("concurrency", self.concurrency, None)
         if self.requests is None:
-            return Quota(None, self.tokens, self.concurrency, self.active + 1)
-        if wait_s := self.requests.wait_s(1.0, now):
+            return Quota(None, self.tokens, self.concurrency, self.active + count)
+        if wait_s := self.requests.wait_s(count, now):
             return Shortage("requests_per_minute", self.requests.capacity, wait_s)
-        return replace(self, requests=self.requests.take(1.0, now), active=self.active + 1)
+        return replace(self, requests=self.requests.take(count, now), active=self.active + count)
 
     def charge(self, tokens: float, now: float) -> "Quota | Shortage":
         """Tokens in advance; more than a bucket holds need a full one and leave it owing."""
@@ -85,7 +100,7 @@ class Quota:
             return Shortage("tokens_per_minute", self.tokens.capacity, wait_s)
         return replace(self, tokens=self.tokens.take(tokens, now))
 
-    def leave(self, charged: float, used: float, now: float) -> "Quota":
-        """The request has ended: what it used takes the place of what was charged."""
+    def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
+        """Requests have ended: what they used takes the place of what was charged."""
         tokens = self.tokens and self.tokens.take(used - charged, now)
-        return Quota(self.requests, tokens, self.concurrency, self.active - 1)
+        return Quota(self.requests, tokens, self.concurrency, self.active - count)

@@ -73,7 +73,7 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
 
 
 class Visit:
-    """One request of a tenant, from the check of its key to its end.
+    """One request of a tenant, or several like ones, from the check of its key to their end.
 
     begin, charge and end each do their part once; a visit that never began needs no end.
     """
@@ -81,8 +81,14 @@ class Visit:
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
         self._account = account
         self._metrics = metrics
-        self._is_active = False
+        self._active = 0
+        """Requests that began and have not ended."""
         self._charged = 0.0
+        """Tokens of each."""
+
+    def another(self) -> "Visit":
+        """A visit of the same tenant."""
+        return Visit(self._account, self._metrics)
 
     @property
     def tenant(self) -> str:
@@ -93,29 +99,36 @@ class Visit:
     def rules(self) -> TenantRules:
         return self._account.rules
 
-    def begin(self, request: inference_pb2.GenerateRequest, served: str, record: Record) -> None:
+    def room(self, wanted: int, tokens: int) -> int:
+        """How many of so many like requests, of so many tokens each, the tenant may send now."""
+        return self._account.quota.room(wanted, tokens, time.monotonic())
+
+    def begin(
+        self, request: inference_pb2.GenerateRequest, served: str, record: Record, count: int = 1
+    ) -> None:
         """Checks what the tenant may do, counts the request and gives it its priority.
 
         Args:
             served: model that a request without a name means.
+            count: like requests; more than one only where there is `room`.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
         """
-        if self._is_active:
+        if self._active:
             return
         self._check_model(request.model or served)
         request.priority = self._priority(request.priority)
-        quota = self._account.quota.enter(time.monotonic())
+        quota = self._account.quota.enter(time.monotonic(), count)
         if isinstance(quota, Shortage):
             raise self._short(quota, record)
         self._account.quota = quota
-        self._account.requests += 1
-        self._is_active = True
+        self._account.requests += count
+        self._active = count
         record.limits = self._headers()
 
     def charge(self, prompt_tokens: int, output_tokens: int, record: Record) -> None:
-        """Takes a request's tokens in advance.
+        """Takes a request's tokens in advance; of several like ones each one's.
 
         Args:
             output_tokens: expected, of all its answers together.
@@ -125,12 +138,12 @@ class Visit:
                 RESOURCE_EXHAUSTED.
         """
         bucket = self._account.quota.tokens
-        if not self._is_active or bucket is None or self._charged:
+        if not self._active or bucket is None or self._charged:
             return
         if prompt_tokens > bucket.capacity:
             raise errors.above_quota(prompt_tokens, bucket.capacity)
         tokens = float(prompt_tokens + output_tokens)
-        quota = self._account.quota.charge(tokens, time.monotonic())
+        quota = self._account.quota.charge(self._active * tokens, time.monotonic())
         if isinstance(quota, Shortage):
             raise self._short(quota, record)
         self._account.quota, self._charged = quota, tokens
@@ -138,17 +151,23 @@ class Visit:
 
     def end(self, record: Record) -> None:
         """Puts what was used in the place of what was charged."""
-        used = record.prompt_tokens + record.output_tokens if _was_served(record) else 0
-        if self._is_active:
-            self._is_active = False
-            account = self._account
-            account.quota = account.quota.leave(self._charged, used, time.monotonic())
-            if used:
-                account.prompt_tokens += record.prompt_tokens
-                account.output_tokens += record.output_tokens
+        if _was_served(record):
+            self.settle(record.prompt_tokens, record.output_tokens, record.status)
+        else:
+            self.settle(0, 0, record.status)
+
+    def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
+        """Ends so many of its requests, each of which used so much."""
+        prompt, output, active = prompt_tokens * count, output_tokens * count, self._active
+        if active:
+            gone, account = min(count, active), self._account
+            self._active -= gone
+            charged, now = gone * self._charged, time.monotonic()
+            account.quota = account.quota.leave(charged, prompt + output, now, gone)
+            account.prompt_tokens += prompt
+            account.output_tokens += output
         if self._metrics:
-            prompt = record.prompt_tokens if used else 0
-            self._metrics.ended(self.tenant, record.status, prompt, record.output_tokens)
+            self._metrics.ended(self.tenant, status, prompt, output, count)
 
     def _check_model(self, name: str) -> None:
         allowed = self.rules.models

@@ -1,8 +1,8 @@
-"""Tickets: a router's signed leave to send one request straight to one engine.
+"""Tickets: a router's signed leave to send a request, or several like ones, straight to an engine.
 
 A ticket is 38 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
-share, in URL-safe base64. It names the engine, ends at a time, bounds the request's tokens, and is
-taken once.
+share, in URL-safe base64. It names the engine, ends at a time, bounds each request's tokens, and is
+taken as often as it says.
 """
 
 import base64
@@ -10,8 +10,8 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ullage_rpc.config import ConfigError
 
@@ -21,7 +21,7 @@ MIN_KEY_BYTES = 32
 CLOCK_SKEW_S = 5.0
 """How much later than the router's an engine's clock may be read."""
 
-_CLAIMS = struct.Struct(">2sQQ8sIIBb2x")
+_CLAIMS = struct.Struct(">2sQQ8sIIBbH")
 _VERSION = b"U1"
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
@@ -39,8 +39,7 @@ class TicketError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
+class Claims(NamedTuple):
     """What a ticket allows."""
 
     id: int
@@ -53,6 +52,8 @@ class Claims:
     max_tokens: int
     samples: int
     priority: int
+    uses: int = 1
+    """Requests, each of at most this size."""
 
 
 def engine_tag(engine_id: str) -> bytes:
@@ -62,16 +63,7 @@ def engine_tag(engine_id: str) -> bytes:
 
 def sign(claims: Claims, key: bytes) -> str:
     """The ticket."""
-    text = _CLAIMS.pack(
-        _VERSION,
-        claims.id,
-        claims.expires_ms,
-        claims.engine,
-        claims.prompt_tokens,
-        claims.max_tokens,
-        claims.samples,
-        claims.priority,
-    )
+    text = _CLAIMS.pack(_VERSION, *claims)
     return base64.urlsafe_b64encode(text + hmac.digest(key, text, "sha256")).decode()
 
 
@@ -90,12 +82,13 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
         hmac.compare_digest(mac, hmac.digest(key, text, "sha256")) for key in keys
     ):
         raise TicketError("BAD_TICKET", "no router of this service signed the ticket; pick again")
-    version, number, expires_ms, wanted, prompt, most, samples, priority = _CLAIMS.unpack(text)
-    if version != _VERSION or wanted != engine:
+    version, *fields = _CLAIMS.unpack(text)
+    claims = Claims(*fields)
+    if version != _VERSION or claims.engine != engine:
         raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
-    if expires_ms / 1000 + CLOCK_SKEW_S < now_s:
+    if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:
         raise TicketError("TICKET_EXPIRED", "the ticket has expired; pick again and send at once")
-    return Claims(number, expires_ms, wanted, prompt, most, samples, priority)
+    return claims
 
 
 def load_keys(folder: Path) -> tuple[bytes, ...]:

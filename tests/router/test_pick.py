@@ -96,7 +96,7 @@ def test_a_pick_is_what_decide_would_say(
     """The quick way never places what the ladder would not, nor at another price."""
     policy = Policy(("single", "large"), 800, 60 * BLOCK_BYTES, LADDER)
     ahead = {"single": 1} if is_ahead else {}
-    found = Batch(engines, policy, ahead, 400, 10.0).decide(wanted, draw)
+    found, _ = Batch(engines, policy, ahead, 400, 10.0).place(wanted, draw)
     most = min(wanted.max_tokens or 400, 400)
     facts = Facts(
         prompt_tokens=wanted.prompt_tokens,
@@ -134,7 +134,7 @@ def test_a_batch_never_promises_more_than_there_is(prompts: list[int], count: in
     used = dict.fromkeys((e.id for e in engines), 0)
     draws = random.Random(7)
     for prompt in prompts:
-        run = batch.decide(Ask(prompt, 32), draws.getrandbits(30))
+        run, _ = batch.place(Ask(prompt, 32), draws.getrandbits(30))
         if isinstance(run, Run):
             used[run.engine] += run.demand.total
         else:

@@ -61,12 +61,52 @@ def test_picks_are_charged_to_their_tenant(
             assert over.refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             assert over.refusal.retry_after_s >= 1
             assert (await usage(service))["active"] == 3
-            used, unused, *_ = placed
-            told = pb.PickRequest(accepted=[used.id], ended=[each.id for each in placed])
+            told = pb.PickRequest(ended=[each.id for each in placed])
             await service.grpc.Pick(told, metadata=PROOF)
             alice = await usage(service)
-            assert (alice["active"], alice["prompt_tokens"], alice["output_tokens"]) == (0, 10, 20)
-            assert unused.id != used.id
+            paid = (alice["active"], alice["prompt_tokens"], alice["output_tokens"])
+            assert paid == (0, 30, 60), "an unused ticket may still be used: it is paid for"
+
+    asyncio.run(scenario())
+
+
+def test_like_picks_are_charged_one_by_one(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(concurrency=5, tokens_per_minute=100, max_tokens=20)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+            priced = pb.PricedRequest(prompt_tokens=10, count=8)
+            answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+            *placed, over = answer.placed
+            assert sum(each.count for each in placed) == 3, "of 30 expected tokens each"
+            assert (over.count, over.refusal.reason) == (5, "RATE_LIMIT_EXCEEDED")
+            alice = await usage(service)
+            assert (alice["active"], alice["requests"]) == (3, 4), "the refused are one"
+            ids = [each.id for each in placed for _ in range(each.count)]
+            await service.grpc.Pick(pb.PickRequest(ended=ids[:2]), metadata=PROOF)
+            alice = await usage(service)
+            assert (alice["active"], alice["prompt_tokens"], alice["output_tokens"]) == (1, 20, 40)
+            await service.grpc.Pick(pb.PickRequest(ended=ids), metadata=PROOF)
+            assert (await usage(service))["active"] == 0
+            assert service.router.service.picker.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_no_engine_takes_is_not_paid(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(concurrency=8, tokens_per_minute=1000, max_tokens=20)
+        async with start_service(single=(5,), tenants=rules, tickets=tickets) as service:
+            priced = pb.PricedRequest(prompt_tokens=12, count=8)
+            answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+            assert [each.count for each in answer.placed] == [2, 6], "two blocks each"
+            assert answer.placed[1].refusal.reason
+            alice = await usage(service)
+            assert alice["active"] == 2
+            assert alice["tokens_left"] in range(1000 - 2 * 32, 1001)
 
     asyncio.run(scenario())
 

@@ -97,6 +97,34 @@ def test_more_than_a_bucket_holds_needs_a_full_one() -> None:
 
 
 @given(
+    tokens=st.integers(1, 40),
+    levels=st.tuples(st.integers(0, 20), st.integers(-50, 100)),
+    most=st.none() | st.integers(0, 12),
+    wanted=st.integers(1, 30),
+)
+def test_there_is_room_for_as_many_as_enter_one_after_another(
+    tokens: int, levels: tuple[int, int], most: int | None, wanted: int
+) -> None:
+    requests, budget = Bucket(20, levels[0], 0.0), Bucket(100, levels[1], 0.0)
+    before = quota = Quota(requests, budget, most)
+    count = 0
+    for _ in range(wanted):
+        inside = quota.enter(0.0)
+        charged = inside.charge(tokens, 0.0) if isinstance(inside, Quota) else inside
+        if isinstance(charged, Shortage):
+            break
+        quota, count = charged, count + 1
+    room = before.room(wanted, tokens, 0.0)
+    assert room == count
+    if room:
+        together = before.enter(0.0, room)
+        assert isinstance(together, Quota)
+        assert together.charge(room * tokens, 0.0) == quota
+        left = quota.leave(room * tokens, 0, 0.0, room)
+        assert (left.active, left.tokens) == (0, budget)
+
+
+@given(
     st.lists(st.tuples(st.sampled_from(["enter", "leave"]), st.floats(0, 30)), max_size=60),
     st.integers(1, 5),
 )

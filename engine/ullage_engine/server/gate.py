@@ -1,7 +1,8 @@
-"""Who may send requests to this engine: holders of a router's ticket, each once."""
+"""Who may send requests to this engine: holders of a router's ticket, as often as it says."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,15 @@ from ullage_rpc.tickets import CLOCK_SKEW_S, TICKET_KEY, Claims, TicketError, en
 
 MAX_TAKEN = 200_000
 """Tickets remembered until they expire."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A ticket that was taken."""
+
+    until: float
+    """Unix time at which it is no ticket any more, seconds."""
+    uses: int = 0
 
 
 class Gate:
@@ -38,8 +48,8 @@ class Gate:
         self._is_required = bool(section and section.required)
         self._tag = engine_tag(engine_id)
         self._clock = clock
-        self._taken: dict[int, float] = {}
-        """When each ticket that was taken expires, in the order of taking."""
+        self._taken: dict[int, _Taken] = {}
+        """In the order of their first use. Nothing is awaited between a look and a use."""
 
     def start(self) -> None:
         if self._keys:
@@ -78,23 +88,26 @@ class Gate:
         except TicketError as error:
             raise _refused(error.reason, str(error)) from error
         self._forget(now)
-        if claims.id in self._taken:
-            raise _refused("TICKET_USED", "the ticket was used; pick again")
-        if len(self._taken) >= MAX_TAKEN:
-            raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "TOO_MANY_TICKETS",
-                f"{MAX_TAKEN} tickets were taken and have not expired yet; come back",
-                retry_after_s=1.0,
-            )
-        self._taken[claims.id] = claims.expires_ms / 1000 + CLOCK_SKEW_S
+        self._count(claims)
         _hold(request, claims)
+
+    def _count(self, claims: Claims) -> None:
+        """One use more."""
+        taken = self._taken.get(claims.id)
+        if taken is None:
+            if len(self._taken) >= MAX_TAKEN:
+                raise _too_many()
+            taken = _Taken(claims.expires_ms / 1000 + CLOCK_SKEW_S)
+            self._taken[claims.id] = taken
+        if taken.uses >= claims.uses:
+            raise _refused("TICKET_USED", "the ticket was used; pick again")
+        taken.uses += 1
 
     def _forget(self, now: float) -> None:
         """Drops expired tickets; one behind a longer-lived one waits for that."""
         while self._taken:
             first = next(iter(self._taken))
-            if self._taken[first] >= now:
+            if self._taken[first].until >= now:
                 return
             del self._taken[first]
 
@@ -119,6 +132,15 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     if not request.stop.HasField("max_tokens"):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
+
+
+def _too_many() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_TICKETS",
+        f"{MAX_TAKEN} tickets were taken and have not expired yet; come back",
+        retry_after_s=1.0,
+    )
 
 
 def _over(field: str, value: str, wanted: str) -> ServiceError:

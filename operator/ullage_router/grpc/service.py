@@ -80,9 +80,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._pipeline.is_draining:
                 raise draining()
             visit = self._tenants.visit(authorization)
-            if not visit.tenant:
-                return self._picker.pick(request, lambda: None)
-            return self._picker.pick(request, lambda: self._tenants.visit(authorization))
+            return self._picker.pick(request, visit if visit.tenant else None)
         except ServiceError as error:
             error.retry_after_s = retry_after_s(error)
             await abort(context, error)

@@ -1,7 +1,9 @@
 """Many decisions over one look at the engines: pure, and quick where a request simply fits.
 
 A request that fits the first pool as it is gets what `decide` would say, without its ladder; for
-every other one `decide` is asked. What a batch has placed already counts for the rest of it.
+every other one `decide` is asked. What a batch has placed already counts for the rest of it. Like
+requests are placed several at once, each of which the same decisions, one by one, could have
+placed there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +11,12 @@ from dataclasses import dataclass, replace
 
 from ullage_router.config import LARGE_POOL
 from ullage_router.decide import Refuse, Run, ShrinkContext, decide, min_output
-from ullage_router.predict import Demand, predict
+from ullage_router.predict import Demand, Profile, predict
 from ullage_router.views import EngineView, Facts, Policy, Standing
 
 WAIT_RETRY_S = 1
+MAX_SHARES = 16
+"""Decisions that like requests are spread by, where all fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class _Seat:
     available: int
     load: int
     backlog_tokens: int
+    kind: int
+    """Seats of one kind price alike."""
 
     def now(self) -> EngineView:
         return replace(
@@ -73,21 +79,51 @@ class Batch:
         self._ahead = ahead
         self._max_output_tokens = max_output_tokens
         self._patience_s = patience_s
-        self._seats = {view.id: _seat(view) for view in views}
+        kinds: dict[tuple[Profile, int], int] = {}
+        self._seats = {view.id: _seat(view, kinds) for view in views}
+        self._prices: dict[tuple[int, int, int], Demand] = {}
+        """By kind of seat, prompt and most output tokens: both of a pair are mostly one kind."""
         self._has_large = any(view.pool == LARGE_POOL for view in views)
         self._home = self._find_home()
 
-    def decide(self, ask: Ask, draw: int) -> Run | Refuse:
-        """Places the request, or says why it cannot run now as it is."""
+    def share(self, count: int) -> int:
+        """How many of so many like requests are placed at once, that they spread over engines."""
+        usable = sum(s.view.standing is Standing.USABLE for s in self._seats.values())
+        engines = len(self._home) or usable or 1
+        return -(-count // min(engines, MAX_SHARES))
+
+    def place(self, ask: Ask, draw: int, most: int = 1) -> tuple[Run | Refuse, int]:
+        """Places like requests on one engine, or says why they cannot run now as they are.
+
+        Args:
+            most: of them; 1 or more.
+
+        Returns:
+            The decision, and how many of them it holds for.
+        """
         limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
-        most = min(ask.max_tokens or limit, limit)
-        run = self._quick(ask, most, draw) or self._slow(ask, most, draw)
-        if isinstance(run, Run):
-            seat = self._seats[run.engine]
-            seat.available -= run.demand.total
-            seat.load += 1
-            seat.backlog_tokens += ask.prompt_tokens
-        return run
+        output = min(ask.max_tokens or limit, limit)
+        run = self._quick(ask, output, draw) or self._slow(ask, output, draw)
+        if isinstance(run, Refuse):
+            return run, most
+        seat = self._seats[run.engine]
+        count = self._fitting(seat, ask.prompt_tokens, run.demand.total, most)
+        seat.available -= count * run.demand.total
+        seat.load += count
+        seat.backlog_tokens += count * ask.prompt_tokens
+        return run, count
+
+    def _fitting(self, seat: _Seat, prompt: int, size: int, most: int) -> int:
+        """How many of such requests, the first of which fits, fit one after another."""
+        count = min(most, seat.available // size) if size else most
+        if not seat.view.prefill_speed:
+            return count
+        while count > 1:
+            before = replace(seat.now(), backlog_tokens=seat.backlog_tokens + (count - 1) * prompt)
+            if before.is_in_time(prompt, self._patience_s):
+                break
+            count //= 2
+        return count
 
     def _find_home(self) -> list[_Seat]:
         """Engines that a request which simply fits may take, by name."""
@@ -121,7 +157,11 @@ class Batch:
         view, prompt = seat.view, ask.prompt_tokens
         if prompt + most > seat.longest:
             return None
-        demand = predict(view.profile, prompt, most, view.expected_output)
+        key = (seat.kind, prompt, most)
+        demand = self._prices.get(key)
+        if demand is None:
+            demand = predict(view.profile, prompt, most, view.expected_output)
+            self._prices[key] = demand
         size = demand.total
         if self._has_large and (
             prompt > self._policy.large_request_tokens or size > self._policy.large_request_kv
@@ -158,8 +198,9 @@ class Batch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
 
-def _seat(view: EngineView) -> _Seat:
-    return _Seat(view, view.longest(0, 1), view.available, view.load, view.backlog_tokens)
+def _seat(view: EngineView, kinds: dict[tuple[Profile, int], int]) -> _Seat:
+    kind = kinds.setdefault((view.profile, view.expected_output), len(kinds))
+    return _Seat(view, view.longest(0, 1), view.available, view.load, view.backlog_tokens, kind)
 
 
 def _pair(home: list[_Seat], draw: int) -> tuple[_Seat, ...]:
@@ -171,9 +212,10 @@ def _pair(home: list[_Seat], draw: int) -> tuple[_Seat, ...]:
     return home[first], home[second]
 
 
-def _merit(fit: tuple[_Seat, Demand]) -> tuple[float, int, str]:
+def _merit(fit: tuple[_Seat, Demand]) -> tuple[float, int]:
+    """Of equals the first drawn is taken, so that each is as often."""
     seat, _ = fit
-    return (seat.available * seat.view.health, -seat.load, seat.view.id)
+    return (seat.available * seat.view.health, -seat.load)
 
 
 def _left_to_generate(reason: str, what: str) -> Refuse:

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -13,11 +12,11 @@ from ullage_router import errors
 from ullage_router.admission import Admission
 from ullage_router.affinity import Origin
 from ullage_router.config import RouterConfig
-from ullage_router.credit import Credit
 from ullage_router.decide import Refuse, Run
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.pick.batch import Ask, Batch
+from ullage_router.pick.book import Bill, Book
 from ullage_router.pick.tickets import TicketOffice, new_ids
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record
@@ -37,48 +36,64 @@ NOBODY: frozenset[str] = frozenset()
 REPORT_LAG_S = 1.0
 """After it an engine's reports include a request that was sent with the ticket's last moment."""
 
-NewVisit = Callable[[], Visit | None]
-"""A tenant's visit for one request; None where there are no tenants."""
+
+@dataclass(slots=True)
+class _Call:
+    """One call: the engines as it found them, and what it is answered."""
+
+    batch: Batch
+    engines: Mapping[str, Engine]
+    """By address."""
+    response: pb.PickResponse
+    addresses: dict[str, int] = field(default_factory=dict)
+    """Where each engine stands in the response's list."""
+
+    def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
+        self.response.placed.add(
+            id=number,
+            engine=self.addresses.setdefault(address, len(self.addresses)),
+            ticket=ticket,
+            max_tokens=run.max_tokens,
+            predicted_bytes=run.demand.total,
+            count=count,
+        )
+
+    def refuse(self, error: ServiceError, count: int) -> None:
+        refusal = pb.Refusal(
+            code=error.code.value[0],
+            reason=error.reason,
+            message=error.message,
+            retry_after_s=errors.retry_after_s(error) or 0,
+        )
+        self.response.placed.add(refusal=refusal, count=count)
+
+    def finish(self) -> pb.PickResponse:
+        self.response.engines.extend(self.addresses)
+        return self.response
 
 
 @dataclass(slots=True)
-class _Open:
-    """One pick whose request may come, run or have ended unheard."""
+class _Wish:
+    """Like requests on their way through one call."""
 
-    engine: Engine
-    credit: Credit
-    until: float
-    """Monotonic time of forgetting it."""
-    bill: "_Bill | None"
+    priced: pb.PricedRequest
+    left: int
+    """Neither placed nor refused."""
+    visit: Visit | None
+    """Of their tenant, for those that it let in; None: there are no tenants."""
+    entered: int = 0
+    """Of those left."""
+    priority: int = 0
 
+    def bill(self, output_tokens: int) -> Bill | None:
+        if self.visit is None:
+            return None
+        return Bill(self.visit, self.priced.prompt_tokens, output_tokens)
 
-@dataclass(slots=True)
-class _Bill:
-    """What a tenant pays for one pick."""
-
-    visit: Visit
-    record: Record
-
-    def enter(self, priced: pb.PricedRequest, model: str, output_tokens: int) -> int:
-        """Takes it from the tenant's quota and returns its priority there.
-
-        Raises:
-            ServiceError: the tenant may not, or not now.
-        """
-        request = pb.GenerateRequest(priority=priced.priority)
-        self.visit.begin(request, model, self.record)
-        self.visit.charge(priced.prompt_tokens, output_tokens, self.record)
-        return request.priority
-
-    def owe(self, prompt_tokens: int, output_tokens: int) -> None:
-        self.record.prompt_tokens, self.record.output_tokens = prompt_tokens, output_tokens
-
-    def used(self) -> None:
-        """Its ticket was used, or nobody says that it was not."""
-        self.record.ttft_s = 0.0
-
-    def end(self) -> None:
-        self.visit.end(self.record)
+    def leave(self, error: ServiceError) -> None:
+        """None of those left is placed: whatever they were charged comes back."""
+        if self.visit:
+            self.visit.settle(0, 0, errors.http_status(error), self.entered or 1)
 
 
 class Picker:
@@ -110,11 +125,11 @@ class Picker:
         self._admission = admission
         self._office = office
         self._on_no_engine = on_no_engine
-        self._clock = clock
         self._ids = new_ids()
         self._task: asyncio.Task[None] | None = None
-        self._open: dict[int, _Open] = {}
-        self.counts: Counter[str] = Counter()
+        ticket_s = (office.ttl_s if office else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
+        self._book = Book(ticket_s, config.limits.request_timeout, clock)
+        self.counts = self._book.counts
         """placed, refused, ended, expired."""
 
     def start(self) -> None:
@@ -137,41 +152,33 @@ class Picker:
     @property
     def open(self) -> int:
         """Picks that have neither ended nor expired."""
-        return len(self._open)
+        return self._book.open
 
-    def pick(self, request: pb.PickRequest, new_visit: NewVisit) -> pb.PickResponse:
+    def pick(self, request: pb.PickRequest, visit: Visit | None) -> pb.PickResponse:
         """Takes the reports and places the requests, without waiting.
+
+        Args:
+            visit: of the tenant; None where there are no tenants.
 
         Raises:
             ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
         """
         office = self._on()
-        self.sweep()
-        self._report(request)
-        if not request.requests:
-            return pb.PickResponse(ttl_s=office.ttl_s)
-        self._check(request)
-        batch = self._batch()
+        self._book.sweep()
+        self._book.report(request.accepted, request.ended)
         response = pb.PickResponse(ttl_s=office.ttl_s)
-        addresses: dict[str, int] = {}
+        if not request.requests:
+            return response
+        self._check(request)
+        call = _Call(self._batch(), {e.address: e for e in reversed(self._engines.all())}, response)
         for priced in request.requests:
-            self._place(priced, batch, new_visit(), response.placed.add(), addresses)
-        response.engines.extend(addresses)
-        return response
-
-    def sweep(self) -> None:
-        """Frees what expired: by now the engine counts the request, or never will."""
-        now = self._clock()
-        while self._open:
-            number = next(iter(self._open))
-            if self._open[number].until > now:
-                return
-            self._close(number, "expired")
+            self._place(_Wish(priced, priced.count or 1, visit), call)
+        return call.finish()
 
     async def _keep_sweeping(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            self.sweep()
+            self._book.sweep()
 
     def _on(self) -> TicketOffice:
         if self._office is None:
@@ -183,15 +190,15 @@ class Picker:
         return self._office
 
     def _check(self, request: pb.PickRequest) -> None:
-        count = len(request.requests)
+        count = sum([priced.count or 1 for priced in request.requests])
         if count > MAX_BATCH:
-            message = f"requests has {count} entries; send at most {MAX_BATCH} at once"
+            message = f"requests has {count} with their counts; send at most {MAX_BATCH} at once"
             raise invalid("requests", message)
-        if len(self._open) + count > MAX_OPEN:
+        if self.open + count > MAX_OPEN:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_PICKS",
-                f"{len(self._open)} picks are open; report those that ended, and come back",
+                f"{self.open} picks are open; report those that ended, and come back",
                 retry_after_s=1.0,
             )
         for i, priced in enumerate(request.requests):
@@ -210,105 +217,84 @@ class Picker:
             limits.request_timeout,
         )
 
-    def _place(
-        self,
-        priced: pb.PricedRequest,
-        batch: Batch,
-        visit: Visit | None,
-        placed: pb.Placed,
-        addresses: dict[str, int],
-    ) -> None:
-        number = next(self._ids)
-        bill = _Bill(visit, Record(f"{number:016x}", tenant=visit.tenant)) if visit else None
+    def _place(self, wish: _Wish, call: _Call) -> None:
+        """Places what its tenant may have and what fits; the rest is refused."""
+        share, visit = call.batch.share(wish.left) if wish.left > 1 else 1, wish.visit
         try:
-            priority = self._enter(priced, bill)
-            run = self._run(priced, bill, batch, number)
+            while wish.left:
+                if not wish.entered:
+                    self._enter(wish, visit)
+                self._grant(wish, share, call)
         except ServiceError as error:
-            if bill:
-                bill.end()
-            self._refuse(placed, error)
+            wish.leave(error)
+            call.refuse(error, wish.left)
+            self.counts["refused"] += wish.left
+
+    def _enter(self, wish: _Wish, visit: Visit | None) -> None:
+        """Takes as many as the tenant may have now from its quota.
+
+        Raises:
+            ServiceError: it may have none.
+        """
+        priced = wish.priced
+        if visit is None:
+            wish.entered, wish.priority = wish.left, priced.priority
             return
-        engine = self._grant(number, priced, run, bill)
-        placed.id, placed.max_tokens = number, run.max_tokens
-        placed.predicted_bytes = run.demand.total
-        placed.engine = addresses.setdefault(engine.address, len(addresses))
-        placed.ticket = self._on().sign(
+        wish.visit = mine = visit.another()
+        most = min(priced.max_tokens or MAX_TOKENS, self._most(mine))
+        output = min(most, self._engines.expected_output) * (priced.samples or 1)
+        count = mine.room(wish.left, priced.prompt_tokens + output) if wish.left > 1 else 1
+        request = pb.GenerateRequest(priority=priced.priority)
+        record = Record("", tenant=mine.tenant)
+        mine.begin(request, self._config.model, record, max(1, count))
+        mine.charge(priced.prompt_tokens, output, record)
+        wish.entered, wish.priority = max(1, count), request.priority
+
+    def _grant(self, wish: _Wish, share: int, call: _Call) -> None:
+        """One ticket, for as many as fit where one fits."""
+        number, priced = next(self._ids), wish.priced
+        run, count = self._run(wish, call, number, min(share, wish.entered))
+        engine = call.engines[run.engine]
+        size, prompt_tokens = run.demand.total, priced.prompt_tokens
+        samples = priced.samples or 1
+        credits = [engine.reserve(size, prompt_tokens) for _ in range(count)]
+        bill = wish.bill(run.max_tokens * samples)
+        self._book.add(number, engine, credits, bill)
+        wish.left -= count
+        wish.entered -= count
+        ticket = self._on().sign(
             number,
             engine.id,
-            priced.prompt_tokens,
+            prompt_tokens,
             run.max_tokens,
-            samples=priced.samples or 1,
-            priority=priority,
+            samples=samples,
+            priority=wish.priority,
+            count=count,
         )
+        call.place(number, engine.address, ticket, run, count)
 
-    def _enter(self, priced: pb.PricedRequest, bill: _Bill | None) -> int:
-        if bill is None:
-            return priced.priority
-        limit = min(priced.max_tokens or MAX_TOKENS, self._most(bill))
-        output = min(limit, self._engines.expected_output) * (priced.samples or 1)
-        return bill.enter(priced, self._config.model, output)
-
-    def _most(self, bill: _Bill | None) -> int:
+    def _most(self, visit: Visit | None) -> int:
         """Output tokens that the service and the tenant's rules allow."""
         most = self._config.limits.max_output_tokens
-        return min(most, bill.visit.rules.max_tokens or most) if bill else most
+        return min(most, visit.rules.max_tokens or most) if visit else most
 
-    def _run(self, priced: pb.PricedRequest, bill: _Bill | None, batch: Batch, draw: int) -> Run:
-        """Where it goes; raises ServiceError when it does not run now as it is."""
-        placement = self._admission.placement
+    def _run(self, wish: _Wish, call: _Call, draw: int, most: int) -> tuple[Run, int]:
+        """Where some of them go, and how many; raises ServiceError when none runs now as it is."""
+        priced, placement = wish.priced, self._admission.placement
         has_origin = bool(priced.session_id or priced.prefixes)
         origin = Origin(priced.session_id, tuple(priced.prefixes)) if has_origin else NOWHERE
         preferred = placement.preferred(origin) if has_origin else ""
         avoid = frozenset(priced.avoid) if priced.avoid else NOBODY
-        limit = self._most(bill)
-        ask = Ask(
-            priced.prompt_tokens, priced.max_tokens, priced.samples or 1, preferred, avoid, limit
-        )
-        decision = batch.decide(ask, draw)
+        limit, samples = self._most(wish.visit), priced.samples or 1
+        ask = Ask(priced.prompt_tokens, priced.max_tokens, samples, preferred, avoid, limit)
+        decision, count = call.batch.place(ask, draw, most)
         if isinstance(decision, Refuse):
             if decision.kind == "unavailable":
                 self._on_no_engine()
             raise errors.refusal(decision)
         if has_origin:
-            placement.placed(origin, preferred, self._engines.at(decision.engine))
-        return decision
-
-    def _grant(self, number: int, priced: pb.PricedRequest, run: Run, bill: _Bill | None) -> Engine:
-        engine = self._engines.at(run.engine)
-        credit = engine.reserve(run.demand.total, priced.prompt_tokens)
-        if bill:
-            bill.owe(priced.prompt_tokens, run.max_tokens * (priced.samples or 1))
-        ttl_s = self._on().ttl_s + CLOCK_SKEW_S + REPORT_LAG_S
-        self._open[number] = _Open(engine, credit, self._clock() + ttl_s, bill)
-        self.counts["placed"] += 1
-        return engine
-
-    def _refuse(self, placed: pb.Placed, error: ServiceError) -> None:
-        self.counts["refused"] += 1
-        placed.refusal.code = error.code.value[0]
-        placed.refusal.reason, placed.refusal.message = error.reason, error.message
-        placed.refusal.retry_after_s = errors.retry_after_s(error) or 0
-
-    def _report(self, request: pb.PickRequest) -> None:
-        for number in request.accepted:
-            if found := self._open.get(number):
-                found.engine.accepted(found.credit)
-                found.engine.began(found.credit)
-                if found.bill:
-                    found.bill.used()
-        for number in request.ended:
-            if number in self._open:
-                self._close(number, "ended")
-
-    def _close(self, number: int, how: str) -> None:
-        """Gives back its credit. A tenant pays the whole ticket, unless it was never used."""
-        found = self._open.pop(number)
-        found.engine.release(found.credit)
-        if found.bill and how == "expired":
-            found.bill.used()
-        if found.bill:
-            found.bill.end()
-        self.counts[how] += 1
+            placement.placed(origin, preferred, call.engines[decision.engine])
+        return decision, count
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:

@@ -50,12 +50,13 @@ class TicketOffice:
         *,
         samples: int = 1,
         priority: int = 0,
+        count: int = 1,
     ) -> str:
-        """Leave for one request of at most this size to this engine."""
+        """Leave for so many requests, each of at most this size, to this engine."""
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self._tags.get(engine_id) or self._tag(engine_id)
-        claims = Claims(number, expires_ms, tag, prompt_tokens, max_tokens, samples, priority)
-        return sign(claims, self.keys.signing)
+        size = (prompt_tokens, max_tokens, samples)
+        return sign(Claims(number, expires_ms, tag, *size, priority, count), self.keys.signing)
 
     def proof(self, engine_id: str, request: inference_pb2.GenerateRequest) -> tuple[str, str]:
         """Metadata with a ticket for just this request, in token ids and with its limit."""

@@ -1,6 +1,7 @@
 """Tickets at an engine: one request each, of its size, in time; none where they are off."""
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import grpc
 import msgspec
 import pytest
 from google.rpc import code_pb2, status_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import EngineConfig, TicketsSection
@@ -63,6 +66,26 @@ def test_a_ticket_is_taken_once(make_gate: Callable[..., Gate]) -> None:
     assert (asked.stop.max_tokens, asked.priority) == (8, 5), "the ticket says what is left open"
     assert refusal(gate, request(), ticket()) == "TICKET_USED"
     gate.admit(request(), ticket(2))
+
+
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    uses=st.lists(st.integers(0, 3), max_size=40),
+)
+def test_a_ticket_is_taken_as_often_as_it_says(counts: list[int], uses: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "key").write_bytes(KEY)
+        gate = Gate(TicketsSection(keys_dir=folder), "engine-0", lambda: NOW_S)
+        left = dict(enumerate(counts))
+        for use in uses:
+            number = use % len(counts)
+            mine = ticket(number, uses=counts[number])
+            if left[number]:
+                left[number] -= 1
+                gate.admit(request(), mine)
+            else:
+                assert refusal(gate, request(), mine) == "TICKET_USED"
+        assert gate.num_taken == len({use % len(counts) for use in uses})
 
 
 @pytest.mark.parametrize(
