@@ -1,5 +1,7 @@
 """Admissions a second by Pick, and whole answers with tickets against through the router.
 
+Requests are placed as distinct ones, each of its own size and with a ticket of its own, and as like
+ones, by one entry with their count.
 Fake engines in a process of their own answer at once with one token; the router is a real one in
 another; clients are this process. Prints one line a row.
 
@@ -118,20 +120,28 @@ def run_router(document: dict[str, Any], pipe: Connection) -> None:
     uvloop.run(serve())
 
 
-async def picks(port: int, batch: int, seconds: float, at_once: int = 4) -> float:
+def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
+    """So many requests: each of its own size, or all of one and asked for together."""
+    if is_like:
+        return [pb.PricedRequest(prompt_tokens=len(PROMPT), max_tokens=64, count=batch)]
+    sizes = range(len(PROMPT), len(PROMPT) + batch)
+    return [pb.PricedRequest(prompt_tokens=size, max_tokens=64) for size in sizes]
+
+
+async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: int = 4) -> float:
     """Requests placed a second; every pick is reported as ended with a later call."""
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        priced = pb.PricedRequest(prompt_tokens=len(PROMPT), max_tokens=64)
+        asked = entries(batch, is_like)
         end, placed = time.perf_counter() + seconds, 0
 
         async def ask() -> None:
             nonlocal placed
             ended: list[int] = []
             while time.perf_counter() < end:
-                request = pb.PickRequest(requests=[priced] * batch, accepted=ended, ended=ended)
+                request = pb.PickRequest(requests=asked, accepted=ended, ended=ended)
                 answer = await stub.Pick(request)
-                ended = [each.id for each in answer.placed if each.ticket]
+                ended = [p.id for p in answer.placed if p.ticket for _ in range(p.count)]
                 placed += len(ended)
 
         started = time.perf_counter()
@@ -165,12 +175,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 async def measure(port: int, router: psutil.Process, seconds: float) -> None:
-    for batch in BATCHES:
-        used, started = cpu_s(router), time.perf_counter()
-        rate = await picks(port, batch, seconds)
-        share = (cpu_s(router) - used) / (time.perf_counter() - started)
-        per_core = f"{rate / share:>9,.0f} a second of its CPU"
-        print(f"Pick, batches of {batch:>3}: {rate:>9,.0f} admitted/s, {per_core}")
+    for is_like, kind in ((False, "distinct"), (True, "like")):
+        for batch in BATCHES:
+            used, started = cpu_s(router), time.perf_counter()
+            rate = await picks(port, batch, is_like, seconds)
+            share = (cpu_s(router) - used) / (time.perf_counter() - started)
+            per_core = f"{rate / share:>9,.0f} a second of its CPU"
+            print(f"Pick, {batch:>3} {kind:<8} at once: {rate:>9,.0f} admitted/s, {per_core}")
     for is_direct, name in ((True, "with tickets"), (False, "through the router")):
         rate = await answers(port, is_direct, seconds)
         print(f"whole answers, {name:<18}: {rate:>9,.0f}/s, one client process")

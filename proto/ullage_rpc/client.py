@@ -5,9 +5,10 @@
             ...
 
 What is in token ids is placed by `Pick` and sent to the engine that was named; calls that are made
-at the same time share one `Pick`. Everything else (text and conversations, which the router
-templates), what has to wait for memory, and all of it where the service gives no tickets, goes
-through the router's `Generate`. Either way the events and the errors are the same.
+at the same time share one `Pick`, and those of the same sizes share tickets. Everything else (text
+and conversations, which the router templates), what has to wait for memory, and all of it where the
+service gives no tickets, goes through the router's `Generate`. Either way the events and the errors
+are the same.
 """
 
 import asyncio

@@ -78,9 +78,11 @@ def test_many_at_once_share_picks(start_service: "StartService", tmp_path: Path)
             answers = await asyncio.gather(*(ask(client) for _ in range(60)))
             assert {text(answer) for answer in answers} == {"Hello big world"}
             assert sent(service) == [True] * 60
-            sizes = [len(call.requests) for call in calls]
+            sizes = [each.count or 1 for call in calls for each in call.requests]
             assert sum(sizes) == 60
             assert max(sizes) > 1, "those that came together went together"
+            shared = {metadata[TICKET] for e in service.engines for metadata in e.metadata}
+            assert len(shared) < 60, "and shared tickets"
 
     asyncio.run(scenario())
 

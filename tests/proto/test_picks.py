@@ -1,0 +1,126 @@
+"""The client's calls of Pick: shared by like requests, and never the end of those to come."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_rpc.errors import ServiceError
+from ullage_rpc.picks import Pick, Picks
+
+Answer = Callable[[pb.PickRequest], pb.PickResponse]
+ENOUGH_S = 20.0
+
+
+class Router:
+    """Answers calls one by one as it was told, the last way for ever."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[pb.PickRequest] = []
+
+    async def Pick(self, request: pb.PickRequest, **options: Any) -> pb.PickResponse:
+        self.asked.append(request)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return answer(request)
+
+
+def all_in_one(request: pb.PickRequest) -> pb.PickResponse:
+    placed = [
+        pb.Placed(id=i, ticket=f"t{i}", max_tokens=4, count=each.count or 1)
+        for i, each in enumerate(request.requests, 1)
+    ]
+    return pb.PickResponse(placed=placed, engines=["e:1"])
+
+
+def nonsense(request: pb.PickRequest) -> pb.PickResponse:
+    return pb.PickResponse(placed=[pb.Placed(id=1, engine=7, ticket="t")])
+
+
+def too_few(request: pb.PickRequest) -> pb.PickResponse:
+    return pb.PickResponse()
+
+
+def too_many(request: pb.PickRequest) -> pb.PickResponse:
+    return pb.PickResponse(placed=[pb.Placed(id=1, count=(1 << 32) - 1)], engines=["e:1"])
+
+
+def broken(request: pb.PickRequest) -> pb.PickResponse:
+    raise TypeError("metadata is not made of text")
+
+
+def unavailable(request: pb.PickRequest) -> pb.PickResponse:
+    metadata = grpc.aio.Metadata()
+    raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "gone")
+
+
+def picks_of(router: Router) -> Picks:
+    return Picks(router, ())  # type: ignore[arg-type]
+
+
+def request(prompt: int = 2, **more: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * prompt), **more)
+
+
+async def place(picks: Picks, asked: pb.GenerateRequest, avoid: tuple[str, ...] = ()) -> Any:
+    deadline = asyncio.get_running_loop().time() + ENOUGH_S
+    return await picks.place(asked, avoid, deadline)
+
+
+@pytest.mark.parametrize("answer", [nonsense, too_few, broken])
+def test_whatever_fails_the_next_are_served(answer: Answer) -> None:
+    async def scenario() -> None:
+        picks = picks_of(Router(answer, all_in_one))
+        with pytest.raises(ServiceError, match="asking the router for a place failed") as caught:
+            await place(picks, request())
+        assert caught.value.reason == "PICK_FAILED"
+        assert (await place(picks, request())).engine == "e:1"
+        await picks.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_is_not_believed_to_be_endless() -> None:
+    async def scenario() -> None:
+        picks = picks_of(Router(too_many, all_in_one))
+        assert (await place(picks, request())).id == 1
+        assert (await place(picks, request())).ticket == "t1"
+        await picks.close()
+
+    asyncio.run(scenario())
+
+
+def test_like_requests_are_asked_for_as_one() -> None:
+    async def scenario() -> None:
+        router = Router(all_in_one)
+        picks = picks_of(router)
+        asked = [(request(), ())] * 5 + [(request(3), ()), (request(3), ("e:9",))]
+        asked += [(request(session_id="s"), ())] * 2
+        found = await asyncio.gather(*(place(picks, each, avoid) for each, avoid in asked))
+        (call,) = router.asked
+        assert [each.count for each in call.requests] == [5, 0, 0, 0, 0]
+        assert [pick.ticket for pick in found] == ["t1"] * 5 + ["t2", "t3", "t4", "t5"]
+        await picks.close()
+
+    asyncio.run(scenario())
+
+
+def test_reports_that_were_not_heard_are_said_again() -> None:
+    async def scenario() -> None:
+        router = Router(unavailable, all_in_one)
+        picks = picks_of(router)
+        for _ in range(2):
+            picks.accepted(Pick(7, "e:1", "t", 4))
+            picks.ended(Pick(7, "e:1", "t", 4))
+        async with asyncio.timeout(ENOUGH_S):
+            while not router.asked:  # noqa: ASYNC110 - the router is another's
+                await asyncio.sleep(0.01)
+        await picks.close()
+        for call in router.asked:
+            assert (list(call.accepted), list(call.ended)) == ([7, 7], [7, 7])
+        assert len(router.asked) == 2
+
+    asyncio.run(scenario())
