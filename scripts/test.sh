@@ -13,9 +13,10 @@ if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"
 fi
 
-waiting=(tests/router tests/operator tests/kubeapi tests/charts tests/proto tests/engine/server)
+talking=(tests/router tests/proto tests/engine/server)
+operating=(tests/operator tests/kubeapi tests/charts)
 alone=(tests/e2e tests/engine/worker tests/engine/parallel)
-ignored=("${waiting[@]/#/--ignore=}" "${alone[@]/#/--ignore=}")
+ignored=("${talking[@]/#/--ignore=}" "${operating[@]/#/--ignore=}" "${alone[@]/#/--ignore=}")
 
 logs=$(mktemp -d)
 failed=0
@@ -36,21 +37,26 @@ once_more() {
     lane "$1" --last-failed --last-failed-no-failures none "${@:3}" || failed=1
 }
 
-lane waiting "${waiting[@]}" > "$logs/waiting.log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2> /dev/null; rm -rf "$logs"' EXIT
+lane talking "${talking[@]}" > "$logs/talking.log" 2>&1 &
+talks=$!
+lane operating "${operating[@]}" > "$logs/operating.log" 2>&1 &
+operates=$!
+trap 'kill "$talks" "$operates" 2> /dev/null; rm -rf "$logs"' EXIT
 
 echo "tests that compute, and beside them tests that wait:"
 lane computing "${ignored[@]}"
 computing=$?
-wait "$beside"
-beside_status=$?
-cat "$logs/waiting.log"
+wait "$talks"
+talking_status=$?
+wait "$operates"
+operating_status=$?
+cat "$logs/talking.log" "$logs/operating.log"
 echo "tests of whole services and groups of processes:"
 lane alone "${alone[@]}"
 alone_status=$?
 
 once_more computing "$computing" "${ignored[@]}"
-once_more waiting "$beside_status" "${waiting[@]}"
+once_more talking "$talking_status" "${talking[@]}"
+once_more operating "$operating_status" "${operating[@]}"
 once_more alone "$alone_status" "${alone[@]}"
 exit "$failed"
