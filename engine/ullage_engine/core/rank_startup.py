@@ -19,7 +19,7 @@ from ullage_engine.core.runner import ModelRunner, RunnerSettings, step_limits
 from ullage_engine.memory.arena import BLOCK_TOKENS
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.messages import Loading
-from ullage_engine.models.dtypes import kv_itemsize, resolve_dtype
+from ullage_engine.models.dtypes import is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.models.geometry import ModelGeometry
 from ullage_engine.parallel.group import RankGroup
 from ullage_engine.parallel.layout import (
@@ -58,6 +58,8 @@ class RankStartup:
         self.config = config
         self.device = prepare_device(config, rank)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
+        if rank == 0 and is_emulated(self.dtype, self.device):
+            log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
         self.meter = MemoryMeter(self.device)
         self.ledger = open_ledger(config, self.device)
         self._report = report

@@ -34,6 +34,11 @@ def resolve_dtype(
     return torch.bfloat16 if fast else torch.float32
 
 
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a CPU lacks products of such numbers: it is slower then than with float32."""
+    return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
+
+
 def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor multiplies bfloat16 itself; emulated it is slower than float32."""
     try:

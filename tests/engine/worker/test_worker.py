@@ -108,7 +108,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"gpus": 4, "parallelism": {"tensor": 4}},
         "pools.single.parallelism.tensor: 4 ranks cannot share",
     ),
-    ({"memory": {"device_bytes": 500_000_000}}, "memory.deviceBytes: weights needs 257 MiB"),
+    (
+        {"model": {"dtype": "float32"}, "memory": {"device_bytes": 500_000_000}},
+        "memory.deviceBytes: weights needs 513 MiB",
+    ),
     ({"model": {"source": "file:///nowhere.gguf"}}, "/nowhere.gguf"),
     ({"device": "tpu"}, "device"),
 ]
