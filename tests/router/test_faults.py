@@ -254,7 +254,7 @@ def test_bad_bodies_are_refused(tmp_path: Path) -> None:
                 assert answer.status_code == 400, body[:20]
             large = b'{"prompt": "' + b"x" * (9 << 20) + b'"}'
             answer = await run.http.post("/v1/completions", content=large)
-            assert answer.status_code == 400
+            assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "BODY_TOO_LARGE"
             assert (await run.ask()).status_code == 200
 

@@ -183,7 +183,7 @@ def test_a_huge_body_is_refused_unread(start_service: "StartService", is_chunked
         async with start_service() as service:
             headers = {} if is_chunked else {"content-length": str(100 << 20)}
             answer = await service.http.post(CHAT, content=body(), headers=headers)
-            assert refused(answer, 400, "body")["code"] == "BODY_TOO_LARGE"
+            assert refused(answer, 413, "body")["code"] == "BODY_TOO_LARGE"
             assert answer.headers["connection"] == "close"
             assert (await service.chat()).status_code == 200
 
@@ -197,7 +197,7 @@ def test_a_declared_huge_body_is_answered_before_it_is_sent(start_service: "Star
             writer.write(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
             )
-            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
             writer.close()
 
     asyncio.run(scenario())

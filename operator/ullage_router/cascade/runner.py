@@ -22,7 +22,7 @@ from ullage_router.cascade.traits import traits
 from ullage_router.errors import http_status
 from ullage_rpc.errors import ServiceError
 
-REFUSALS = frozenset({400, 401, 403, 404, 429, 503})
+REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
 
 
 class Cascade:
