@@ -130,7 +130,12 @@ def test_a_cascade_hands_the_key_on_and_charges_what_is_read(
                 assert answer.headers["x-ullage-model"] == "small-model"
                 for service in (small, big):
                     alice = await usage(service)
-                    assert (alice["prompt_tokens"], alice["output_tokens"]) == (2, 3)
+                    assert (alice["prompt_tokens"], alice["output_tokens"], alice["active"]) == (
+                        2,
+                        3,
+                        0,
+                    )
+                    assert (await service.stats())["latest"][0]["status"] == 200
                 assert "authorization" not in small.engine.metadata[0], "engines see no key"
 
     asyncio.run(scenario())

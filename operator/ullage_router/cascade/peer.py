@@ -1,5 +1,6 @@
 """Another service's router as a step, asked over gRPC as any client asks it."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -73,14 +74,21 @@ class _PeerAnswer:
         record = self._call.record
         while (event := await self._next()) is not None:
             record.output_tokens += event.delta.num_tokens
-            yield event
             if event.HasField("finished"):
                 record.output_tokens = event.finished.usage.completion_tokens
+                yield event
+                await self._end()
                 return
+            yield event
         raise errors.broken_stream("the service ended it without a last word")
 
     def close(self) -> None:
         self._stream.cancel()
+
+    async def _end(self) -> None:
+        """Waits until the service has counted the request, for which a cancelled one has failed."""
+        with contextlib.suppress(ServiceError):
+            await read(self._stream)
 
     async def _next(self) -> Event | None:
         try:
