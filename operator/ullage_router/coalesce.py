@@ -85,7 +85,8 @@ class Coalescer:
     def _find(self, call: Call, start: Begin) -> "_Generation":
         tenant = "" if self._section.across_tenants else call.record.tenant
         rules = call.visit.rules
-        asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second}"
+        # A whole answer is neither paced nor held up by a slow reader, as a stream is.
+        asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second} {call.is_streamed}"
         key = key_of(call.request, asker)
         found = self._open.get(key)
         if found and found.is_joinable and call.deadline <= found.call.deadline:

@@ -72,9 +72,11 @@ def last() -> Event:
     return Event(finished=inference_pb2.Finished(usage=usage))
 
 
-def call(name: str, text: str = "Hi", tenant: str = "", timeout_s: float = 30.0) -> Call:
+def call(
+    name: str, text: str = "Hi", tenant: str = "", timeout_s: float = 30.0, is_streamed: bool = True
+) -> Call:
     request = Request(request_id=name, text=text, sampling=Sampling(temperature=0))
-    return Call(request, Record(name, tenant=tenant), timeout_s)
+    return Call(request, Record(name, tenant=tenant), timeout_s, is_streamed=is_streamed)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -156,6 +158,19 @@ def test_strangers_do_not_share(change: str) -> None:
         other = call("b", text="Ho" if change == "text" else "Hi", tenant=change)
         answers = [await shared.begin(c, source.start) for c in (call("a"), other)]
         assert (len(source.begun), shared.joined) == (2, 0)
+        for answer in answers:
+            answer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_and_a_whole_answer_do_not_share() -> None:
+    async def scenario() -> None:
+        source, shared = Source(), coalescer()
+        calls = [call(str(n), is_streamed=n < 2) for n in range(4)]
+        answers = [await shared.begin(c, source.start) for c in calls]
+        assert [begun.is_streamed for begun in source.begun] == [True, False]
+        assert [c.record.coalesced_with for c in calls] == ["", "0", "", "2"]
         for answer in answers:
             answer.close()
 
