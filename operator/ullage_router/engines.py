@@ -22,6 +22,8 @@ from ullage_rpc.channels import open_channel
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
+MAX_IDLE_MODELS = 2
+"""Kept of those that no engine announces: one may come back, as a canary's does."""
 
 Dialer = Callable[[str], grpc.aio.Channel]
 
@@ -278,9 +280,18 @@ class Engines:
         """The model that an engine described, built once for all engines."""
         key = fingerprint(response)
         async with self._loading:
-            if key not in self._models:
-                self._models[key] = await asyncio.to_thread(load_model, response)
-        return self._models[key]
+            model = self._models.pop(key, None)
+            if model is None:
+                model = await asyncio.to_thread(load_model, response)
+            self._models[key] = model  # the newest is last
+            self._drop_models()
+        return model
+
+    def _drop_models(self) -> None:
+        announced = {engine.model.fingerprint for engine in self._known() if engine.model}
+        idle = [key for key in self._models if key not in announced]
+        for key in idle[:-MAX_IDLE_MODELS]:
+            del self._models[key]
 
 
 async def resolve(target: str) -> set[str] | None:

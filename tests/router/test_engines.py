@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from ullage.inference.v1 import inference_pb2
 from ullage_router import engines
 from ullage_router.engines import resolve
 
@@ -76,6 +77,29 @@ def test_an_engine_that_loads_is_followed(start_service: "StartService") -> None
             service.engine.push(ready=True)
             await service.until(lambda: service.engine_state("single-0") == "ready", 1.0)
             assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_tokenizers_of_models_that_went_are_dropped(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = service.router.service.engines
+            told = await service.engine.GetModel(inference_pb2.GetModelRequest(), None)
+
+            async def load(template: str) -> Any:
+                other = inference_pb2.GetModelResponse()
+                other.CopyFrom(told)
+                other.chat_template = template
+                return await known.load(other)
+
+            first, second = await load("first"), await load("second")
+            assert await load("first") is first  # one may come back
+            for i in range(engines.MAX_IDLE_MODELS):
+                await load(f"{i}")
+            assert await load("second") is not second
+            assert await load("first") is not first
+            assert await known.load(told) is known.model  # which an engine announces
 
     asyncio.run(scenario())
 
