@@ -18,6 +18,7 @@ from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, Operator, World, until
 
 from ullage_operator.transport import connection
+from ullage_router.canary import Side
 
 LABELS = {
     "app.kubernetes.io/name": "ullage",
@@ -79,7 +80,9 @@ def play_cluster(world: World, file: Path, canary: str) -> None:
     data = world.get(f"{world.path('configmaps', '')}/s-router").get("data", {})
     text = data.get("rollout.yaml", "").replace("s-single-next:9000", canary)
     if text and text != file.read_text():
-        file.write_text(text)
+        new = file.parents[1] / "rollout.new"
+        new.write_text(text)
+        new.replace(file)  # whole at any moment, as the kubelet's files are
 
 
 def run_router_pod(world: World, port: int) -> None:
@@ -132,6 +135,8 @@ def test_a_change_is_tried_and_promoted_or_rolled_back(
             run_router_pod(world, metrics)
             await asyncio.to_thread(settle, world, file, canary.address)
             stable = rollout(world)["stableRevision"]
+            known = service.router.service.rollout.canary
+            await service.until(lambda: known.revision(Side.STABLE) == stable)
             world.patch(f"{world.services}/s", {"spec": {"image": "two"}})
             await asyncio.to_thread(
                 until, lambda: rollout(world).get("stage") != "Stable", "a canary is begun"

@@ -7,9 +7,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from ullage.inference.v1 import inference_pb2
+from ullage_engine.server.grammar import grammar_text
 from ullage_router.tools.forced import Forced, force
 from ullage_router.tools.pieces import Arguments, CallStart
 from ullage_router.tools.toolbox import open_toolbox
+from ullage_router.tools.use import ToolUse
 from ullage_rpc.tool_formats import ToolFormat
 
 WEATHER: Any = {
@@ -19,6 +21,23 @@ WEATHER: Any = {
     "$defs": {"City": {"enum": ["Oslo", 'Quo"te']}},
 }
 FORMATS = list(ToolFormat)
+TRIP: Any = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "stops": {"type": "array", "items": WEATHER}},
+    "required": ["days"],
+    "$defs": WEATHER["$defs"],
+}
+COMPACT = ('{"days":3}', '{"days": 3, "stops": [{"city": "Oslo"}, {"city":"Oslo","days":1}]}')
+SPACED = (
+    '{ "days": 3}',
+    '{"days" : 3}',
+    '{"days": 3 }',
+    '{"days":  3}',
+    '{"days":\n3}',
+    '{"days": 3,\n"stops": []}',
+    '{"days": 3, "stops": [ ]}',
+    '{"days": 3, "stops": [{"city": "Oslo"} ]}',
+)
 
 
 def forced(form: ToolFormat, **functions: Any) -> Forced:
@@ -67,6 +86,19 @@ def test_of_several_functions_the_answer_names_one(form: ToolFormat) -> None:
     assert not matches(grammar, made.openings["weather"] + "{}")
     assert not matches(grammar, made.openings["weather_now"] + '{"city": "Oslo"}')
     assert not matches(grammar, "other" + made.openings["clock"].removeprefix("clock") + "{}")
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f is not ToolFormat.HARMONY])
+@pytest.mark.parametrize("others", [{}, {"clock": None}], ids=["schema", "lark"])
+def test_a_forced_call_has_no_needless_white_space(form: ToolFormat, others: Any) -> None:
+    """Where it is free, a model at a high temperature writes nothing else."""
+    made = forced(form, trip=TRIP, **others)
+    request = inference_pb2.GenerateRequest()
+    ToolUse(forced=made).ask(request)
+    _, grammar = grammar_text(request.grammar)  # as engines take it
+    begin = made.openings.get("trip", "")
+    assert all(matches(grammar, begin + text) for text in COMPACT)
+    assert not any(matches(grammar, begin + text) for text in SPACED)
 
 
 def test_the_harmony_formats_marks_are_special_tokens() -> None:
