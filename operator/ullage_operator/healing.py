@@ -104,14 +104,14 @@ def decide(
     patients: Sequence[Patient],
     past: Iterable[Past],
     now: datetime,
-    is_cut_off: bool,
+    cut_off: frozenset[str],
 ) -> Verdict:
     """What to do about a service's engine pods.
 
     Args:
         past: restarts of the last hour at least.
         now: in UTC.
-        is_cut_off: no router of the service is ready, so that an engine that is silent to the
+        cut_off: pools that no router reaches, so that an engine of theirs that is silent to the
             operator is silent to others too, and it is not just the operator that hears nothing.
     """
     forced = tuple(map(_forced, filter(_is_lost, patients)))
@@ -126,7 +126,7 @@ def decide(
             [patient for patient in patients if patient.pool == pool],
             [each.at for each in recent if each.pool == pool],
             now,
-            is_cut_off,
+            pool in cut_off,
         )
         for pool in pools
     ]

@@ -10,8 +10,10 @@ from typing import Any
 import aiohttp
 
 from ullage_operator import naming
+from ullage_operator.loads import parse
 from ullage_operator.store import ServiceKey
 from ullage_operator.trials import Trial, read
+from ullage_operator.trouble import is_ready
 
 LEAST_INTERVAL_S = 5.0
 MAX_BYTES = 8 << 20
@@ -45,6 +47,24 @@ class Measures:
         found = tuple(trial for text in answers for trial in read(text))
         self._told[key] = time.monotonic(), found
         return found
+
+    async def cut_off(self, pods: Iterable[Pod], pools: Iterable[str]) -> frozenset[str]:
+        """Of these pools, those of which no router has a ready engine.
+
+        None where that is not certain: no router is ready, or one of these does not answer.
+        """
+        urls = [url for url in map(metrics_url, filter(is_ready, pods)) if url]
+        pages = [url.removesuffix("/metrics") + "/measures" for url in urls]
+        answers = await asyncio.gather(*map(self._ask, pages))
+        if not answers or not all(answers):
+            return frozenset()
+        try:
+            reports = [report for text in answers for report in parse(text.encode())]
+        except ValueError as error:
+            log.warning("measures that are none: %s", error)
+            return frozenset()
+        reached = {pool for report in reports for pool, seen in report.items() if seen.ready}
+        return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
         self._session = self._session or aiohttp.ClientSession(timeout=_TIMEOUT)

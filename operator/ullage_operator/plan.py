@@ -44,7 +44,6 @@ from ullage_operator.spec import Service
 from ullage_operator.surroundings import surroundings
 from ullage_operator.treatment import (
     held_troubles,
-    is_cut_off,
     node_wait_s,
     patients,
     policy_of,
@@ -80,6 +79,8 @@ class Observed:
     """By pool, of the engines that report to the operator."""
     vitals: Mapping[str, Vitals] = field(default_factory=dict)
     """What the operator hears of engines, by the pods' uid."""
+    cut_off: frozenset[str] = frozenset()
+    """Pools with engines that are silent to the operator and that no router reaches either."""
     past: Sequence[Past] = ()
     """Pods that were made anew in the last hour."""
     serves: frozenset[str] = frozenset()
@@ -132,7 +133,7 @@ def verdict_of(service: Service, observed: Observed) -> Verdict:
         patients(stable_pods(observed), observed.vitals, observed.lost_nodes, observed.now),
         observed.past,
         observed.now,
-        is_cut_off(observed.pods),
+        observed.cut_off,
     )
 
 

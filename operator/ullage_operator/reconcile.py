@@ -22,6 +22,7 @@ from ullage_operator.settings import Settings
 from ullage_operator.spec import Service, parse_stored
 from ullage_operator.status import failed_status, observe
 from ullage_operator.store import Denied, ServiceKey, Store
+from ullage_operator.treatment import silent_pools
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
@@ -116,6 +117,14 @@ class Reconciler:
         trials = await self._measures.trials(key, observed.pods)
         return dataclasses.replace(observed, trials=trials)
 
+    async def _doubted(self, service: Service, observed: Observed) -> Observed:
+        """With what routers hear of engines that the operator does not hear."""
+        pools = silent_pools(observed.vitals.values(), service.spec.healing.silent_after)
+        if not pools:
+            return observed
+        cut_off = await self._measures.cut_off(observed.pods, pools)
+        return dataclasses.replace(observed, cut_off=cut_off)
+
     async def close(self) -> None:
         await self._measures.close()
 
@@ -135,6 +144,7 @@ class Reconciler:
         try:
             service = self._service(key, manifest)
             observed = await self._healer.examine(key, service, observed)
+            observed = await self._doubted(service, observed)
             observed = self._sized(key, service, observed)
             decided = plan(service, observed, self._settings)
             if denied := await self._actor.act(key, manifest, decided, observed):

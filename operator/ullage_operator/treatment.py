@@ -101,11 +101,9 @@ def _since(at: datetime | None, now: datetime) -> float:
     return max(0.0, (now - at).total_seconds()) if at else 0.0
 
 
-def is_cut_off(pods: Iterable[Pod]) -> bool:
-    """Whether the routers run, and none of them reaches a ready engine."""
-    label = "app.kubernetes.io/component"
-    routers = [pod for pod in pods if pod["metadata"].get("labels", {}).get(label) == naming.ROUTER]
-    return bool(routers) and not any(map(is_ready, routers))
+def silent_pools(vitals: Iterable[Vitals], silent_after: float) -> frozenset[str]:
+    """Pools with an engine of which routers are to be asked whether they hear it."""
+    return frozenset(v.pool for v in vitals if v.report and v.silent_s >= silent_after)
 
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:

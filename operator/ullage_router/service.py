@@ -65,7 +65,7 @@ class RouterService:
         self.picker = Picker(
             config, self.engines, self.room, admission, self.office, self.wakes.want
         )
-        self._is_leaving = False
+        self._is_leaving = self._has_served = False
         self.pipeline = Pipeline(
             config,
             self.engines,
@@ -102,9 +102,12 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """An engine takes requests, or can be woken, and this router is not stopping."""
-        is_served = self.engines.is_ready or bool(self.wakes.asleep)
-        return is_served and not self.is_leaving
+        """An engine takes or took requests, or can be woken, and this router is not stopping.
+
+        One that lost its engines stays: requests wait for those that come back, go on to other
+        steps of a cascade, or are told when to try again. Without a ready router nobody answers.
+        """
+        return (self._has_served or bool(self.wakes.asleep)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
@@ -160,6 +163,7 @@ class RouterService:
         }
 
     def _engines_changed(self) -> None:
+        self._has_served = self._has_served or self.engines.is_ready
         self.room.wake()
         self.wakes.holding.changed()
 

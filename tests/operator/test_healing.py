@@ -32,7 +32,7 @@ def stuck(name: str = "a", seconds: float = 300) -> Patient:
 
 
 def verdict(*pods: Patient, past: tuple[Past, ...] = (), cut_off: bool = False) -> Verdict:
-    return decide(POLICY, pods, past, NOW, cut_off)
+    return decide(POLICY, pods, past, NOW, frozenset({"single"} if cut_off else ()))
 
 
 def reasons(found: Verdict) -> list[str]:
@@ -104,6 +104,13 @@ def test_silence_is_the_engines_when_others_are_heard() -> None:
 def test_silence_of_the_only_engine_counts_when_the_routers_lost_it_too() -> None:
     assert reasons(verdict(pod(silent_s=60), cut_off=True)) == ["Silent"]
     assert verdict(pod(silent_s=59), cut_off=True).again_s == 1
+
+
+def test_silence_of_one_pools_only_engine_counts_while_another_pool_works() -> None:
+    silent, well = replace(pod("c", silent_s=60), pool="large"), pod("a")
+    both = decide(POLICY, [well, silent], (), NOW, frozenset({"large"}))
+    assert [cure.pod.name for cure in both.cures] == ["c"]
+    assert held(decide(POLICY, [well, silent], (), NOW, frozenset())) == ["LastServing"]
 
 
 def test_silence_of_a_pod_that_was_never_heard_is_no_reason() -> None:
@@ -196,7 +203,8 @@ class Pool:
                 self.uids += 1
         time = NOW + timedelta(seconds=now)
         patients = [each.patient(now) for each in self.pods]
-        cures = list(decide(POLICY, patients, self.past, time, cut_off).cures)
+        lost = frozenset({"single"} if cut_off else ())
+        cures = list(decide(POLICY, patients, self.past, time, lost).cures)
         for cure in cures:
             sick = next(p for p in self.pods if p.name == cure.pod.name)
             self.check(sick, patients, cure, cut_off)

@@ -9,12 +9,12 @@ from ullage_operator.headroom import Report, Vitals
 from ullage_operator.healing import Cure, Past, Patient
 from ullage_operator.treatment import (
     doubtful_nodes,
-    is_cut_off,
     is_lost,
     node_wait_s,
     note_of,
     patients,
     remembered,
+    silent_pools,
     targets,
     told,
 )
@@ -96,11 +96,11 @@ def test_what_was_heard_and_when_a_pod_should_have_gone() -> None:
     assert (lost.is_leaving, lost.overdue_s, lost.is_on_lost_node) == (True, 90, True)
 
 
-def test_cut_off_means_routers_without_a_ready_engine() -> None:
-    lost, well = pod(ready=False, component="router"), pod(component="router")
-    assert is_cut_off([pod(), lost])
-    assert not is_cut_off([pod(), lost, well])
-    assert not is_cut_off([pod()])
+def test_routers_are_asked_about_pools_that_fell_silent() -> None:
+    silent = Vitals(pool="large", report=REPORT, silent_s=60)
+    never = Vitals(pool="third", silent_s=9999)
+    heard = Vitals(pool="single", report=REPORT, silent_s=59)
+    assert silent_pools([silent, never, heard], 60) == {"large"}
 
 
 def test_a_node_is_asked_for_when_its_pod_is_overdue_or_no_longer_ready() -> None:

@@ -153,6 +153,7 @@ def test_a_silent_name_server_does_not_hold_up_the_start(
             monkeypatch.setattr(engines, "resolve", resolve)
             async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
                 assert (await service.complete()).status_code == 503
+                assert (await service.http.get("/readyz")).status_code == 503
                 answered.set()
                 await service.until(lambda: service.router.service.is_ready, PATIENCE_S)
                 assert (await service.complete()).status_code == 200

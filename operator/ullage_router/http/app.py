@@ -121,7 +121,7 @@ class _Pages:
         if self._service.is_ready:
             _json(reply, HTTPStatus.OK, {"status": "ready"})
             return
-        word = "draining" if self._service.is_leaving else "no engine is ready"
+        word = "draining" if self._service.is_leaving else "no engine was ready yet"
         _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
 
     def _describe(self) -> dict[str, object]:
