@@ -19,7 +19,7 @@ from ullage_engine.server.ipc import EndpointError
 from ullage_engine.server.policy import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
 from ullage_rpc import logs
-from ullage_rpc.config import ConfigError
+from ullage_rpc.config import ConfigError, warn_unknown
 
 EXAMPLES = """\
 examples:
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = _config(options)
         logs.configure(config.server.log_level)
+        warn_unknown(options.config, config)
         uvloop.run(_serve(config, options.config))
     except (ConfigError, AppError, EndpointError) as error:
         return _fail(str(error), 2)

@@ -24,7 +24,7 @@ from ullage_router.service import RouterService
 from ullage_router.siblings import ANSWER_TIMEOUT_S, Siblings
 from ullage_rpc import logs
 from ullage_rpc.channels import bind, new_server
-from ullage_rpc.config import ConfigError
+from ullage_rpc.config import ConfigError, warn_unknown
 from ullage_rpc.health import Health
 
 READY_INTERVAL_S = 0.2
@@ -203,6 +203,8 @@ def main(argv: list[str] | None = None) -> int:
         config = read_config(options.config)
         place = msgspec.json.decode(options.place, type=Place) if options.place else None
         logs.configure(config.log_level, fields={"process": place.index} if place else {})
+        if place is None:
+            warn_unknown(options.config, config)
         if place is None and config.processes > 1:
             return uvloop.run(Supervisor(options.config, config).run())
         uvloop.run(serve(config, place))

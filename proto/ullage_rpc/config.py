@@ -1,18 +1,26 @@
 """A process's configuration: one YAML or JSON file, read once, never changed."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
+
+log = logging.getLogger(__name__)
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the field, the value and the remedy."""
 
 
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections: immutable, and an unknown field is an error."""
+class Strict(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all sections: immutable, and a value of another type or out of bounds is an error.
+
+    A field that this version does not know is passed over: an operator writes for images that are
+    older than itself. What people misspell is refused before, where they write it.
+    """
 
 
 Config = TypeVar("Config", bound=Strict)
@@ -22,16 +30,43 @@ def read_file(path: Path, kind: type[Config]) -> Config:
     """Reads and checks a configuration file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a field is unknown or wrong.
+        ConfigError: the file is missing, is not YAML, or a field is missing or wrong.
     """
+    data = _load(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def warn_unknown(path: Path, config: Strict) -> None:
+    """Names the fields of a file that were passed over when it was read."""
+    if fields := list(_beyond(_load(path), msgspec.to_builtins(config), "$")):
+        log.warning(
+            "fields of the configuration that this version does not know",
+            extra={"path": str(path), "fields": fields},
+        )
+
+
+def _beyond(given: Any, known: Any, at: str) -> Iterator[str]:
+    """Paths of what only `given` has."""
+    match given, known:
+        case dict(), dict():
+            for name, value in given.items():
+                if name in known:
+                    yield from _beyond(value, known[name], f"{at}.{name}")
+                else:
+                    yield f"{at}.{name}"
+        case list(), list() | tuple():
+            for index, (one, other) in enumerate(zip(given, known, strict=False)):
+                yield from _beyond(one, other, f"{at}[{index}]")
+
+
+def _load(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; pass an existing file as --config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"{path}: not YAML: {message}") from error
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error

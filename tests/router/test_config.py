@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ullage_router.config import RouterConfig, read_config
-from ullage_rpc.config import ConfigError
+from ullage_rpc.config import ConfigError, warn_unknown
 
 GOOD = """
 model: smollm2-135m
@@ -45,7 +45,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("model: smollm2-135m", "model: ''", ["$.model"]),
         ("port: 8000", "port: 80000", ["$.http.port", "65535"]),
         ("timeout: 10.0", "timeout: 0", ["$.routing.queue.timeout"]),
-        ("threshold", "treshold", ["treshold"]),
+        ("threshold: 0.85", "threshold: 85", ["$.memory.threshold"]),
         ("queue, route", "queue, rout", ["rout", "$.routing.ladder"]),
         ("queue, route", "queue, queue", ["twice"]),
         ("queue, route, reject", "queue, reject, route", ["put reject last"]),
@@ -63,6 +63,21 @@ def test_a_bad_one(tmp_path: Path, old: str, new: str, words: list[str]) -> None
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def test_fields_of_a_newer_operator_are_passed_over_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = GOOD.replace("{threshold", "{levitation: {height: 3}, threshold", 1)
+    newer = newer.replace("{name: large", "{shape: round, name: large", 1)
+    config = read(tmp_path, newer)
+    assert config == read(tmp_path, GOOD)
+    warn_unknown(tmp_path / "router.yaml", config)
+    assert not caplog.records
+    read(tmp_path, newer)
+    warn_unknown(tmp_path / "router.yaml", config)
+    [record] = caplog.records
+    assert vars(record)["fields"] == ["$.pools[1].shape", "$.memory.levitation"]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

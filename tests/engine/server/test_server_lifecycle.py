@@ -1,6 +1,7 @@
 """Loading, draining, stopping; health and reflection; the command line and its exit codes."""
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -198,7 +199,7 @@ def test_command_line_describes_itself() -> None:
     [
         (None, "engine.yaml: No such file or directory; pass an existing file as --config"),
         ("model: [", "engine.yaml: not YAML"),
-        ("model: {source: x, name: y, nmae: z}", "Object contains unknown field `nmae`"),
+        ("model: {source: x, name: 3}", "Expected `str`, got `int` - at `$.model.name`"),
         ("model: {source: 'ftp://x', name: y}\nserver: SERVER", "unknown scheme"),
         ("model: {source: 'file:///none.gguf', name: y}\nserver: SERVER", "does not exist"),
     ],
@@ -215,6 +216,19 @@ def test_wrong_configuration_is_one_line_and_status_2(
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_field_of_a_newer_operator_is_named_and_passed_over(run_dir: Path) -> None:
+    path = run_dir / "engine.yaml"
+    path.write_text(
+        "model: {source: 'file:///none.gguf', name: y, levitation: 3}\n"
+        f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: warning}}"
+    )
+    done = command("--config", str(path), "--grpc-port", "0", "--metrics-port", "0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 2)
+    warning, error = done.stderr.splitlines()
+    assert json.loads(warning)["fields"] == ["$.model.levitation"]
+    assert "does not exist" in error  # the model, which is looked for after the configuration
 
 
 def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: Path) -> None:
