@@ -85,6 +85,7 @@ class Pool(Placing, frozen=True, kw_only=True):
     """The service's memory with the pool's own fields over it."""
     runtime_class_name: str | None = None
     shm_size: int | str
+    start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
     env: list[dict[str, Any]] = field(default_factory=list)
     env_from: list[dict[str, Any]] = field(default_factory=list)

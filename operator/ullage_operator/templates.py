@@ -12,6 +12,7 @@ from ullage_operator import naming
 from ullage_operator.configs import digest
 from ullage_operator.pools import Placing, Pool
 from ullage_operator.quantity import canonical
+from ullage_operator.scaling import may_sleep
 from ullage_operator.secrets import router_secrets, secret_mounts, secret_volumes
 from ullage_operator.settings import Settings
 from ullage_operator.spec import Service
@@ -31,8 +32,6 @@ ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 START_PERIOD_S = 5
-START_FAILURES = 360
-"""Half an hour to fetch and load a model."""
 
 DEFAULT_SPREAD = {
     "maxSkew": 1,
@@ -63,6 +62,7 @@ def engine_template(
 
 def engine_container(service: Service, pool: Pool, settings: Settings) -> Manifest:
     is_secure = service.spec.tls.engines is not None
+    failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
     return {
         "name": naming.ENGINE,
         "image": service.spec.image or settings.engine_image,
@@ -85,7 +85,7 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         ],
         "resources": engine_resources(service, pool),
         "securityContext": container_security(),
-        "startupProbe": grpc_probe("readiness", START_PERIOD_S, START_FAILURES, is_secure),
+        "startupProbe": grpc_probe("readiness", START_PERIOD_S, failures, is_secure),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
         # Lenient: a busy engine is not a dead one.
         "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
@@ -142,6 +142,7 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
     spec = {
         "serviceAccountName": naming.router_name(service.name),
         **pod_defaults(service, settings),
+        "terminationGracePeriodSeconds": grace_s(service) + held_s(service),
         **placement(router, naming.selector(service.name, naming.ROUTER)),
         "containers": [container],
         "volumes": [
@@ -202,6 +203,12 @@ def placement(placing: Placing, match: dict[str, str]) -> Manifest:
 def grace_s(service: Service) -> int:
     """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
     return PRE_STOP_S + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
+
+
+def held_s(service: Service) -> int:
+    """Seconds that a router may hold a request before it is answered."""
+    sleeps = any(map(may_sleep, service.spec.pools.values()))
+    return math.ceil(service.spec.routing.wake.timeout) if sleeps else 0
 
 
 def container_security() -> Manifest:

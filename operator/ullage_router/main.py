@@ -118,10 +118,11 @@ class Router:
         self.service.leave()
         await self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
-        self.service.wakes.holding.close()  # another router has the time to wait for an engine
+        self.service.wakes.holding.close()
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
-        grace_s = self._config.limits.request_timeout + DRAIN_MARGIN_S
+        grace_s = self._config.longest_request_s + DRAIN_MARGIN_S
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
+        self.service.wakes.holding.end()
         self.service.pipeline.drain()
         await self.service.close()
         if self._probes:

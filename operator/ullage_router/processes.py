@@ -199,7 +199,7 @@ class Supervisor:
         """Lets every child drain, and ends those that do not."""
         for child in self._children.values():
             _send(child, signal.SIGTERM)
-        limit_s = self._config.limits.request_timeout + STOP_MARGIN_S
+        limit_s = self._config.longest_request_s + STOP_MARGIN_S
         ends = [asyncio.create_task(child.wait()) for child in self._children.values()]
         if ends:
             await asyncio.wait(ends, timeout=limit_s)

@@ -80,6 +80,24 @@ def test_kubernetes_takes_pods_with_all_they_can_have(make_plan: MakePlan, versi
         kubernetes_validate.validate(item, version, strict=True)
 
 
+def test_a_router_has_the_time_to_answer_what_it_holds(make_plan: MakePlan) -> None:
+    sleepy = {"single": {"autoscaling": {"maxReplicas": 2, "minReplicas": 0}}}
+    spec = {"routing": {"wake": {"timeout": "100s"}}}
+    for pools, more in ((sleepy, 100), ({}, 0)):
+        made = templates(make_plan(pools=pools, **spec))
+        grace = {n: each["spec"]["terminationGracePeriodSeconds"] for n, each in made.items()}
+        assert grace["router"] == grace["engine"] + more
+
+
+def test_a_pod_has_half_an_hour_to_start_unless_its_pool_says_otherwise(
+    make_plan: MakePlan,
+) -> None:
+    for given, seconds in (({}, 1800), ({"startTimeout": "2h2s"}, 7205)):
+        [container] = engine(make_plan(pools={"single": given}))["containers"]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == seconds
+
+
 @pytest.mark.parametrize("component", ["engine", "router"])
 def test_pods_go_where_they_are_told(make_plan: MakePlan, component: str) -> None:
     template = templates(make_plan(**WHOLE))[component]

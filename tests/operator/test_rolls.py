@@ -94,6 +94,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"large": {"nodeSelector": {"a": "b"}}}}, LARGE),
     ({"pools": {"large": {"microBatches": 2}}}, LARGE),
     ({"pools": {"large": {"shmSize": "2Gi"}}}, LARGE),
+    ({"pools": {"large": {"startTimeout": "2h"}}}, LARGE),
     ({"pools": {"large": {"modelCache": {"claimName": "c"}}}}, LARGE),
     # What both read.
     ({"limits": {"maxOutputTokens": 9}}, ALL),

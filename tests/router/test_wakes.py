@@ -12,6 +12,7 @@ from ullage_router.config import RoutingSection
 from ullage_router.predict import Profile
 from ullage_router.views import EngineView, Facts, Policy, Standing
 from ullage_router.wake.wakes import sleeping_home
+from ullage_rpc.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 
@@ -152,13 +153,27 @@ async def test_who_leaves_is_held_no_more(asleep):
         assert made.router.service.wakes.holding.held_bytes == 0
 
 
-async def test_a_router_that_stops_sends_the_held_to_another(asleep):
+async def test_a_router_that_stops_holds_on_to_what_it_holds(asleep):
     async with asleep() as made:
         asked = made.chat()
         await made.until_held(1)
         stopping = asyncio.create_task(made.router.stop())
+        holding = made.router.service.wakes.holding
+        await made.until(lambda: holding.is_closed)
+        with pytest.raises(ServiceError, match="another one will answer"):
+            await holding.hold("single", 1, 0.0)
+        await made.start("single")
+        assert (await asked).status_code == 200
+        await stopping
+
+
+async def test_a_router_that_stops_waits_for_no_pool_for_ever(asleep):
+    async with asleep(routing={"wake": {"timeout": 0.5}}) as made:
+        asked = made.chat()
+        await made.until_held(1)
+        stopping = asyncio.create_task(made.router.stop())
         answer = await asked
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "DRAINING")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "WAKING")
         await stopping
 
 

@@ -34,7 +34,8 @@ class Holding:
         self._held: dict[str, set[asyncio.Future[bool]]] = {}
         self._asked: dict[str, float] = {}
         self._news = asyncio.Event()
-        self._is_closed = False
+        self.is_closed = False
+        """The router stops, and takes nobody more."""
         self.held_bytes = 0
         self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
 
@@ -85,16 +86,19 @@ class Holding:
                 _answer(futures, True)
 
     def close(self) -> None:
-        """Sends everybody to another router."""
-        self._is_closed = True
+        """Sends everybody who comes to another router; who is held goes on to be."""
+        self.is_closed = True
+        self._tell()
+
+    def end(self) -> None:
+        """Nobody is waited for any more."""
         for futures in self._held.values():
             _answer(futures, False)
-        self._tell()
 
     async def news(self, pools: Iterable[str], within_s: float) -> None:
         """Returns when one of the pools is wanted, or the time is over."""
         end = time.monotonic() + within_s
-        while not self._is_closed and not any(map(self.wanted, pools)):
+        while not self.is_closed and not any(map(self.wanted, pools)):
             self._news.clear()
             try:
                 async with asyncio.timeout(max(0.0, end - time.monotonic())):
@@ -113,7 +117,7 @@ class Holding:
         }
 
     def _check(self, pool: str, size: int) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise _stopping()
         is_full = len(self) >= self._section.max_requests
         if is_full or self.held_bytes + size > self._section.max_bytes:
