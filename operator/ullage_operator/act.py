@@ -1,24 +1,96 @@
 """What a plan asks for, done: applies what is missing or has drifted, deletes what is unwanted."""
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
+from ullage_operator import naming
 from ullage_operator.cluster import Cluster
 from ullage_operator.drift import has_drifted, stamped
-from ullage_operator.errors import ClusterDenied, ClusterRefused, ClusterUnavailable
-from ullage_operator.events import Deeds, named
+from ullage_operator.errors import (
+    ClusterDenied,
+    ClusterPostponed,
+    ClusterRefused,
+    ClusterUnavailable,
+)
+from ullage_operator.events import Deeds, clipped, named
 from ullage_operator.kinds import kind_of
 from ullage_operator.plan import Observed, Plan, key_of
 from ullage_operator.publisher import Publisher
 from ullage_operator.status import belongs, is_leaving
 from ullage_operator.store import Denied, ServiceKey, Store
+from ullage_operator.trouble import Trouble
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
+MOST_TOLD = 3
+"""Objects that a condition names."""
 
 
 class Replaced(Exception):
     """The service was deleted, or made anew, while its objects were being written."""
+
+
+@dataclass(slots=True)
+class Acted:
+    """What became of a plan."""
+
+    service: str
+    denied: dict[Denied, None] = field(default_factory=dict)
+    """Rights that were missing for some of it."""
+    refused: list[str] = field(default_factory=list)
+    """What cannot be done until somebody changes something."""
+    delayed: list[str] = field(default_factory=list)
+    """What may be done later."""
+    delay_s: float = 0.0
+    _unwritten: set[str] = field(default_factory=set)
+    """ConfigMaps."""
+
+    @property
+    def result(self) -> str:
+        if self.refused or self.delayed:
+            return "temporary" if self.delayed else "permanent"
+        return "denied" if self.denied else "ok"
+
+    @property
+    def troubles(self) -> tuple[Trouble, ...]:
+        """One for all objects that could not be written."""
+        told = [*self.refused, *self.delayed]
+        if not told:
+            return ()
+        more = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        reason = "ApplyFailed" if self.refused else "ApplyDelayed"
+        return (Trouble("", reason, "; ".join(told[:MOST_TOLD]) + more, blocks=False),)
+
+    def holds(self, obj: Object) -> bool:
+        """Whether pods must wait for a configuration, or a rollout for what remembers it."""
+        memory = naming.rollout_name(self.service)
+        lacks = self._unwritten & {obj["metadata"]["name"], memory}
+        return obj["kind"] in ("StatefulSet", "Deployment") and bool(lacks)
+
+    def failed(self, obj: Object, error: ClusterDenied | ClusterRefused | ClusterPostponed) -> None:
+        """An object could not be treated."""
+        meta = obj["metadata"]
+        if obj["kind"] == "ConfigMap":
+            self._unwritten.add(meta["name"])
+        if isinstance(error, ClusterDenied):
+            resource = kind_of(obj["apiVersion"], obj["kind"]).qualified
+            self.denied[Denied(error.verb, resource, meta["namespace"])] = None
+            return
+        text = f"{named(obj)}: {clipped(str(error))}"
+        if isinstance(error, ClusterRefused):
+            self.refused.append(text)
+        else:
+            self.delayed.append(text)
+            self.delay_s = max(self.delay_s, error.delay_s)
+
+    def log(self, key: ServiceKey) -> None:
+        for missing in self.denied:
+            _logger.error("%s: missing permission: %s; the rest goes on", key, missing)
+        for text in self.refused:
+            _logger.error("%s: refused: %s; the rest goes on", key, text)
+        for text in self.delayed:
+            _logger.warning("%s: will try again: %s; the rest goes on", key, text)
 
 
 class Actor:
@@ -31,26 +103,26 @@ class Actor:
 
     async def act(
         self, key: ServiceKey, manifest: Object, decided: Plan, observed: Observed
-    ) -> list[Denied]:
-        """Applies and deletes; answers which rights were missing for some of it.
+    ) -> Acted:
+        """Applies and deletes, as much of it as can be done.
 
         Raises:
             Replaced: the service is no longer the one that was planned for.
         """
-        deeds, denied = Deeds(), dict[Denied, None]()
+        deeds, acted = Deeds(), Acted(key.name)
         todo = [(obj, False) for obj in map(stamped, decided.apply)]
         try:
             for obj, is_unwanted in [*todo, *((obj, True) for obj in decided.delete)]:
+                if acted.holds(obj):
+                    continue
                 try:
                     await self._treat(key, manifest, obj, is_unwanted, observed, deeds)
-                except ClusterDenied as error:
-                    resource = kind_of(obj["apiVersion"], obj["kind"]).qualified
-                    denied[Denied(error.verb, resource, key.namespace)] = None
+                except (ClusterDenied, ClusterRefused, ClusterPostponed) as error:
+                    acted.failed(obj, error)
         finally:
             await self._publisher.tell(manifest, deeds.notes())
-        for each in denied:
-            _logger.error("%s: missing permission: %s; the rest goes on", key, each)
-        return list(denied)
+        acted.log(key)
+        return acted
 
     async def _treat(
         self,
@@ -96,8 +168,7 @@ class Actor:
         if is_leaving(found, manifest):
             raise ClusterUnavailable(f"{named(obj)} of the deleted service still ends", 1.0)
         raise ClusterRefused(
-            f"{named(obj)} exists and is not this service's: "
-            "delete it, or name the LLMService otherwise"
+            "it exists and is not this service's: delete it, or name the LLMService otherwise"
         )
 
 

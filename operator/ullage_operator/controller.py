@@ -96,7 +96,7 @@ class Controller:
 
     def _lost(self) -> None:
         self._queue.drop()
-        self._scaler.drop()
+        self._reconciler.drop()
 
     def _wake(self, key: ServiceKey) -> None:
         if self.leads:

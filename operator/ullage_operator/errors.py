@@ -8,6 +8,7 @@ OperatorError
 └── Temporary             worth another try after `delay_s`
     └── ClusterUnavailable  the API server did not answer, is busy, or does not let us yet
         ├── ClusterDenied     the operator's account lacks a right
+        ├── ClusterPostponed  this request meets a quota, admission or a failing webhook
         ├── ClusterConflict   somebody else was faster
         ├── ClusterForgets    the history asked for is gone: list anew
         └── KindAbsent        the API server does not serve the kind
@@ -72,6 +73,10 @@ class ClusterDenied(ClusterUnavailable):
     def __init__(self, message: str, verb: str, delay_s: float) -> None:
         super().__init__(message, delay_s)
         self.verb = verb
+
+
+class ClusterPostponed(ClusterUnavailable):
+    """This request cannot be done now, for a quota, admission or a webhook; others may be."""
 
 
 class ClusterConflict(ClusterUnavailable):

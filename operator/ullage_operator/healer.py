@@ -47,6 +47,11 @@ class Healer:
         self._streams.follow(key, {})
         self._past.pop(key, None)
 
+    def drop(self) -> None:
+        """Forgets all services; what was done to them is in their status."""
+        self._streams.drop()
+        self._past.clear()
+
     async def examine(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
         """`observed` with what is heard of the engines and known of their nodes."""
         healing = service.spec.healing

@@ -38,7 +38,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
     policy = {
         "ingress": [
             from_anywhere(naming.HTTP_PORT, naming.GRPC_PORT),
-            from_operator(naming.METRICS_PORT),  # what it scales and judges canaries by
+            from_operator(naming.METRICS_PORT, settings),  # what it scales and judges canaries by
             *from_scrapers(service),
         ]
     }
@@ -53,7 +53,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
     ]
 
 
-def engine_objects(service: Service) -> list[Manifest]:
+def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
     """What the engines of all pools share."""
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
@@ -61,7 +61,8 @@ def engine_objects(service: Service) -> list[Manifest]:
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
-    policy = {"ingress": [asking, from_operator(naming.PROBE_PORT), *from_scrapers(service)]}
+    operator = from_operator(naming.PROBE_PORT, settings)
+    policy = {"ingress": [asking, operator, *from_scrapers(service)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]
 
@@ -145,7 +146,12 @@ class Builder:
 
     def disruption_budget(self, name: str, match: dict[str, str]) -> Manifest:
         # maxUnavailable and not minAvailable: a single replica must not block a node's drain.
-        spec = {"maxUnavailable": 1, "selector": {"matchLabels": match}}
+        spec = {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": match},
+            # A pod that does not serve is no loss, and must not hold up a drain either.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
         return self.object("policy/v1", "PodDisruptionBudget", name, spec)
 
     def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
@@ -185,11 +191,12 @@ def policy_port(number: int) -> Manifest:
     return {"port": number, "protocol": "TCP"}
 
 
-def from_operator(number: int) -> Manifest:
+def from_operator(number: int, settings: Settings) -> Manifest:
     """It follows the engines' headroom and asks routers for measures, and for nothing else."""
-    pods = {"matchLabels": naming.operator_selector()}
+    pods, own = {"matchLabels": naming.operator_selector()}, settings.namespace
+    namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
     return {
-        "from": [{"namespaceSelector": {}, "podSelector": pods}],
+        "from": [{"namespaceSelector": namespaces, "podSelector": pods}],
         "ports": [policy_port(number)],
     }
 

@@ -37,6 +37,9 @@ class Measures:
     def forget(self, key: ServiceKey) -> None:
         self._told.pop(key, None)
 
+    def drop(self) -> None:
+        self._told.clear()
+
     async def trials(self, key: ServiceKey, pods: Iterable[Pod]) -> tuple[Trial, ...]:
         """The trials of all routers that answer; asked again only after some seconds."""
         known = self._told.get(key)

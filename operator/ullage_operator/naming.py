@@ -18,6 +18,8 @@ ROLLOUT = f"{GROUP}/rollout"
 REVISION = f"{GROUP}/revision"
 """Annotation of a StatefulSet: which revision its pods are to be of."""
 POOL_LABEL = f"{GROUP}/pool"
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Which every namespace has, with its name."""
 
 HTTP_PORT = 8000
 GRPC_PORT = 9000

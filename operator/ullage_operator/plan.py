@@ -50,7 +50,7 @@ from ullage_operator.treatment import (
     told,
 )
 from ullage_operator.trials import Trial
-from ullage_operator.trouble import pool_of, restarts, stable_in_s, troubles
+from ullage_operator.trouble import Trouble, pool_of, restarts, stable_in_s, troubles
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -87,6 +87,8 @@ class Observed:
     """Optional kinds that the cluster serves, such as PodMonitor."""
     missing: tuple[str, ...] = ()
     """Rights that the operator lacks, each as `verb resource in namespace`."""
+    unapplied: tuple[Trouble, ...] = ()
+    """Why objects could not be written."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     steering: str = ""
@@ -149,7 +151,7 @@ def wanted_objects(
 ) -> list[Manifest]:
     """What is remembered first, for nothing may be done that is not; then engines, so that a
     router finds its targets' names when it starts."""
-    objects = rollout_objects(service, rolling, settings) + engine_objects(service)
+    objects = rollout_objects(service, rolling, settings) + engine_objects(service, settings)
     for name, pool in rolling.stable.spec.pools.items():
         made = pool_objects(rolling.stable, name, pool, settings)
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
@@ -207,7 +209,8 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
         seen = observe(pool_name, pool.replicas, live.get(key))
         pools[pool_name] = replace(seen, sleeps=may_sleep(pool))
-    wrong = troubles(stable_pods(observed), observed.now, observed.lost_nodes)
+    wrong = [*observed.unapplied]
+    wrong += troubles(stable_pods(observed), observed.now, observed.lost_nodes)
     wrong += held_troubles(verdict.held)
     found = [*findings(router, list(pools.values()), wrong), finding(rolling)]
     found += surroundings(observed.serves, observed.missing)

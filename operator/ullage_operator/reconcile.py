@@ -27,6 +27,8 @@ from ullage_operator.treatment import silent_pools
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
 _LEAST_WAIT_S = 1.0
+_MOST_TRIES = 7
+"""That count: after them it is tried about once a minute."""
 
 
 class Outcome(NamedTuple):
@@ -37,6 +39,8 @@ class Outcome(NamedTuple):
     """To report."""
     decided: Plan | None = None
     """What is still to be done once the status is written."""
+    again_s: float | None = None
+    """After how many seconds to look again at the latest."""
 
 
 class Reconciler:
@@ -63,6 +67,8 @@ class Reconciler:
         self._resync_s = resync_s
         self._measures = Measures()
         self._scaler = scaler
+        self._failures: dict[ServiceKey, int] = {}
+        """Tries in a row of which something is to be tried again."""
         self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
 
     async def reconcile(self, key: ServiceKey) -> float | None:
@@ -74,21 +80,41 @@ class Reconciler:
             except Temporary as error:
                 _logger.warning("%s: will try again: %s", key, error)
                 result = "temporary"
-                return error.delay_s
+                return self._backoff_s(key, error.delay_s)
             except Permanent as error:
                 _logger.error("%s: its status cannot be written: %s", key, error)
                 result = "permanent"
             finally:
                 self._metrics.total.labels(result=result).inc()
+        if result != "temporary":
+            self._failures.pop(key, None)
         if result != "gone":
             # Each at another time, or a thousand services would all be looked at at once.
             resync_s = self._resync_s * random.uniform(0.8, 1.0)
             return max(_LEAST_WAIT_S, min(resync_s, again_s or resync_s))
+        self._forget(key)
+        return None
+
+    def _backoff_s(self, key: ServiceKey, least_s: float) -> float:
+        """Seconds until the next try, which double while nothing else is seen to change."""
+        self._failures[key] = tries = min(self._failures.get(key, 0) + 1, _MOST_TRIES)
+        return max(least_s, 2.0 ** (tries - 1) * random.uniform(0.8, 1.0))
+
+    def drop(self) -> None:
+        """Forgets all: another operator leads, and what it does is not seen here."""
+        self._parsed.clear()
+        self._failures.clear()
+        self._healer.drop()
+        self._measures.drop()
+        self._scaler.drop()
+
+    def _forget(self, key: ServiceKey) -> None:
+        """The service is gone."""
         self._parsed.pop(key, None)
+        self._failures.pop(key, None)
         self._healer.forget(key)
         self._measures.forget(key)
         self._scaler.forget(key)
-        return None
 
     async def _step(self, key: ServiceKey) -> tuple[str, float | None]:
         """The result, and after how many seconds to look again at the latest."""
@@ -97,7 +123,7 @@ class Reconciler:
             return "gone", None  # what it owned is the garbage collector's
         observed = await self._measured(key, observe(self._store, manifest))
         try:
-            result, status, decided = await self._pursue(key, manifest, observed)
+            result, status, decided, again_s = await self._pursue(key, manifest, observed)
         except Replaced:
             return "gone", None
         if status != observed.status:
@@ -105,10 +131,9 @@ class Reconciler:
             before, after = observed.status.get("conditions", ()), status["conditions"]
             notes = transitions(before, after) + scaling_notes(observed.status, status)
             await self._publisher.tell(manifest, notes)
-        if decided is None:
-            return result, None
-        await self._healer.treat(key, manifest, decided.cures, observed.now)
-        return result, decided.again_s
+        if decided is not None:
+            await self._healer.treat(key, manifest, decided.cures, observed.now)
+        return result, again_s
 
     async def _measured(self, key: ServiceKey, observed: Observed) -> Observed:
         """With what routers count, where a canary is being judged."""
@@ -147,20 +172,20 @@ class Reconciler:
             observed = await self._doubted(service, observed)
             observed = self._sized(key, service, observed)
             decided = plan(service, observed, self._settings)
-            if denied := await self._actor.act(key, manifest, decided, observed):
-                missing = (*observed.missing, *map(str, denied))
-                observed = dataclasses.replace(observed, missing=missing)
-                decided = plan(service, observed, self._settings)
-                return Outcome("denied", decided.status, decided)
+            acted = await self._actor.act(key, manifest, decided, observed)
         except InvalidManifest as error:
             _logger.error("%s: invalid: %s", key, error)
             message = "; ".join(map(str, error.problems))
             return Outcome("invalid", failed_status(observed, generation, "InvalidSpec", message))
-        except Permanent as error:
-            _logger.error("%s: refused: %s", key, error)
-            status = failed_status(observed, generation, "ApplyFailed", str(error))
-            return Outcome("permanent", status)
-        return Outcome("ok", decided.status, decided)
+        if acted.result != "ok":
+            missing = (*observed.missing, *map(str, acted.denied))
+            observed = dataclasses.replace(observed, missing=missing, unapplied=acted.troubles)
+            decided = plan(service, observed, self._settings)
+        again_s = decided.again_s
+        if acted.delayed:
+            wait_s = self._backoff_s(key, acted.delay_s)
+            again_s = min(wait_s, again_s or wait_s)
+        return Outcome(acted.result, decided.status, decided, again_s)
 
     def _sized(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
         """With what is decided about the size of its pools."""

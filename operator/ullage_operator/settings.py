@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 VERSION = version("ullage")
 
@@ -22,6 +23,11 @@ class Settings:
     namespaces with which their pods' images are fetched, besides those that a service names."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
+    namespace: str = ""
+    """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
+    headroom and measures; empty: in any namespace."""
+    on_kubernetes: bool = True
+    """Whether pods have the devices that they ask for, and not all of the machine's."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
@@ -30,7 +36,10 @@ class Settings:
             "router_image": "ULLAGE_ROUTER_IMAGE",
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
             "log_level": "ULLAGE_LOG_LEVEL",
+            "namespace": "ULLAGE_OPERATOR_NAMESPACE",
         }
-        given = {field: environ[name] for field, name in names.items() if environ.get(name)}
+        given: dict[str, Any] = {
+            field: environ[name] for field, name in names.items() if environ.get(name)
+        }
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
         return cls(**given, image_pull_secrets=tuple(name for name in secrets if name))

@@ -81,6 +81,11 @@ class HeadroomStreams(Generic[Key]):
         else:
             self._consider(key)
 
+    def drop(self) -> None:
+        """No pods of any service."""
+        for key in list(self._streams):
+            self.follow(key, {})
+
     def _forget(self, key: Key) -> None:
         del self._streams[key]
         self._told.pop(key, None)

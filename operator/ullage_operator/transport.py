@@ -19,6 +19,7 @@ from ullage_operator.errors import (
     ClusterConflict,
     ClusterDenied,
     ClusterForgets,
+    ClusterPostponed,
     ClusterRefused,
     ClusterUnavailable,
     KindAbsent,
@@ -206,4 +207,6 @@ def translated(status: int, what: str, answer: Object, waits: str = "") -> Opera
     delay_s = _FORBIDDEN_DELAY_S if status in (401, 403) else 1.0
     told_s = (answer.get("details") or {}).get("retryAfterSeconds")
     told_s = told_s or (float(waits) if waits.isdecimal() else 0)
-    return ClusterUnavailable(message, float(told_s or delay_s))
+    # What refuses a request besides the authorizer, and how the failure of a webhook reads.
+    kind = ClusterPostponed if status in (403, 500) else ClusterUnavailable
+    return kind(message, float(told_s or delay_s))

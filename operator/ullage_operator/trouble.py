@@ -15,6 +15,8 @@ Pod = Mapping[str, Any]
 
 LOOPING_RESTARTS = 2
 """A container that ended so often and does not stay up crash-loops, also while it just runs."""
+RECENT_S = 600.0
+"""An end that is longer ago has nothing to do with what a container does now."""
 STABLE_S = 60.0
 """A pod that has been ready for this long does not crash-loop any more."""
 CREATING_S = 600.0
@@ -29,6 +31,7 @@ class Trouble:
     """One thing that is wrong with a pod."""
 
     pod: str
+    """Empty for what is wrong with no pod."""
     reason: str
     message: str
     """What is wrong and what to do."""
@@ -37,7 +40,7 @@ class Trouble:
     one pod is no reason to call a service that serves not Ready."""
 
     def __str__(self) -> str:
-        return f"pod {self.pod}: {self.message}"
+        return f"pod {self.pod}: {self.message}" if self.pod else self.message
 
 
 def troubles(
@@ -195,7 +198,7 @@ def _looping(pod: Pod, now: datetime) -> Trouble | None:
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
     for container in _containers(pod):
         often = container.get("restartCount", 0) >= LOOPING_RESTARTS
-        if often and not is_stable and _ended(container).get("exitCode", 0) != 0:
+        if often and not is_stable and _crashed_lately(container, now):
             return _named(pod, "CrashLoopBackOff", _crash_message(pod, container), True)
     return None
 
@@ -206,6 +209,12 @@ def stable_in_s(pod: Pod, now: datetime) -> float | None:
     if trouble is None or since is None or not is_ready(pod):
         return None
     return max(0.0, STABLE_S - (now - since).total_seconds())
+
+
+def _crashed_lately(container: Mapping[str, Any], now: datetime) -> bool:
+    ended = _ended(container)
+    at = parse_time(ended.get("finishedAt")) or now
+    return bool(ended.get("exitCode", 0) != 0 and (now - at).total_seconds() < RECENT_S)
 
 
 def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:

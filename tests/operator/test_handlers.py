@@ -164,7 +164,7 @@ def test_faults_of_the_api_server_are_lived_through(world, operator, played, sta
     faults = [played.inject(method, path, status, times=2) for method, path in paths.items()]
     world.create()
     converged(world)
-    assert ("statefulsets", "s-single") in world.owned()
+    until(lambda: ("statefulsets", "s-single") in world.owned(), "it is tried again")
     assert operator.process.poll() is None
     assert all(fault.times == 0 for fault in faults)
 

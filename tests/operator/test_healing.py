@@ -142,13 +142,13 @@ def test_a_pod_of_a_lost_node_is_forgotten_once_kubernetes_gave_it_up() -> None:
     late = replace(lost, overdue_s=60)
     spent = done(3, 2, 1)
     for policy in (POLICY, replace(POLICY, enabled=False)):
-        [cure] = decide(policy, [late], spent, NOW, False).cures
+        [cure] = decide(policy, [late], spent, NOW, frozenset()).cures
         assert (cure.reason, cure.by_force) == ("NodeLost", True)
     assert verdict(replace(late, is_on_lost_node=False)) == Verdict()
 
 
 def test_disabled_nothing_is_made_anew() -> None:
-    assert decide(replace(POLICY, enabled=False), [stuck()], (), NOW, True) == Verdict()
+    assert decide(replace(POLICY, enabled=False), [stuck()], (), NOW, frozenset({"single"})) == Verdict()
 
 
 STEP_S = 15.0

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from ullage_operator.naming import operator_selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
@@ -22,6 +23,7 @@ def test_every_setting_can_be_given():
             "ULLAGE_IMAGE_PULL_POLICY": "Always",
             "ULLAGE_IMAGE_PULL_SECRETS": "one,two",
             "ULLAGE_LOG_LEVEL": "debug",
+            "ULLAGE_OPERATOR_NAMESPACE": "n",
         }
     )
     assert given == Settings(
@@ -30,7 +32,21 @@ def test_every_setting_can_be_given():
         image_pull_policy="Always",
         image_pull_secrets=("one", "two"),
         log_level="debug",
+        namespace="n",
     )
+
+
+def test_only_operators_of_the_own_namespace_are_let_in(manifest):
+    def peers(settings):
+        made = plan(parse(manifest()), Observed(now=datetime.now(UTC)), settings).apply
+        rules = [r for o in made if o["kind"] == "NetworkPolicy" for r in o["spec"]["ingress"]]
+        found = [peer for rule in rules for peer in rule.get("from", ())]
+        return [p for p in found if operator_selector() == p["podSelector"].get("matchLabels")]
+
+    own = {"matchLabels": {"kubernetes.io/metadata.name": "ullage-system"}}
+    inside = peers(Settings(namespace="ullage-system"))
+    assert [peer["namespaceSelector"] for peer in inside] == [own, own]
+    assert [peer["namespaceSelector"] for peer in peers(Settings())] == [{}, {}]
 
 
 def test_pods_are_fetched_with_the_services_secrets_and_the_operators(manifest):

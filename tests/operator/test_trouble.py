@@ -133,8 +133,10 @@ def test_a_container_that_the_kernel_killed_for_memory_says_which_limit_to_raise
         (crashed(2, ready_for=61), False),
         (crashed(1, ready_for=5), False),
         (crashed(4, exitCode=0), False),
+        (crashed(2, finishedAt=ago(599)), True),
+        (crashed(9, finishedAt=ago(600)), False),
     ],
-    ids=["between two crashes", "ready for a moment", "stable", "one crash", "clean ends"],
+    ids=["now", "ready for a moment", "stable", "one crash", "clean ends", "lately", "long ago"],
 )
 def test_a_loop_is_one_until_the_pod_has_been_ready_for_a_minute(
     given: dict[str, Any], loops: bool
