@@ -28,7 +28,7 @@ def engine_config(
     spec = service.spec
     return {
         "model": plain(spec.model),
-        "device": spec.device,
+        "device": device_of(spec.device, settings),
         "gpus": pool.gpus,
         "parallelism": {
             **plain(pool.parallelism),
@@ -53,6 +53,11 @@ def engine_config(
             "log_level": spec.observability.log_level or settings.log_level,
         },
     }
+
+
+def device_of(wanted: str, settings: Settings) -> str:
+    """A pod that got GPUs must find them: computing on the CPU would hold them for nothing."""
+    return "cuda" if wanted == "auto" and settings.on_kubernetes else wanted
 
 
 def router_config(service: Service, settings: Settings) -> dict[str, Any]:

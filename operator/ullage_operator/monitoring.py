@@ -63,10 +63,10 @@ def prometheus_rule(service: Service) -> Manifest:
 
 def alerts(service: Service) -> list[Manifest]:
     slo = service.spec.slo
-    routers = pods(service, naming.router_name(service.name))
+    routers = pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
     failed = f'sum(rate(ullage_router_requests_total{{{routers},code=~"5.."}}[{WINDOW}]))'
     every = f"sum(rate(ullage_router_requests_total{{{routers}}}[{WINDOW}]))"
-    restarts = f"increase(ullage_worker_restarts_total{{{pods(service, service.name)}}}[15m])"
+    restarts = f"increase(ullage_worker_restarts_total{{{engines(service)}}}[15m])"
     return [
         alert(
             service,
@@ -120,9 +120,16 @@ def alert(service: Service, name: str, expr: str, severity: str, summary: str) -
     }
 
 
-def pods(service: Service, name: str) -> str:
-    """The label matchers of pods whose names begin so, as a PodMonitor labels them."""
-    return f'namespace="{service.namespace}",pod=~"{name}-.+"'
+def engines(service: Service) -> str:
+    """The label matchers of a service's engines, and not of another's whose name begins so."""
+    pools = (each for pool in service.spec.pools for each in (pool, naming.canary_pool(pool)))
+    names = "|".join(naming.pool_name(service.name, pool) for pool in pools)
+    return pods(service, f"({names})-[0-9]+")
+
+
+def pods(service: Service, names: str) -> str:
+    """The label matchers of pods whose names match, as a PodMonitor labels them."""
+    return f'namespace="{service.namespace}",pod=~"{names}"'
 
 
 def p95(histogram: str, matchers: str) -> str:

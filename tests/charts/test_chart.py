@@ -227,11 +227,21 @@ def test_images_are_named_by_tag_or_digest(render):
     assert pinned == (f"r.example/o:{version}@{digest}",) * 2 + (engine,)
     own = images(render, "routerImage.repository=r", "routerImage.tag=v1", "engineImage.tag=v2")
     assert own == (operator, "r:v1", "ullage/engine:v2")
+    assert images(render, "routerImage.tag=v1")[:2] == (operator, "ullage/operator:v1")
+    digested = images(render, f"routerImage.digest={digest}", "image.tag=v3")
+    assert digested[:2] == ("ullage/operator:v3", f"{operator}@{digest}")
 
 
 def test_the_charts_version_of_the_operator_is_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == project["version"]
+
+
+def test_the_operator_knows_its_namespace(render):
+    (deployment,) = by_kind(render("crds.enabled=false"), "Deployment")
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    [found] = [e for e in container["env"] if e["name"] == "ULLAGE_OPERATOR_NAMESPACE"]
+    assert found["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
 
 
 def test_pull_secrets_reach_the_operator_by_name(render):

@@ -89,8 +89,6 @@ SAMPLES: dict[str, Any] = {
 """Another value than the default, which for crds.enabled is the fixture's, for everything."""
 
 NEEDED: dict[str, dict[str, Any]] = {
-    "routerImage.tag": {"routerImage.repository": "r"},
-    "routerImage.digest": {"routerImage.repository": "r"},
     "crds.keep": {"crds.enabled": True},
     "podDisruptionBudget.enabled": {"replicas": 2},
     "podDisruptionBudget.maxUnavailable": {"replicas": 2},

@@ -148,7 +148,10 @@ def test_a_pod_of_a_lost_node_is_forgotten_once_kubernetes_gave_it_up() -> None:
 
 
 def test_disabled_nothing_is_made_anew() -> None:
-    assert decide(replace(POLICY, enabled=False), [stuck()], (), NOW, frozenset({"single"})) == Verdict()
+    assert (
+        decide(replace(POLICY, enabled=False), [stuck()], (), NOW, frozenset({"single"}))
+        == Verdict()
+    )
 
 
 STEP_S = 15.0

@@ -44,6 +44,10 @@ def test_every_replica_is_a_process_and_the_router_one(manifest: Make, tmp_path:
     assert plan.model == "smollm2"
 
 
+def test_engines_take_the_devices_that_the_machine_has(manifest: Make, tmp_path: Path) -> None:
+    assert read(local(manifest(), tmp_path), "demo-single-0", EngineConfig).device == "auto"
+
+
 def test_no_two_pods_share_a_port(manifest: Make, tmp_path: Path) -> None:
     plan = local(manifest(pools={"single": {"replicas": 3}}), tmp_path)
     ports = [port for pod in plan.pods for port in pod.ports.values()]

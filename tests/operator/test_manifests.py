@@ -212,6 +212,14 @@ def test_gpus_are_limits_unless_the_device_is_a_cpu(make_plan: MakePlan) -> None
     assert container(make_plan(device="cpu"), "StatefulSet", "demo-single")["resources"] == {}
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_who_asks_for_gpus_must_find_them(make_plan: MakePlan, device: str) -> None:
+    plan = make_plan(device=device)
+    config = yaml.safe_load(find(plan, "ConfigMap", "demo-single")["data"]["engine.yaml"])
+    asks = "limits" in container(plan, "StatefulSet", "demo-single")["resources"]
+    assert (config["device"], asks) == (("cpu", False) if device == "cpu" else ("cuda", True))
+
+
 def test_weights_live_in_memory(make_plan: MakePlan) -> None:
     volumes = pod_spec(make_plan(), "StatefulSet", "demo-single")["volumes"]
     assert {"name": "run", "emptyDir": {"medium": "Memory"}} in volumes
@@ -278,7 +286,11 @@ def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
 
 def test_a_budget_never_blocks_a_drain(make_plan: MakePlan) -> None:
     for name in ("demo-single", "demo-router"):
-        assert find(make_plan(), "PodDisruptionBudget", name)["spec"]["maxUnavailable"] == 1
+        assert find(make_plan(), "PodDisruptionBudget", name)["spec"] | {"selector": 0} == {
+            "maxUnavailable": 1,
+            "selector": 0,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
 
 
 def test_everything_is_owned_and_labelled(make_plan: MakePlan) -> None:

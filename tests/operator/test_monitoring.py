@@ -8,11 +8,13 @@ import pytest
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_operator.manifests import from_operator
 from ullage_operator.plan import Observed
+from ullage_operator.settings import Settings
 from ullage_operator.surroundings import MONITORING, surroundings
 from ullage_router.metrics import Metrics
 
 ALL = frozenset(MONITORING)
 OFF = {"podMonitor": {"enabled": False}, "prometheusRule": {"enabled": False}}
+OPERATOR = from_operator(9090, Settings())
 TEAM = {"podSelector": {"matchLabels": {"team": "x"}}}
 
 
@@ -51,10 +53,25 @@ def test_the_alerts_are_about_the_slo(make_plan):
     assert found["UllageServiceLate"]["expr"].endswith("> 60")
     assert found["UllageServiceErrors"]["expr"].endswith("> 0.01")
     for rule in found.values():
-        assert 'namespace="models",pod=~"demo-' in rule["expr"]
+        assert re.search(r'namespace="models",pod=~"\(?demo-', rule["expr"])
         assert rule["expr"].count("(") == rule["expr"].count(")")
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert "models/demo" in rule["annotations"]["summary"]
+
+
+def test_alerts_are_about_this_services_pods_only(make_plan):
+    found = rules(make_plan(observed(), pools={"large": {}}))
+    patterns = {r: re.findall('pod=~"([^"]+)"', rule["expr"])[0] for r, rule in found.items()}
+    engines = patterns.pop("UllageWorkersRestart")
+    for name in ("demo-single-0", "demo-large-12", "demo-single-next-0"):
+        assert re.fullmatch(engines, name)
+    [routers] = set(patterns.values())
+    # Kubernetes cuts a long name, and the dash with it, before it adds five letters.
+    for name in ("demo-router-6c9f8d7b5-x2x4z", "demo-router-6c9f8d7x2x4z"):
+        assert re.fullmatch(routers, name)
+    of_others = ("demo-big-single-0", "demo-single-single-0", "demo-router-single-0")
+    for name in (*of_others, "demo-router-router-6c9f8d7b5-x2x4z"):
+        assert not re.fullmatch(engines, name) and not re.fullmatch(routers, name)
 
 
 def test_every_metric_of_an_alert_is_one_that_pods_export(make_plan):
@@ -89,7 +106,7 @@ def scraping(plan):
         obj["metadata"]["name"]: [
             rule
             for rule in obj["spec"]["ingress"]
-            if 9090 in [port["port"] for port in rule["ports"]] and rule != from_operator(9090)
+            if 9090 in [port["port"] for port in rule["ports"]] and rule != OPERATOR
         ]
         for obj in plan.apply
         if obj["kind"] == "NetworkPolicy"

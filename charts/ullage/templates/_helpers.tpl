@@ -31,6 +31,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ ternary (printf "%s@%s" $tagged .image.digest) $tagged (ne .image.digest "") }}
 {{- end }}
 
+{{- /* The routers' image: the operator's, unless anything of its own is named. */ -}}
+{{- define "ullage.routerImage" -}}
+{{- $own := .Values.routerImage -}}
+{{- $whole := merge (dict "repository" ($own.repository | default .Values.image.repository)) $own -}}
+{{- $image := ternary $whole .Values.image (or $own.repository $own.tag $own.digest | empty | not) -}}
+{{ include "ullage.image" (dict "image" $image "chart" .Chart) }}
+{{- end }}
+
 {{- /* The names of a list of objects, with commas between them. */ -}}
 {{- define "ullage.names" -}}
 {{- $names := list -}}

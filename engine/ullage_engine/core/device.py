@@ -22,7 +22,7 @@ def prepare_device(config: EngineConfig, rank: int) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
-        raise StartError("device: cuda is asked for, but torch finds no GPU; set auto or cpu")
+        raise StartError(f"device: cuda is asked for, but torch finds no GPU: {_why_no_gpu()}")
     torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
     device = torch.device("cpu")
     if has_cuda and config.device != "cpu":
@@ -31,6 +31,12 @@ def prepare_device(config: EngineConfig, rank: int) -> torch.device:
     torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
     triton.runs_on(device)
     return device
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this image's torch is for CPUs; use one like engine-cuda, or set device: cpu"
+    return "see the container's devices and the node's driver, or set device: cpu"
 
 
 def _cuda_device(config: EngineConfig, rank: int) -> torch.device:

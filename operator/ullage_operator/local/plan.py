@@ -73,7 +73,7 @@ def plan_local(
     """
     check_cascade(service)
     check_pools(service)
-    settings = Settings(log_level=log_level)
+    settings = Settings(log_level=log_level, on_kubernetes=False)
     now = datetime.now(UTC)
     decided = plan(one_router(fully_scaled(service)), Observed(now=now), settings)
     wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
