@@ -17,6 +17,7 @@ from ullage_router.compress import droppable
 from ullage_router.config import CompressSection
 from ullage_router.facts import facts, share_kept
 from ullage_router.summarise import summarise
+from ullage_router.tenants import Errand, Visit
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_rpc.tool_formats import Turn
 from ullage_rpc.turns import num_characters
@@ -31,8 +32,10 @@ LABEL = "[Summary of the first {count} messages of this conversation, which were
 REPLY = "Understood."
 
 Render = Callable[[Sequence[Turn]], list[int]]
-Write = Callable[[str, int], Awaitable[str]]
-"""(the turns as text, most tokens) -> the model's summary, empty when there is none."""
+Write = Callable[[str, int, Errand], Awaitable[str]]
+"""(the turns as text, most tokens, who pays) -> the model's summary, empty when there is none."""
+UNPAID = "unpaid"
+"""Extracted, since the tenant's tokens do not suffice for the model's summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,8 @@ class Condenser:
         section: when, how much and how.
         threads: where long texts are worked on.
         write: has the model write a summary.
-        on_done: told the outcome (extractive, model, or refused since facts were lost or nothing
-            was gained) and the prompt tokens that were saved.
+        on_done: told the outcome (extractive, model, unpaid, or refused since facts were lost or
+            nothing was gained) and the prompt tokens that were saved.
     """
 
     def __init__(
@@ -115,17 +118,18 @@ class Condenser:
 
     def as_json(self) -> dict[str, int]:
         """Counts since the start, for /stats."""
-        outcomes = {name: self._counts[name] for name in ("extractive", "model", "refused")}
+        outcomes = {name: self._counts[name] for name in ("extractive", "model", UNPAID, "refused")}
         return outcomes | {"saved_tokens": self._saved_tokens}
 
     async def condense(
-        self, turns: Sequence[Turn], num_tokens: int, context: int, render: Render
+        self, turns: Sequence[Turn], num_tokens: int, context: int, render: Render, visit: Visit
     ) -> Condensed | None:
         """A shorter conversation; None when it is short enough or cannot be summed up.
 
         Args:
             num_tokens: of the whole prompt.
             context: the longest there may be, tokens.
+            visit: pays for what the model writes.
         """
         section = self._section
         if section.method == "off" or num_tokens <= section.threshold * context:
@@ -133,7 +137,8 @@ class Condenser:
         places = oldest(turns, section.share, section.keep_turns)
         if not places:
             return None
-        method, summary = await self._summary([_plain(turns[i]) for i in places])
+        old = [_plain(turns[i]) for i in places]
+        method, summary = await self._summary(old, visit.errand(num_tokens))
         made = await self._made(turns, places, summary, render) if summary else None
         if made is None or len(made[1]) >= num_tokens:
             self._count("refused", 0)
@@ -156,31 +161,34 @@ class Condenser:
             return None
         return made, ids
 
-    async def _summary(self, old: Sequence[Turn]) -> tuple[str, str]:
+    async def _summary(self, old: Sequence[Turn], errand: Errand) -> tuple[str, str]:
         """(method, summary); the summary is empty when facts would be lost."""
-        key = hashlib.blake2b(as_text(old).encode(), digest_size=16).digest()
+        text = f"{errand.tenant}\0{as_text(old)}"
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if known := self._kept.get(key):
             return known
-        made = await self._new_summary(old)
-        self._kept.put(key, made)
+        made = await self._new_summary(old, errand)
+        if made[0] != UNPAID:
+            self._kept.put(key, made)
         return made
 
-    async def _new_summary(self, old: Sequence[Turn]) -> tuple[str, str]:
+    async def _new_summary(self, old: Sequence[Turn], errand: Errand) -> tuple[str, str]:
         share, size = self._section.fact_share, num_characters(old)
-        if self._section.method == "model" and (written := await self._written(old, size)):
+        if self._section.method == "model" and (written := await self._written(old, size, errand)):
             wanted = await self._threads.run(size, lambda: facts(as_text(old)))
             if share_kept(wanted, written) >= share:
                 return "model", written
-        return "extractive", await self._threads.run(size, lambda: extract(old, share))
+        method = UNPAID if errand.is_unpaid else "extractive"
+        return method, await self._threads.run(size, lambda: extract(old, share))
 
-    async def _written(self, old: Sequence[Turn], size: int) -> str:
+    async def _written(self, old: Sequence[Turn], size: int, errand: Errand) -> str:
         """The model's summary; empty when it is busy with others, failed or took too long."""
         if self._asking >= MAX_ASKING:
             return ""
         self._asking += 1
         try:
             async with asyncio.timeout(self._section.timeout):
-                return await self._write(as_text(old), max(64, size // 8))
+                return await self._write(as_text(old), max(64, size // 8), errand)
         except TimeoutError:
             return ""
         finally:

@@ -248,7 +248,7 @@ class Pipeline:
         side = self._rollout.side_of(call.request.session_id)
         model = self.model(call.request.model, side)
         call.record.model = self._config.model
-        prompt = await self._prompts.make(model, call.request)
+        prompt = await self._prompts.make(model, call.request, call.visit)
 
         async def wait() -> bool:
             facts = self._admission.facts(make_wish(call, prompt))
@@ -299,7 +299,7 @@ class Pipeline:
         """The same for the stable engines, with the tokens of their model."""
         model, prompt = self.model(call.request.model), wish.prompt
         if model.fingerprint != prompt.model.fingerprint:
-            prompt = await self._prompts.make(model, call.request)
+            prompt = await self._prompts.make(model, call.request, call.visit)
         call.record.degraded[:] = prompt.degraded
         call.record.step("stable", "CANARY")
         return replace(wish, prompt=prompt, side=Side.STABLE, is_trial=False)

@@ -7,69 +7,26 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import errors
+from ullage_router.accounts import Account, nobodys_account, open_account
 from ullage_router.config import TenantRules, TenantsSection
 from ullage_router.keys import KeyRing, Loaded, load
 from ullage_router.metrics import TenantMetrics
-from ullage_router.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
+from ullage_router.quota import MINUTE_S, Shortage
 from ullage_router.stats import Record
 from ullage_rpc.config import ConfigError
 from ullage_rpc.errors import ServiceError
-from ullage_rpc.limits import MAX_PRIORITY
 from ullage_rpc.watch import Fingerprint, fingerprint, follow
 
 ANONYMOUS = "anonymous"
-UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Account:
-    """One tenant: its rules, its quota and its sums since start."""
-
-    name: str
-    rules: TenantRules
-    quota: Quota
-    requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    limited: Counter[str] = field(default_factory=Counter)
-    """Refusals by the limit that was reached."""
-
-    def as_json(self, now: float) -> dict[str, object]:
-        left = {
-            name: bucket and math.floor(bucket.refilled(now).level)
-            for name, bucket in (("requests", self.quota.requests), ("tokens", self.quota.tokens))
-        }
-        return {
-            "name": self.name,
-            "enabled": self.rules.enabled,
-            "active": self.quota.active,
-            "requests": self.requests,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "limited": dict(self.limited),
-            "requests_left": left["requests"],
-            "tokens_left": left["tokens"],
-        }
-
-
-def open_account(name: str, rules: TenantRules, share: float, now: float) -> Account:
-    """A tenant with full buckets, of which this router has its share."""
-    requests, tokens, most = rules.requests_per_minute, rules.tokens_per_minute, rules.concurrency
-    quota = Quota(
-        requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
-        tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
-        concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
-    )
-    return Account(name, rules, quota)
 
 
 class Visit:
@@ -169,6 +126,14 @@ class Visit:
         if self._metrics:
             self._metrics.ended(self.tenant, status, prompt, output, count)
 
+    def errand(self, spare: int) -> "Errand":
+        """Work for this request that takes tokens, too.
+
+        Args:
+            spare: tokens that the request itself will take, unless they are charged already.
+        """
+        return Errand(self._account, self._metrics, 0 if self._charged else spare)
+
     def _check_model(self, name: str) -> None:
         allowed = self.rules.models
         if allowed and name not in allowed:
@@ -213,6 +178,51 @@ class Visit:
         return headers
 
 
+class Errand(Visit):
+    """Work for a request, such as a summary of its conversation: the tenant's tokens pay for it,
+    and it is no request of the tenant's.
+
+    is_unpaid
+        the tokens do not suffice
+    """
+
+    def __init__(self, account: Account, metrics: TenantMetrics | None, spare: int) -> None:
+        super().__init__(account, metrics)
+        self._spare = spare
+        self.is_unpaid = False
+
+    @property
+    def rules(self) -> TenantRules:
+        """Length and pace of answers are those of what the client reads."""
+        return replace(self._account.rules, max_tokens=None, tokens_per_second=None)
+
+    def begin(
+        self, request: inference_pb2.GenerateRequest, served: str, record: Record, count: int = 1
+    ) -> None:
+        self._active = count
+        request.priority = self._account.rules.priority
+
+    def charge(self, prompt_tokens: int, output_tokens: int, record: Record) -> None:
+        """Raises ServiceError RESOURCE_EXHAUSTED when the request itself could not pay then."""
+        bucket, now = self._account.quota.tokens, time.monotonic()
+        tokens = prompt_tokens + output_tokens + self._spare
+        if bucket and not self._charged and bucket.refilled(now).level < tokens:
+            self.is_unpaid = True
+            shortage = Shortage("tokens_per_minute", bucket.capacity, bucket.wait_s(tokens, now))
+            raise errors.over_quota(self.tenant, shortage)
+        super().charge(prompt_tokens, output_tokens, record)
+
+    def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
+        """Only tokens: what ends was no request."""
+        used, account, now = prompt_tokens + output_tokens, self._account, time.monotonic()
+        self._active = 0
+        account.quota = account.quota.leave(self._charged, used, now, count=0)
+        account.prompt_tokens += prompt_tokens
+        account.output_tokens += output_tokens
+        if self._metrics:
+            self._metrics.ended(self.tenant, status, prompt_tokens, output_tokens, count=0)
+
+
 def _was_served(record: Record) -> bool:
     """Tokens came, or the client left an engine that was working for it."""
     has_left = record.status == errors.CLIENT_CLOSED and bool(record.engine)
@@ -230,11 +240,7 @@ def duration(seconds: float) -> str:
 
 def everybody() -> Visit:
     """A request where there are no tenants."""
-    return Visit(_nobodys_account())
-
-
-def _nobodys_account() -> Account:
-    return Account("", UNLIMITED, Quota())
+    return Visit(nobodys_account())
 
 
 class Tenants:
@@ -250,7 +256,7 @@ class Tenants:
         self._metrics = metrics
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
-        self._shared = _nobodys_account()
+        self._shared = nobodys_account()
         """Of all requests where there are no tenants."""
         self._loaded = Loaded()
         self._ring = KeyRing({})
