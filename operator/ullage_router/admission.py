@@ -210,8 +210,8 @@ class _Climb:
         self._preferred = ""
 
     def _find_origin(self) -> Origin:
-        prompt = self._wish.prompt
-        return self._admission.placement.origin(self._wish.session, prompt.token_ids)
+        wish = self._wish
+        return self._admission.placement.origin(wish.session, wish.prompt.token_ids, wish.tenant)
 
     def leave_queue(self) -> None:
         if self._ticket:

@@ -1,9 +1,12 @@
-"""Which engine has a request's beginning in its caches: two tables of fixed size, oldest use out.
+"""Which engine has a request's beginning in its caches: two tables of fixed size.
 
 A session goes to the engine of its last turn. Any other request goes to the engine that computed
 the longest known part of its beginning: prompts are hashed block by block, each block's hash with
 all before it, as the engines' prefix caches do. A wrong guess costs time and nothing else, so
 hashes need not be safe against collisions; what is too long is compared by its first blocks.
+
+Tenants see nothing of one another's entries, and who has more than an equal share of a full table
+makes room in it: what others send, or say with `Pick` that they send, costs nobody his share.
 """
 
 from collections import OrderedDict
@@ -29,34 +32,63 @@ class Origin:
     session: str
     prefixes: tuple[int, ...]
     """Hashes of its leading blocks, shortest first."""
+    tenant: str = ""
 
 
 class Table:
-    """Names by key, at most `size`; the one used longest ago makes room."""
+    """Names by tenant and key, at most `size`; of the tenant that makes room, the one used longest
+    ago goes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._engines: OrderedDict[int, str] = OrderedDict()
+        self._len = 0
+        self._tenants: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._engines)
+        return self._len
 
-    def get(self, key: int) -> str | None:
-        engine = self._engines.get(key)
-        if engine is not None:
-            self._engines.move_to_end(key)
+    def get(self, tenant: str, key: int) -> str | None:
+        engines = self._tenants.get(tenant)
+        engine = engines.get(key) if engines else None
+        if engines and engine is not None:
+            engines.move_to_end(key)
         return engine
 
-    def put(self, key: int, engine: str) -> None:
-        self._engines[key] = engine
-        self._engines.move_to_end(key)
-        if len(self._engines) > self._size:
-            self._engines.popitem(last=False)
+    def put(self, tenant: str, key: int, engine: str) -> None:
+        engines = self._tenants.get(tenant)
+        if engines is None:
+            engines = self._tenants[tenant] = OrderedDict()
+        self._len += key not in engines
+        engines[key] = engine
+        engines.move_to_end(key)
+        if self._len > self._size:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Of too many entries, one tenant has more than an equal share of those that fit.
+
+        The search goes on from where it ended last: who has too much stays in front.
+        """
+        share = self._size // len(self._tenants)
+        while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
+            self._tenants.move_to_end(tenant)
+        self._tenants[tenant].popitem(last=False)
+        self._len -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
     def forget(self, engine: str) -> None:
         """Drops an engine that is gone, with its caches."""
-        for key in [key for key, at in self._engines.items() if at == engine]:
-            del self._engines[key]
+        for tenant, engines in list(self._tenants.items()):
+            for key in [key for key, at in engines.items() if at == engine]:
+                del engines[key]
+                self._len -= 1
+            if not engines:
+                del self._tenants[tenant]
+
+    def check_integrity(self) -> None:
+        assert self._len == sum(map(len, self._tenants.values())) <= self._size
+        assert all(self._tenants.values())
 
 
 class Affinity:
@@ -75,10 +107,10 @@ class Affinity:
     def prefixes(self) -> int:
         return len(self._prefixes)
 
-    def origin(self, session: str, token_ids: Sequence[int]) -> Origin:
+    def origin(self, session: str, token_ids: Sequence[int], tenant: str = "") -> Origin:
         """What is remembered of a request."""
         prefixes = prefix_hashes(token_ids) if self._policy.max_prefixes else ()
-        return Origin(session if self._policy.max_sessions else "", prefixes)
+        return Origin(session if self._policy.max_sessions else "", prefixes, tenant)
 
     def find(self, origin: Origin, is_usable: Callable[[str], bool]) -> str:
         """The engine that has most of the request's beginning; empty when none is known.
@@ -88,11 +120,11 @@ class Affinity:
                 shorter matches elsewhere count.
         """
         if origin.session:
-            engine = self._sessions.get(hash(origin.session))
+            engine = self._sessions.get(origin.tenant, hash(origin.session))
             if engine and is_usable(engine):
                 return engine
         for prefix in reversed(origin.prefixes):
-            engine = self._prefixes.get(prefix)
+            engine = self._prefixes.get(origin.tenant, prefix)
             if engine and is_usable(engine):
                 return engine
         return ""
@@ -100,9 +132,9 @@ class Affinity:
     def ran(self, origin: Origin, engine: str) -> None:
         """The request's beginning is now in that engine's caches."""
         if origin.session:
-            self._sessions.put(hash(origin.session), engine)
+            self._sessions.put(origin.tenant, hash(origin.session), engine)
         for prefix in reversed(origin.prefixes):  # the shortest is shared by most: newest
-            self._prefixes.put(prefix, engine)
+            self._prefixes.put(origin.tenant, prefix, engine)
 
     def forget(self, engine: str) -> None:
         """The engine lost its caches."""
@@ -110,8 +142,8 @@ class Affinity:
         self._prefixes.forget(engine)
 
     def check_integrity(self) -> None:
-        assert self.sessions <= self._policy.max_sessions
-        assert self.prefixes <= self._policy.max_prefixes
+        self._sessions.check_integrity()
+        self._prefixes.check_integrity()
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -30,9 +30,9 @@ class Placement:
         """Requests by what became of affinity: kept, yielded or none."""
         engines.on_forgotten = self._affinity.forget
 
-    def origin(self, session: str, token_ids: Sequence[int]) -> Origin:
+    def origin(self, session: str, token_ids: Sequence[int], tenant: str) -> Origin:
         """What tells where a request's beginning may be cached."""
-        return self._affinity.origin(session, token_ids)
+        return self._affinity.origin(session, token_ids, tenant)
 
     def preferred(self, origin: Origin, side: Side = Side.STABLE) -> str:
         """The address of the engine that has most of it; empty when none of that side is known."""

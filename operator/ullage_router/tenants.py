@@ -4,6 +4,7 @@ Without `tenants` in the configuration everybody is the same unlimited tenant wi
 """
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
@@ -55,6 +56,12 @@ class Visit:
     @property
     def rules(self) -> TenantRules:
         return self._account.rules
+
+    def session(self, name: str) -> str:
+        """What engines call a session, so that tenants' sessions of one name are several."""
+        if not (name and self.tenant):
+            return name
+        return hashlib.blake2b(f"{self.tenant}\0{name}".encode(), digest_size=16).hexdigest()
 
     def room(self, wanted: int, tokens: int) -> int:
         """How many of so many like requests, of so many tokens each, the tenant may send now."""

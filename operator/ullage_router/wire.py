@@ -42,7 +42,7 @@ def engine_request(call: Call, grant: Grant) -> inference_pb2.GenerateRequest:
         token_ids=inference_pb2.TokenIds(ids=grant.prompt.token_ids),
         sampling=call.request.sampling,
         stop=call.request.stop,
-        session_id=call.request.session_id,
+        session_id=call.visit.session(call.request.session_id),
         priority=call.request.priority,
         output=call.request.output,
         samples=call.request.samples,

@@ -26,12 +26,12 @@ def affinity(sessions: int = 10, prefixes: int = 100) -> Affinity:
     return Affinity(AffinityPolicy(sessions, prefixes))
 
 
-def run(known: Affinity, engine: str, *blocks: int, session: str = "") -> None:
-    known.ran(known.origin(session, tokens(*blocks)), engine)
+def run(known: Affinity, engine: str, *blocks: int, session: str = "", tenant: str = "") -> None:
+    known.ran(known.origin(session, tokens(*blocks), tenant), engine)
 
 
-def find(known: Affinity, *blocks: int, session: str = "") -> str:
-    return known.find(known.origin(session, tokens(*blocks)), anyone)
+def find(known: Affinity, *blocks: int, session: str = "", tenant: str = "") -> str:
+    return known.find(known.origin(session, tokens(*blocks), tenant), anyone)
 
 
 def test_hashes_are_of_whole_beginnings() -> None:
@@ -94,6 +94,45 @@ def test_nothing_is_remembered_when_it_is_off() -> None:
     known = affinity(0, 0)
     run(known, "a", 1, 2, session="s")
     assert (known.sessions, known.prefixes, find(known, 1, session="s")) == (0, 0, "")
+
+
+def test_tenants_know_nothing_of_one_another() -> None:
+    known = affinity()
+    run(known, "a", 1, session="s", tenant="x")
+    run(known, "b", 2, session="s", tenant="y")
+    assert find(known, session="s", tenant="x") == "a" == find(known, 1, tenant="x")
+    assert find(known, session="s", tenant="y") == "b" == find(known, 2, tenant="y")
+    assert find(known, 2, tenant="x") == find(known, 1, 2, session="s") == ""
+    known.forget("a")
+    assert (known.sessions, find(known, session="s", tenant="y")) == (1, "b")
+    known.check_integrity()
+
+
+entries = st.tuples(st.sampled_from("xyz"), st.integers(0, 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(3, 12), st.lists(entries, max_size=60))
+def test_nobody_takes_anothers_share(size: int, puts: list[tuple[str, int]]) -> None:
+    """Who keeps to an equal share loses nothing, whatever the other two do."""
+    known = affinity(sessions=size)
+    mine = [str(i) for i in range(size // 3)]
+    for name in mine:
+        run(known, "m", session=name, tenant="me")
+    for tenant, name in puts:
+        if tenant != "z" or size // 4 >= len(mine):  # four tenants have smaller shares
+            run(known, "e", session=str(name), tenant=tenant)
+        known.check_integrity()
+    assert [find(known, session=name, tenant="me") for name in mine] == ["m"] * len(mine)
+
+
+def test_many_tenants_fit_as_well_as_few() -> None:
+    known = affinity(sessions=4)
+    for i in range(20):
+        run(known, "a", session="s", tenant=str(i))
+        known.check_integrity()
+        assert find(known, session="s", tenant=str(i)) == "a"
+    assert known.sessions == 4
 
 
 @settings(max_examples=100, deadline=None)

@@ -282,7 +282,10 @@ class Picker:
         """Where some of them go, and how many; raises ServiceError when none runs now as it is."""
         priced, placement = wish.priced, self._admission.placement
         has_origin = bool(priced.session_id or priced.prefixes)
-        origin = Origin(priced.session_id, tuple(priced.prefixes)) if has_origin else NOWHERE
+        tenant = wish.visit.tenant if wish.visit else ""
+        origin = (
+            Origin(priced.session_id, tuple(priced.prefixes), tenant) if has_origin else NOWHERE
+        )
         preferred = placement.preferred(origin) if has_origin else ""
         avoid = frozenset(priced.avoid) if priced.avoid else NOBODY
         limit, samples = self._most(wish.visit), priced.samples or 1
