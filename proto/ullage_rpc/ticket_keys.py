@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from ullage_rpc.config import ConfigError
-from ullage_rpc.tickets import load_keys
+from ullage_rpc.tickets import Signer, load_keys
 from ullage_rpc.watch import fingerprint, follow
 
 log = logging.getLogger(__name__)
@@ -26,11 +26,8 @@ class TicketKeys:
         self._seen = fingerprint((folder,))
         self.all = load_keys(folder)
         """Every one verifies."""
+        self.signer = Signer(self.all[-1])
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def signing(self) -> bytes:
-        return self.all[-1]
 
     def start(self) -> None:
         self._task = asyncio.create_task(
@@ -47,3 +44,5 @@ class TicketKeys:
             self.all = await asyncio.to_thread(load_keys, self._folder)
         except ConfigError as error:
             log.error("keys not read; those before stay valid", extra={"reason": str(error)})
+        else:
+            self.signer = Signer(self.all[-1])

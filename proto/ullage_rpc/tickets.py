@@ -61,10 +61,22 @@ def engine_tag(engine_id: str) -> bytes:
     return hashlib.sha256(engine_id.encode()).digest()[:8]
 
 
+class Signer:
+    """Makes tickets with one key, which is prepared once: that is half of a signature's work."""
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = hmac.new(key, digestmod="sha256")
+
+    def sign(self, claims: Claims) -> str:
+        """The ticket."""
+        text, mac = _CLAIMS.pack(_VERSION, *claims), self._mac.copy()
+        mac.update(text)
+        return base64.urlsafe_b64encode(text + mac.digest()).decode()
+
+
 def sign(claims: Claims, key: bytes) -> str:
     """The ticket."""
-    text = _CLAIMS.pack(_VERSION, *claims)
-    return base64.urlsafe_b64encode(text + hmac.digest(key, text, "sha256")).decode()
+    return Signer(key).sign(claims)
 
 
 def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> Claims:

@@ -85,44 +85,58 @@ class Book:
         for number, count in Counter(accepted).items():
             if lease := self._find(number):
                 _accept(lease, count)
+        freed = _Freed()
         for number, count in Counter(ended).items():
             if lease := self._find(number):
-                self._end(number, lease, count)
+                freed.add(lease, self._end(number, lease, count))
+        self._settle(freed, "ended")
 
     def sweep(self) -> None:
         """Frees what expired: by now the engine counts the request, or never will."""
-        now = self._clock()
+        now, freed = self._clock(), _Freed()
         for number, lease in _due(self._fresh, now):
             del self._fresh[number]
-            self._free(lease, lease.unused, "expired")
+            freed.add(lease, lease.unused)
             if lease.used and lease.bill and lease.bill.is_limited:
                 lease.unused, lease.until = [], lease.until + self._request_s
                 self._running[number] = lease
             else:
-                self._free(lease, lease.used, "expired")
+                freed.add(lease, lease.used)
         for number, lease in _due(self._running, now):
             del self._running[number]
-            self._free(lease, lease.used, "expired")
+            freed.add(lease, lease.used)
+        self._settle(freed, "expired")
 
     def _find(self, number: int) -> _Lease | None:
         return self._fresh.get(number) or self._running.get(number)
 
-    def _end(self, number: int, lease: _Lease, count: int) -> None:
+    def _end(self, number: int, lease: _Lease, count: int) -> list[Credit]:
         """Those that were accepted end first."""
         gone = _cut(lease.used, count)
         gone += _cut(lease.unused, count - len(gone))
-        self._free(lease, gone, "ended")
         if not (lease.used or lease.unused):
             (self._fresh if number in self._fresh else self._running).pop(number)
+        return gone
 
-    def _free(self, lease: _Lease, gone: list[Credit], how: str) -> None:
-        if not gone:
-            return
-        lease.engine.release(*gone)
-        if lease.bill:
+    def _settle(self, freed: "_Freed", how: str) -> None:
+        for engine, credits in freed.credits.items():
+            engine.release(*credits)
+        self.open -= freed.count
+        self.counts[how] += freed.count
+
+
+class _Freed:
+    """Uses that are over; each engine gets all of its own at once, and tells waiters once."""
+
+    def __init__(self) -> None:
+        self.credits: dict[Engine, list[Credit]] = {}
+        self.count = 0
+
+    def add(self, lease: _Lease, gone: list[Credit]) -> None:
+        self.credits.setdefault(lease.engine, []).extend(gone)
+        self.count += len(gone)
+        if lease.bill and gone:
             lease.bill.pay(len(gone))
-        self.open -= len(gone)
-        self.counts[how] += len(gone)
 
 
 def _accept(lease: _Lease, count: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ullage.inference.v1 import inference_pb2
 from ullage_router.pick.config import TicketsSection
 from ullage_rpc.ticket_keys import TicketKeys
-from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag, sign
+from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag
 
 MAX_TAGS = 10_000
 """Engines' names come and go with their pods."""
@@ -56,7 +56,7 @@ class TicketOffice:
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self._tags.get(engine_id) or self._tag(engine_id)
         size = (prompt_tokens, max_tokens, samples)
-        return sign(Claims(number, expires_ms, tag, *size, priority, count), self.keys.signing)
+        return self.keys.signer.sign(Claims(number, expires_ms, tag, *size, priority, count))
 
     def proof(self, engine_id: str, request: inference_pb2.GenerateRequest) -> tuple[str, str]:
         """Metadata with a ticket for just this request, in token ids and with its limit."""
