@@ -390,12 +390,6 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
         if unknown:
             raise ValueError(f"routing.rungs.route.pools {unknown} are none of the pools {names}")
 
-    @property
-    def longest_request_s(self) -> float:
-        """Until one that was taken has ended: held for a pool that sleeps, then answered."""
-        held_s = self.routing.wake.timeout if any(pool.sleeps for pool in self.pools) else 0.0
-        return held_s + self.limits.request_timeout
-
 
 def read_config(path: Path) -> RouterConfig:
     """Reads and checks a configuration file.

@@ -19,7 +19,7 @@ from ullage_router.http.app import App
 from ullage_router.http.server import HTTPServer
 from ullage_router.listening import CannotListen, listen
 from ullage_router.monitoring import Pages, own_pages
-from ullage_router.processes import Place, Supervisor, config_of, watch_parent
+from ullage_router.processes import Place, Supervisor, config_of, longest_request_s, watch_parent
 from ullage_router.service import RouterService
 from ullage_router.siblings import ANSWER_TIMEOUT_S, Siblings
 from ullage_rpc import logs
@@ -120,7 +120,7 @@ class Router:
         await self._http.leave(LEAVE_S)
         self.service.wakes.holding.close()
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
-        grace_s = self._config.longest_request_s + DRAIN_MARGIN_S
+        grace_s = longest_request_s(self._config) + DRAIN_MARGIN_S
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
         self.service.wakes.holding.end()
         self.service.pipeline.drain()

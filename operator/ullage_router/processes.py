@@ -199,12 +199,18 @@ class Supervisor:
         """Lets every child drain, and ends those that do not."""
         for child in self._children.values():
             _send(child, signal.SIGTERM)
-        limit_s = self._config.longest_request_s + STOP_MARGIN_S
+        limit_s = longest_request_s(self._config) + STOP_MARGIN_S
         ends = [asyncio.create_task(child.wait()) for child in self._children.values()]
         if ends:
             await asyncio.wait(ends, timeout=limit_s)
         for child in self._children.values():
             _send(child, signal.SIGKILL)
+
+
+def longest_request_s(config: RouterConfig) -> float:
+    """Until one that was taken has ended: held for a pool that sleeps, then answered."""
+    held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
+    return held_s + config.limits.request_timeout
 
 
 def watch_parent(stop: asyncio.Event) -> None:
