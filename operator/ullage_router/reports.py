@@ -21,8 +21,8 @@ class ReportOrder:
         self.restarts = 0
         """New lives of the engine's server, the first one not counted."""
         self.workers_lost = 0
-        """Ends of its workers and of its server that nobody asked for."""
-        self._restarts_told = 0
+        """Ends of its workers and of its server that nobody asked for, since the first report."""
+        self._restarts_told: int | None = None
 
     def connected(self) -> None:
         """A new stream begins: its numbers have nothing to do with the last one's."""
@@ -46,13 +46,14 @@ class ReportOrder:
         Args:
             worker_restarts: since the start of the server.
         """
-        self.workers_lost += max(0, worker_restarts - self._restarts_told)
+        if self._restarts_told is not None:  # what was before the first report is another's count
+            self.workers_lost += max(0, worker_restarts - self._restarts_told)
         self._restarts_told = worker_restarts
 
     def _restart(self, epoch: int, sequence: int) -> Kind:
         kind: Kind = "next" if self.epoch is None else "restart"
         self.restarts += kind == "restart"
         self.workers_lost += kind == "restart"
-        self._restarts_told = 0
+        self._restarts_told = 0 if kind == "restart" else None
         self.epoch, self.sequence = epoch, sequence
         return kind

@@ -20,6 +20,19 @@ def test_kinds() -> None:
     assert (order.restarts, order.epoch, order.missed) == (1, 8, 2)
 
 
+def test_what_was_lost_before_the_first_report_is_not_counted() -> None:
+    order = ReportOrder()
+
+    def told(epoch: int, sequence: int, restarts: int) -> int:
+        order.take(epoch, sequence)
+        order.lost(restarts)
+        return order.workers_lost
+
+    assert told(7, 5, 3) == 0, "the router is younger than the engine"
+    assert told(7, 6, 4) == 1
+    assert told(8, 1, 1) == 3, "the server ended, and then its worker"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1))
 def test_within_a_stream_only_what_is_newer_counts(sequences: list[int]) -> None:
