@@ -1,9 +1,8 @@
 """A rollout in terms of Kubernetes: what is seen becomes facts, the state becomes objects. Pure."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -14,22 +13,23 @@ from ullage_operator.conditions import Finding, observe, timestamp
 from ullage_operator.configs import to_yaml
 from ullage_operator.judgement import Limits, Outcome, Verdict, judge
 from ullage_operator.manifests import Builder, pool_objects
+from ullage_operator.recall import begun, kept_text, lost, recalled, unseen
 from ullage_operator.release import (
     Release,
     changed_pools,
-    overlaid,
     release_of,
     revision_of,
     with_release,
 )
 from ullage_operator.rollout import (
+    TRYING,
+    WAITING,
     Command,
     Facts,
     Policy,
     Stage,
     State,
     advance,
-    initial,
     weight_of,
 )
 from ullage_operator.settings import Settings
@@ -41,8 +41,6 @@ Manifest = dict[str, Any]
 ROLLOUT_HEALTHY = "RolloutHealthy"
 LOOK_AGAIN_S = 10.0
 """While a rollout goes on."""
-TRYING = (Stage.STARTING, Stage.CANARY)
-_TIMES = ("since", "unready_since")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +52,16 @@ class Seen:
     """Live ones of the service, by name."""
     remembered: str | None
     """The text that was kept; None: nothing was."""
+    is_remembered: bool = True
+    """Whether what was kept can be seen at all."""
     annotation: str = ""
     """Of the service: what somebody wants."""
     trials: Sequence[Trial] = ()
     """What routers counted."""
     trouble: str = ""
     """What is wrong with the canary's pods."""
-    restarts: int = 0
-    """Of containers in the canary's pods."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """Of containers in the canary's pods, by its pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class Rolling:
     """Pools that have a canary now."""
     weight: int
     """Requests of a hundred for the canary."""
+    is_known: bool = True
+    """What was decided is known; otherwise engines are to stay as they are."""
 
     @property
     def is_trying(self) -> bool:
@@ -87,21 +89,35 @@ class Rolling:
     @property
     def look_again_s(self) -> float | None:
         """When something may have to be done though nothing was seen to change."""
-        return None if self.state.stage in (Stage.STABLE, Stage.ROLLED_BACK) else LOOK_AGAIN_S
+        is_quiet = self.state.stage in (Stage.STABLE, Stage.ROLLED_BACK)
+        return None if is_quiet and self.state.reason != WAITING else LOOK_AGAIN_S
 
 
 def roll(service: Service, seen: Seen, settings: Settings) -> Rolling:
     """Takes the rollout one step on."""
     wanted = release_of(service, settings)
-    state, release = recalled(seen, wanted)
+    known = recalled(seen.remembered, wanted)
+    if known is None and (held := _held(service, seen, wanted)):
+        return Rolling(held, wanted, service, service, (), 0, is_known=False)
+    state, release = known or begun(wanted, seen.now)
     facts = facts_of(service, seen, state, release, wanted)
-    after = advance(state, facts, policy_of(service))
+    after = advance(state, facts, policy_of(service, settings))
     if after.seen != seen.annotation:
         after = dataclasses.replace(after, seen=seen.annotation)
     changed = changed_pools(wanted, release)
     if after.stable == facts.wanted:
         release = wanted
     return _rolling(service, after, release, changed, seen)
+
+
+def _held(service: Service, seen: Seen, wanted: Release) -> State | None:
+    """Nothing is remembered: a state that holds all where that is a loss."""
+    revision = revision_of(wanted)
+    if not seen.is_remembered:
+        return unseen(revision, seen.now)
+    names = [naming.pool_name(service.name, pool) for pool in service.spec.pools]
+    live = {name: seen.stateful_sets[name] for name in names if name in seen.stateful_sets}
+    return lost(service.name, live, revision, seen.annotation, seen.now)
 
 
 def _rolling(
@@ -119,7 +135,7 @@ def _rolling(
     most = service.spec.rollout.canary_replicas
     tried = sum(min(most, sizes[name]) for name in pools)
     share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
-    weight = weight_of(state, policy_of(service).steps, share) if pools else 0
+    weight = weight_of(state, _steps(service), share) if pools else 0
     return Rolling(state, release, stable, canary, pools, weight)
 
 
@@ -130,13 +146,16 @@ def facts_of(
     sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
     tried = [name for name in changed if sizes[name]]
     revision = revision_of(wanted) if changed else state.stable
-    verdicts = [verdict_of(service, seen, state, release, changed, last) for last in (False, True)]
+    verdicts = [verdict_of(service, seen, state, is_last) for is_last in (False, True)]
     return Facts(
         now=seen.now,
         wanted=revision,
         is_serving=any(_ready(seen, naming.pool_name(service.name, name)) for name in sizes),
+        is_bridged=bool(state.canary)
+        and any(_ready(seen, _canary_name(service, name)) for name in sizes),
         can_canary=bool(tried) and release["model"]["name"] == wanted["model"]["name"],
-        is_canary_ready=all(_ready(seen, _canary_name(service, name)) for name in tried),
+        is_canary_ready=all(_tried(seen, _canary_name(service, n), revision) for n in tried),
+        restarts=restarts_of(service, seen, revision),
         trouble=seen.trouble,
         is_settled=all(
             _settled(seen, naming.pool_name(service.name, name), size, state.stable)
@@ -152,15 +171,13 @@ def verdict_of(
     service: Service,
     seen: Seen,
     state: State,
-    release: Release,
-    changed: Sequence[str],
     is_last: bool,
 ) -> Verdict:
     """What the routers' counts of the present step say."""
-    weight = _rolling(service, state, release, changed, seen).weight
-    canary, stable, routers = together(seen.trials, name_of(state.canary, state.step, weight))
-    canary = dataclasses.replace(canary, restarts=max(canary.restarts, seen.restarts))
-    if not routers and not seen.restarts:
+    canary, stable, routers = together(seen.trials, name_of(state.canary, state.step))
+    restarts = restarts_of(service, seen, state.canary)
+    canary = dataclasses.replace(canary, restarts=max(canary.restarts, restarts))
+    if not routers and not restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
         return Verdict(outcome, "NotMeasured", "no router has told what it counted")
     thresholds = service.spec.rollout.thresholds
@@ -189,52 +206,30 @@ def command_of(annotation: str, state: State, revision: str) -> Command:
     return Command(word) if is_new and word in (Command.PROMOTE, Command.ABORT) else Command.NONE
 
 
-def policy_of(service: Service) -> Policy:
+def policy_of(service: Service, settings: Settings) -> Policy:
     spec = service.spec.rollout
     return Policy(
         is_canary=spec.strategy == "canary",
-        steps=tuple(sorted(spec.weight_steps)),
+        steps=_steps(service),
         step=timedelta(seconds=spec.step_duration),
         max_wait=timedelta(seconds=spec.max_wait),
         start_deadline=timedelta(seconds=spec.start_deadline),
+        linger=timedelta(seconds=2 * settings.dns_lag_s),
+        restarts=spec.thresholds.restarts,
         auto_rollback=spec.auto_rollback,
         is_paused=spec.paused,
     )
 
 
-def recalled(seen: Seen, wanted: Release) -> tuple[State, Release]:
-    """The state and the stable release that were kept; the first of a service that has none."""
-    try:
-        kept = json.loads(seen.remembered or "")
-        state = msgspec.convert(kept["state"], State)
-        return state, overlaid(wanted, kept["release"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return initial(revision_of(wanted), seen.now), wanted
-
-
-def is_measured(remembered: str | None) -> bool:
-    """Whether a canary gets requests now, going by what was kept."""
-    try:
-        return bool(json.loads(remembered or "")["state"]["stage"] == Stage.CANARY)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def kept_text(rolling: Rolling) -> str:
-    """What must outlive the operator: decisions, and not what is measured meanwhile."""
-    state = dataclasses.asdict(rolling.state)
-    if rolling.is_trying and not rolling.state.is_held:
-        del state["reason"], state["message"]
-    state |= {name: state[name].isoformat() for name in _TIMES if state[name]}
-    return json.dumps({"state": state, "release": rolling.release}, sort_keys=True, indent=1)
+def _steps(service: Service) -> tuple[int, ...]:
+    return tuple(sorted(service.spec.rollout.weight_steps))
 
 
 def rollout_objects(service: Service, rolling: Rolling, settings: Settings) -> list[Manifest]:
     """What is remembered, which comes first, and the canary's engines."""
     name = naming.rollout_name(service.name)
-    kept = Builder(service, naming.ENGINE).config_map(
-        name, naming.ROLLOUT_STATE, kept_text(rolling)
-    )
+    text = kept_text(rolling.state, rolling.release)
+    kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
     objects = [kept]
     most = service.spec.rollout.canary_replicas
     for pool_name in rolling.pools:
@@ -298,7 +293,7 @@ def rollout_status(service: Service, rolling: Rolling) -> Manifest:
         "step": step,
         "weight": rolling.weight,
         "stableRevision": state.stable,
-        "since": timestamp(state.since),
+        **({"since": timestamp(state.since)} if rolling.is_known else {}),
         "message": state.message,
         **({"revision": state.canary} if state.canary else {}),
         **({"failedRevision": state.failed} if state.failed else {}),
@@ -313,10 +308,29 @@ def _ready(seen: Seen, name: str) -> bool:
     return observe(name, 0, seen.stateful_sets.get(name)).ready > 0
 
 
+def _tried(seen: Seen, name: str, revision: str) -> bool:
+    """Whether a canary's engines are ready, and none of another revision is left."""
+    return _is_made_of(seen, name, revision) and _ready(seen, name)
+
+
 def _settled(seen: Seen, name: str, size: int, revision: str) -> bool:
-    live = seen.stateful_sets.get(name)
-    if live is None:
+    workload = observe(name, size, seen.stateful_sets.get(name))
+    is_full = workload.settled and workload.ready >= size
+    return is_full and _is_made_of(seen, name, revision)
+
+
+def _is_made_of(seen: Seen, name: str, revision: str) -> bool:
+    """Whether all pods of a StatefulSet, ready or not, are of a revision."""
+    if (live := seen.stateful_sets.get(name)) is None:
         return False
     made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)
-    workload = observe(name, size, live)
-    return made_of == revision and workload.settled and workload.ready >= size
+    return made_of == revision and observe(name, live["spec"].get("replicas", 1), live).settled
+
+
+def restarts_of(service: Service, seen: Seen, revision: str) -> int:
+    """Of the canary's pods, as far as they are of that revision."""
+    return sum(
+        count
+        for pool, count in seen.restarts.items()
+        if _is_made_of(seen, naming.pool_name(service.name, pool), revision)
+    )

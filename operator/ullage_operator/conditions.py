@@ -1,6 +1,6 @@
 """Conditions of an LLMService: types, reasons and transitions.
 
-Ready        every pool serves through a router, and nothing crash-loops
+Ready        every pool serves through a router, and nothing but a canary crash-loops
 Available    at least one router and one engine serve
 Progressing  a change is being rolled out, or replicas are on their way
 Degraded     something is wrong that waiting alone may not cure
@@ -61,16 +61,20 @@ def observe(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload
 
 
 def findings(
-    router: Workload, pools: Sequence[Workload], troubles: Sequence[Trouble]
+    router: Workload,
+    pools: Sequence[Workload],
+    troubles: Sequence[Trouble],
+    trying: Sequence[Trouble] = (),
 ) -> list[Finding]:
     """The four conditions of a service whose spec is valid.
 
     Args:
         troubles: of its pods, what blocks first.
+        trying: of a canary's pods, which block nothing.
     """
     available = availability(router, pools)
     progressing = progress([router, *pools])
-    degraded = degradation(troubles)
+    degraded = degradation([*troubles, *trying])
     ready = readiness(router, pools, available, troubles)
     return [ready, available, progressing, degraded]
 

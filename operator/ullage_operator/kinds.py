@@ -43,8 +43,9 @@ POD = Kind("v1", "Pod", "pods", naming.pod_selector())
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 NODE = Kind("v1", "Node", "nodes")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+CONFIG_MAP = _owned("v1", "ConfigMap", "configmaps")
 OWNED = (
-    _owned("v1", "ConfigMap", "configmaps"),
+    CONFIG_MAP,
     _owned("v1", "Service", "services"),
     _owned("v1", "ServiceAccount", "serviceaccounts"),
     _owned("apps/v1", "Deployment", "deployments"),

@@ -30,7 +30,8 @@ examples:
   KUBECONFIG=~/.kube/config ullage-operator        run beside the cluster, for development
 
 Images and names that it gives to pods come from the environment: ULLAGE_ENGINE_IMAGE,
-ULLAGE_ROUTER_IMAGE, ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL.
+ULLAGE_ROUTER_IMAGE, ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL,
+ULLAGE_DNS_LAG (seconds for which the cluster's DNS may answer what it knew; 30).
 """
 
 

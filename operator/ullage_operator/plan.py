@@ -91,6 +91,8 @@ class Observed:
     """Why objects could not be written."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
+    is_remembered: bool = True
+    """Whether what is remembered of its rollout can be seen."""
     steering: str = ""
     """The annotation by which people steer its rollout."""
     trials: Sequence[Trial] = ()
@@ -119,6 +121,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     wanted = wanted_objects(service, rolling, observed, settings)
     keys = {key_of(item) for item in wanted}
     unwanted = [item for key, item in observed.objects.items() if key not in keys]
+    unwanted = unwanted if rolling.is_known else []
     verdict = verdict_of(service, observed)
     status = status_of(service, rolling, observed, verdict)
     waits = _waits(verdict, observed)
@@ -151,6 +154,17 @@ def wanted_objects(
 ) -> list[Manifest]:
     """What is remembered first, for nothing may be done that is not; then engines, so that a
     router finds its targets' names when it starts."""
+    objects = engine_objects(service, settings)
+    if rolling.is_known:
+        objects = all_engines(service, rolling, observed, settings)
+    objects += router_objects(service, settings, _router_file(service, rolling, observed))
+    return objects + monitoring_objects(service, observed.serves)
+
+
+def all_engines(
+    service: Service, rolling: Rolling, observed: Observed, settings: Settings
+) -> list[Manifest]:
+    """What is remembered, the canary's engines and the stable ones."""
     objects = rollout_objects(service, rolling, settings) + engine_objects(service, settings)
     for name, pool in rolling.stable.spec.pools.items():
         made = pool_objects(rolling.stable, name, pool, settings)
@@ -159,25 +173,36 @@ def wanted_objects(
             made = without_replicas(made)
         objects += marked(made, rolling.state.stable)
         objects += scaler_objects(service, name, pool, observed.serves)
-    objects += router_objects(service, settings, router_file(rolling))
-    return objects + monitoring_objects(service, observed.serves)
+    return objects
+
+
+def _router_file(service: Service, rolling: Rolling, observed: Observed) -> str:
+    """What routers read of the rollout: as it is, where it is not known what it should be."""
+    key = ObjectKey("ConfigMap", naming.router_name(service.name))
+    told = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
+    return router_file(rolling) if rolling.is_known or told is None else str(told)
 
 
 def seen_of(observed: Observed) -> Seen:
     """What a rollout has to know of what exists."""
     kept = next((obj for key, obj in observed.objects.items() if _is_kept(key)), {})
-    pods = [pod for pod in observed.pods if is_canary(pod)]
+    pods = canary_pods(observed)
     wrong = troubles(pods, observed.now, observed.lost_nodes)
+    counts: dict[str, int] = {}
+    for pod in pods:
+        if "deletionTimestamp" not in pod["metadata"]:
+            counts[pool_of(pod)] = counts.get(pool_of(pod), 0) + restarts(pod)
     return Seen(
         now=observed.now,
         stateful_sets={
             key.name: obj for key, obj in observed.objects.items() if key.kind == "StatefulSet"
         },
         remembered=kept.get("data", {}).get(naming.ROLLOUT_STATE),
+        is_remembered=observed.is_remembered,
         annotation=observed.steering,
         trials=observed.trials,
         trouble=str(wrong[0]) if wrong else "",
-        restarts=sum(map(restarts, pods)),
+        restarts=counts,
     )
 
 
@@ -190,8 +215,12 @@ def is_canary(pod: LiveObject) -> bool:
     return naming.is_canary_pool(labels.get(naming.POOL_LABEL, ""))
 
 
+def canary_pods(observed: Observed) -> list[LiveObject]:
+    return [pod for pod in observed.pods if is_canary(pod)]
+
+
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """All but a canary's, whose troubles are the rollout's."""
+    """All but a canary's, whose troubles are the rollout's and make nothing unready."""
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 
@@ -204,15 +233,13 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
     name = naming.router_name(service.name)
     router_live = live.get(ObjectKey("Deployment", name))
     router = observe("router", service.spec.router.replicas, router_live)
-    pools = {}
-    for pool_name, pool in service.spec.pools.items():
-        key = ObjectKey("StatefulSet", naming.pool_name(service.name, pool_name))
-        seen = observe(pool_name, pool.replicas, live.get(key))
-        pools[pool_name] = replace(seen, sleeps=may_sleep(pool))
+    pools = workloads(service, observed)
     wrong = [*observed.unapplied]
     wrong += troubles(stable_pods(observed), observed.now, observed.lost_nodes)
     wrong += held_troubles(verdict.held)
-    found = [*findings(router, list(pools.values()), wrong), finding(rolling)]
+    trying = troubles(canary_pods(observed), observed.now, observed.lost_nodes)
+    serving = [bridged(service, pool, rolling, observed) for pool in pools.values()]
+    found = [*findings(router, serving, wrong, trying), finding(rolling)]
     found += surroundings(observed.serves, observed.missing)
     found += scaling_finding(service, observed.decided, observed.serves)
     host = f"{name}.{service.namespace}.svc"
@@ -220,7 +247,7 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
         "observedGeneration": service.generation,
         "endpoint": f"{'https' if service.spec.tls.router else 'http'}://{host}:{naming.HTTP_PORT}",
         "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
-        "engines": engines_text(pools.values()),
+        "engines": engines_text(serving),
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
             pool_name: pool_status(service, pool_name, workload, observed)
@@ -232,6 +259,25 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
+    """The stable engines by pool."""
+    found = {}
+    for name, pool in service.spec.pools.items():
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
+        seen = observe(name, pool.replicas, observed.objects.get(key))
+        found[name] = replace(seen, sleeps=may_sleep(pool))
+    return found
+
+
+def bridged(service: Service, pool: Workload, rolling: Rolling, observed: Observed) -> Workload:
+    """With the canary's engines, by which routers serve what no stable engine can."""
+    if pool.name not in rolling.pools:
+        return pool
+    name = naming.pool_name(service.name, naming.canary_pool(pool.name))
+    canary = observe(name, 0, observed.objects.get(ObjectKey("StatefulSet", name)))
+    return replace(pool, ready=min(pool.desired, pool.ready + canary.ready))
 
 
 def engines_text(pools: Iterable[Workload]) -> str:

@@ -6,7 +6,6 @@ import random
 from typing import Any, NamedTuple
 
 from ullage_operator.act import Actor, Replaced
-from ullage_operator.canary import is_measured
 from ullage_operator.cluster import Cluster
 from ullage_operator.errors import ClusterDenied, InvalidManifest, Permanent, Temporary
 from ullage_operator.events import transitions
@@ -16,6 +15,7 @@ from ullage_operator.measures import Measures
 from ullage_operator.metrics import ReconcileMetrics
 from ullage_operator.plan import Observed, Plan, plan, seen_of
 from ullage_operator.publisher import Publisher
+from ullage_operator.recall import is_measured
 from ullage_operator.scaler import Followed, Scaler, router_addresses
 from ullage_operator.scaling import scaled, scaled_here, scaling_notes
 from ullage_operator.settings import Settings

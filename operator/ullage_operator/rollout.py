@@ -14,6 +14,16 @@ from enum import StrEnum
 
 from ullage_operator.judgement import Outcome, Verdict
 
+UNSERVED = timedelta(seconds=60)
+"""Without a ready stable engine for so long, a revision is rolled out without a canary. Readiness
+falls with every worker, and a restart of one must not spare the next revision its trial."""
+WAITING = "NoStableEngine"
+"""Reason of a rollout that waits to learn whether stable engines come back."""
+_NEWER_WAITS = "NewerWaits"
+_NOTHING = "no rollout is in progress"
+_BEGINNING = (WAITING, "Paused")
+"""Reasons of a stable service that a newer revision waits for."""
+
 
 class Stage(StrEnum):
     STABLE = "Stable"
@@ -21,6 +31,9 @@ class Stage(StrEnum):
     CANARY = "Canary"
     PROMOTING = "Promoting"
     ROLLED_BACK = "RolledBack"
+
+
+TRYING = (Stage.STARTING, Stage.CANARY)
 
 
 class Command(StrEnum):
@@ -43,6 +56,11 @@ class Policy:
     max_wait: timedelta
     """For enough requests, in each step."""
     start_deadline: timedelta
+    linger: timedelta
+    """How long a promoted canary stays after the stable engines are ready: routers find these by
+    DNS, which answers what it knew for a while."""
+    restarts: int
+    """Of a canary's pods, before they are ready."""
     auto_rollback: bool
     is_paused: bool
 
@@ -56,9 +74,13 @@ class Facts:
     """The revision that the spec asks for."""
     is_serving: bool
     """A stable engine is ready, so there is something to protect and to compare with."""
+    is_bridged: bool = False
+    """Engines of a promoted canary serve, whether or not stable ones do."""
     can_canary: bool = True
-    """Nothing else changed that cannot be tried beside the stable engines."""
+    """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
     is_canary_ready: bool = False
+    restarts: int = 0
+    """Of the canary's pods."""
     trouble: str = ""
     """Why the canary is not ready."""
     is_settled: bool = True
@@ -88,68 +110,114 @@ class State:
     """The revision that was rolled back."""
     unready_since: datetime | None = None
     """The canary was ready and is not."""
+    unserved_since: datetime | None = None
+    """No stable engine has been ready since, as far as that matters to a rollout."""
+    settled_since: datetime | None = None
+    """While promoting: all stable engines have been of the revision and ready since."""
+    is_asleep: bool = False
+    """The pools that it is tried in have no pods; it is started when they have."""
     is_held: bool = False
     """It would have been rolled back, but that is for somebody to decide."""
     reason: str = "Stable"
-    message: str = "no rollout is in progress"
+    message: str = _NOTHING
     seen: str = ""
     """The annotation as it was last acted on."""
 
 
 def initial(wanted: str, now: datetime) -> State:
     """Of a service that is seen for the first time: what it asks for is the stable revision."""
-    return State(wanted, now)
+    return State(wanted, now, unserved_since=now)
 
 
 def advance(state: State, facts: Facts, policy: Policy) -> State:
     """One step on; the same state where nothing is to be done."""
+    since = _unserved_since(state, facts)
+    after = _advanced(replace(state, unserved_since=since), facts, policy)
+    return replace(after, unserved_since=since)
+
+
+def _unserved_since(state: State, facts: Facts) -> datetime | None:
+    if facts.is_serving:
+        return None
+    is_rolling = facts.wanted != state.stable or state.stage is Stage.PROMOTING
+    return state.unserved_since or (facts.now if is_rolling else None)
+
+
+def _advanced(state: State, facts: Facts, policy: Policy) -> State:
+    if state.stage is Stage.PROMOTING:
+        state = _promoting(state, facts, policy)
     if facts.wanted == state.stable:
-        return _arriving(state, facts)
-    if (
-        state.stage is Stage.PROMOTING
-        and not facts.is_settled
-        and not _is_late(state, facts, policy)
-    ):
-        return state  # the newest revision has its turn when the engines are of one
+        return _kept(state, facts)
+    if state.stage is Stage.PROMOTING and _has_hope(state, facts, policy):
+        message = f"revision {facts.wanted} waits until {state.stable} serves everything"
+        return _told(state, _NEWER_WAITS, message)
     if facts.wanted == state.failed and facts.command is not Command.PROMOTE:
         return state
-    if not (policy.is_canary and facts.can_canary and facts.is_serving):
-        return _direct(state, facts, policy)
-    if state.stage not in (Stage.STARTING, Stage.CANARY) or state.canary != facts.wanted:
-        return _started(state, facts, policy)
-    return _trying(state, facts, policy)
+    is_tried = state.stage in TRYING and state.canary == facts.wanted
+    if is_tried and (policy.is_canary or _is_paused(facts, policy)):
+        return _trying(state, facts, policy)  # whatever becomes of the stable engines meanwhile
+    return _begun(state, facts, policy)
 
 
-def _arriving(state: State, facts: Facts) -> State:
-    """The spec asks for the stable revision: its engines come, or all are there."""
-    if state.stage is Stage.PROMOTING:
-        if not facts.is_settled:
-            return state
-        message = f"revision {state.stable} serves everything"
-        return State(state.stable, facts.now, reason="Promoted", message=message)
+def _promoting(state: State, facts: Facts, policy: Policy) -> State:
+    """Arrives when the stable engines have been ready for as long as the canary is to stay."""
+    if not facts.is_settled:
+        return replace(state, settled_since=None)
+    since = state.settled_since or facts.now
+    if state.canary and facts.now - since < policy.linger:
+        return replace(state, settled_since=since)
+    message = f"revision {state.stable} serves everything"
+    return State(state.stable, facts.now, reason="Promoted", message=message)
+
+
+def _has_hope(state: State, facts: Facts, policy: Policy) -> bool:
+    """Whether the newest revision has its turn when the engines are of one: they serve, and the
+    promotion takes no longer than it may."""
+    is_late = facts.now - state.since >= policy.start_deadline
+    is_served = facts.is_serving or facts.is_bridged
+    return is_served and (state.settled_since is not None or not is_late)
+
+
+def _kept(state: State, facts: Facts) -> State:
+    """The spec asks for the stable revision."""
     if state.stage is Stage.STABLE:
-        return state
+        return _told(state, "Stable", _NOTHING) if state.reason in _BEGINNING else state
+    if state.stage is Stage.PROMOTING:
+        if state.reason != _NEWER_WAITS:
+            return state
+        return _told(state, "Promoting", f"revision {state.stable} is being rolled out")
     message = f"the spec asks for revision {state.stable} again"
     return State(state.stable, facts.now, reason="Reverted", message=message)
 
 
-def _direct(state: State, facts: Facts, policy: Policy) -> State:
-    if policy.is_canary and facts.can_canary:
-        why = "no stable engine serves, so there is nothing to compare with"
-    elif policy.is_canary:
-        why = "it cannot be tried beside the stable engines"
-    else:
-        why = "the strategy is rolling"
+def _begun(state: State, facts: Facts, policy: Policy) -> State:
+    """Another revision than before is asked for: tries it, or rolls it out as it is."""
+    if _is_paused(facts, policy):
+        if state.stage in TRYING:
+            state = State(state.stable, facts.now, failed=state.failed)
+        message = f"revision {facts.wanted} waits until the rollout is no longer paused"
+        return _told(state, "Paused", message)
+    if not policy.is_canary:
+        return _direct(facts, "the strategy is rolling")
+    if not facts.can_canary:
+        return _direct(facts, "it cannot be tried beside the stable engines")
+    if facts.is_serving:
+        return _started(state, facts)
+    if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
+        message = (
+            f"no stable engine is ready; after {_text(UNSERVED)} revision {facts.wanted} is rolled "
+            "out without a canary"
+        )
+        return _told(state, WAITING, message)
+    return _direct(facts, "no stable engine serves, so there is nothing to compare with")
+
+
+def _direct(facts: Facts, why: str) -> State:
     message = f"rolling out revision {facts.wanted} without a canary: {why}"
     return State(facts.wanted, facts.now, Stage.PROMOTING, reason="RollingOut", message=message)
 
 
-def _started(state: State, facts: Facts, policy: Policy) -> State:
-    if policy.is_paused or facts.command is Command.PAUSE:
-        if state.stage in (Stage.STARTING, Stage.CANARY):
-            state = State(state.stable, facts.now, failed=state.failed)
-        message = f"revision {facts.wanted} waits until the rollout is no longer paused"
-        return _told(state, "Paused", message)
+def _started(state: State, facts: Facts) -> State:
     message = f"starting a canary of revision {facts.wanted}"
     return State(
         state.stable,
@@ -169,15 +237,30 @@ def _trying(state: State, facts: Facts, policy: Policy) -> State:
             return _rolled_back(state, facts, "Aborted", "it was aborted")
     if state.is_held:
         return state
+    if not facts.can_canary:
+        return _asleep(state, facts)
+    if state.is_asleep:
+        state = _started(state, facts)
     if state.stage is Stage.STARTING:
         return _starting(state, facts, policy)
     return _judged(state, facts, policy)
+
+
+def _asleep(state: State, facts: Facts) -> State:
+    """Its pools have no pods left: it is tried from the start when a request has woken them."""
+    message = f"the canary of {state.canary} waits until its pools have pods again"
+    if not state.is_asleep:
+        state = replace(_started(state, facts), is_asleep=True)
+    return _told(state, "CanaryAsleep", message)
 
 
 def _starting(state: State, facts: Facts, policy: Policy) -> State:
     if facts.is_canary_ready:
         return _at_step(state, facts, policy, 0)
     why = facts.trouble or "it is starting"
+    if facts.restarts > policy.restarts:
+        message = f"its canary's pods restarted {facts.restarts} times while they started: {why}"
+        return _failed(state, facts, policy, "Restarts", message)
     if facts.now - state.since >= policy.start_deadline:
         message = f"its canary was not ready within {_text(policy.start_deadline)}: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
@@ -194,7 +277,7 @@ def _judged(state: State, facts: Facts, policy: Policy) -> State:
         return _unready(state, facts, policy)
     state = replace(state, unready_since=None)
     name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.steps)}"
-    if policy.is_paused or facts.command is Command.PAUSE:
+    if _is_paused(facts, policy):
         return _told(state, "Paused", f"{name}: paused; {verdict.message}")
     if verdict.outcome is Outcome.PASS and waited >= policy.step:
         if state.step + 1 < len(policy.steps):
@@ -259,8 +342,8 @@ def _told(state: State, reason: str, message: str) -> State:
     return replace(state, reason=reason, message=message)
 
 
-def _is_late(state: State, facts: Facts, policy: Policy) -> bool:
-    return facts.now - state.since >= policy.start_deadline
+def _is_paused(facts: Facts, policy: Policy) -> bool:
+    return policy.is_paused or facts.command is Command.PAUSE
 
 
 def _text(time: timedelta) -> str:

@@ -6,6 +6,8 @@ from importlib.metadata import version
 from typing import Any
 
 VERSION = version("ullage")
+DNS_LAG_S = 30.0
+"""CoreDNS's `cache`, as Kubernetes sets it up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,10 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """ULLAGE_IMAGE_PULL_SECRETS: names, with commas between them, of Secrets in the services'
     namespaces with which their pods' images are fetched, besides those that a service names."""
+    dns_lag_s: float = DNS_LAG_S
+    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may go on answering what it knew. Routers
+    find engines by it, so engines that end go on serving for longer, and a canary stays for twice
+    as long once the stable engines are ready."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
     namespace: str = ""
@@ -42,4 +48,15 @@ class Settings:
             field: environ[name] for field, name in names.items() if environ.get(name)
         }
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
-        return cls(**given, image_pull_secrets=tuple(name for name in secrets if name))
+        return cls(
+            **given,
+            dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
+            image_pull_secrets=tuple(name for name in secrets if name),
+        )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    given = environ.get(name) or str(default)
+    if not given.replace(".", "", 1).isdecimal():
+        raise SystemExit(f"{name}={given!r} is no number of seconds; give one such as {default:g}")
+    return float(given)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ullage_operator import naming
 from ullage_operator.conditions import DEGRADED, READY, Finding, render
-from ullage_operator.kinds import OWNED
+from ullage_operator.kinds import CONFIG_MAP, OWNED
 from ullage_operator.plan import Observed, key_of
 from ullage_operator.store import ServiceKey, Store
 
@@ -24,6 +24,7 @@ def observe(store: Store, service: Object) -> Observed:
         pods=store.pods(key),
         serves=frozenset(kind.name for kind in optional if store.serves(kind, key.namespace)),
         missing=tuple(map(str, store.missing(key.namespace))),
+        is_remembered=store.sees(CONFIG_MAP, key.namespace),
         status=service.get("status", {}),
         steering=(service["metadata"].get("annotations") or {}).get(naming.ROLLOUT, ""),
     )

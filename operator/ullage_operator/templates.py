@@ -22,7 +22,7 @@ Manifest = dict[str, Any]
 
 USER = 65532
 PRE_STOP_S = 15
-"""Until no router sends new work to a pod that ends."""
+"""Until nobody sends new work to a pod that ends, once its address is withdrawn."""
 LAST_MARGIN_S = 15
 """For the last messages and the end of the process, after the drain."""
 ENGINE_ENV: tuple[Manifest, ...] = (
@@ -50,7 +50,7 @@ def engine_template(
     runtime = {"runtimeClassName": pool.runtime_class_name} if pool.runtime_class_name else {}
     spec = {
         "serviceAccountName": naming.engine_name(service.name),
-        **pod_defaults(service, settings),
+        **pod_defaults(service, settings, engine_pre_stop_s(settings)),
         **placement(pool, naming.selector(service.name, naming.ENGINE, pool_name)),
         **runtime,
         "containers": [engine_container(service, pool, settings)],
@@ -89,7 +89,7 @@ def engine_container(service: Service, pool: Pool, settings: Settings) -> Manife
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
         # Lenient: a busy engine is not a dead one.
         "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
-        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
     }
 
@@ -141,8 +141,8 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
     }
     spec = {
         "serviceAccountName": naming.router_name(service.name),
-        **pod_defaults(service, settings),
-        "terminationGracePeriodSeconds": grace_s(service) + held_s(service),
+        **pod_defaults(service, settings, PRE_STOP_S),
+        "terminationGracePeriodSeconds": grace_s(service, PRE_STOP_S) + held_s(service),
         **placement(router, naming.selector(service.name, naming.ROUTER)),
         "containers": [container],
         "volumes": [
@@ -167,14 +167,14 @@ def metadata(
     }
 
 
-def pod_defaults(service: Service, settings: Settings) -> Manifest:
+def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
     """What pods of both kinds have in common, as Pod Security's restricted profile asks."""
     secrets = [secret.name for secret in service.spec.image_pull_secrets]
     pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": grace_s(service),
+        "terminationGracePeriodSeconds": grace_s(service, pre_stop_s),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -200,9 +200,15 @@ def placement(placing: Placing, match: dict[str, str]) -> Manifest:
     return given | {"topologySpreadConstraints": constraints}
 
 
-def grace_s(service: Service) -> int:
+def engine_pre_stop_s(settings: Settings) -> int:
+    """Routers know engines by DNS, which withdraws an address late, and tells one that takes its
+    place late: until then the engine that ends must serve."""
+    return PRE_STOP_S + math.ceil(settings.dns_lag_s)
+
+
+def grace_s(service: Service, pre_stop_s: int) -> int:
     """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
-    return PRE_STOP_S + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
+    return pre_stop_s + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
 
 
 def held_s(service: Service) -> int:

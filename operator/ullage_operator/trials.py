@@ -18,14 +18,15 @@ class Trial:
     """One router's counts."""
 
     name: str
-    """Revision, step and weight."""
+    """Revision and step."""
     canary: Side
     stable: Side
 
 
-def name_of(revision: str, step: int, weight: int) -> str:
-    """As routers name what is tried."""
-    return f"{revision}/{step}/{weight}"
+def name_of(revision: str, step: int) -> str:
+    """As routers name what is tried. Not by weight, which changes with the pools' sizes: counts of
+    both sides are compared as shares, and a trial that scales would never see enough of them."""
+    return f"{revision}/{step}"
 
 
 def read(text: str) -> list[Trial]:

@@ -156,5 +156,8 @@ class Canary:
 
 
 def trial(canary: CanarySection | None) -> str:
-    """Names what is being tried."""
-    return f"{canary.revision}/{canary.step}/{canary.weight}" if canary else ""
+    """Names what is being tried; nothing is while the canary gets no requests.
+
+    The weight is no part of it: it follows the pools' sizes, and may change in the midst of a step.
+    """
+    return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""

@@ -1,6 +1,6 @@
 """What becomes of requests on each side of a rollout: counts of one trial, bounded.
 
-A trial is one canary at one weight. Both sides are counted over the same time and start from zero
+A trial is one canary at one step. Both sides are counted over the same time and start from zero
 with it, so that they can be compared as they are.
 """
 

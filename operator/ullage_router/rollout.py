@@ -20,7 +20,8 @@ class Rollout:
 
     def _changed(self, pools: tuple[PoolSection, ...], trial: str) -> None:
         self._engines.set_canary(pools)
-        self.outcomes.restart(trial)
+        if trial != self.outcomes.trial:
+            self.outcomes.restart(trial)
 
     def side_of(self, session: str) -> Side:
         """Where a new request goes: where it is drawn, or where an engine is ready."""

@@ -24,8 +24,8 @@ class Cluster:
     def __init__(self, manifest, **spec):
         self._make, self.spec = manifest, spec
         self.now, self.objects, self.status = NOW, {}, {}
-        self.canary, self.annotation, self.unready = GOOD, "", ""
-        self.stages, self.pods = [], []
+        self.canary, self.annotation, self.unready, self.unseen = GOOD, "", "", ""
+        self.stages, self.pods, self.is_remembered = [], [], True
 
     def edit(self, **spec):
         self.spec |= spec
@@ -35,17 +35,19 @@ class Cluster:
         told = yaml.safe_load(self.config("demo-router")["rollout.yaml"]) if self.objects else {}
         if not (canary := told.get("canary")):
             return ()
-        name = name_of(canary["revision"], canary["step"], canary["weight"])
+        name = name_of(canary["revision"], canary["step"])
         return (Trial(name, self.canary, GOOD),)
 
     def step(self, minutes=6):
         self.now += timedelta(minutes=minutes)
         observed = Observed(
             now=self.now, objects=self.objects, status=self.status, pods=self.pods,
-            steering=self.annotation, trials=self.trials(),
+            steering=self.annotation, trials=self.trials(), is_remembered=self.is_remembered,
         )  # fmt: skip
         decided = plan(parse(self._make(**self.spec)), observed, Settings())
-        self.objects = {key_of(item): self.live(item) for item in decided.apply}
+        for item in decided.delete:
+            del self.objects[key_of(item)]
+        self.objects |= {key_of(item): self.live(item) for item in decided.apply}
         self.status = decided.status
         self.stages.append(self.status["rollout"]["step"])
 
@@ -54,8 +56,10 @@ class Cluster:
             return item
         count = item["spec"]["replicas"]
         ready = 0 if self.unready and item["metadata"]["name"].endswith(self.unready) else count
-        status = {"replicas": count, "updatedReplicas": count, "readyReplicas": ready}
-        return item | {"status": status}
+        seen = 0 if self.unseen and item["metadata"]["name"].endswith(self.unseen) else 1
+        status = {"observedGeneration": seen, "replicas": count, "updatedReplicas": count,
+                  "readyReplicas": ready}  # fmt: skip
+        return item | {"metadata": item["metadata"] | {"generation": 1}, "status": status}
 
     def config(self, name):
         return self.objects["ConfigMap", name]["data"]
@@ -168,7 +172,115 @@ def test_nothing_is_tried_beside_engines_that_do_not_serve(cluster):
     cluster.unready = "-single"
     cluster.step()
     cluster.edit(image="two")
+    assert cluster.image() == "one", "a worker may just have restarted"
+    cluster.step(1)
     assert cluster.image() == "two" and not cluster.has_canary
+
+
+def test_stable_engines_that_restart_promote_nothing(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.unready = "-single"
+    cluster.canary = BAD
+    cluster.step()
+    cluster.step()
+    assert cluster.image() == "one"
+    assert cluster.condition("RolloutHealthy")["reason"] == "Errors"
+
+
+def test_a_promoted_canary_serves_until_routers_know_the_stable_engines(cluster):
+    cluster.edit(image="two", pools={"single": {"replicas": 1}}, rollout={"weightSteps": [50]})
+    cluster.step()
+    cluster.step()
+    cluster.unready = "-single"
+    cluster.step()
+    cluster.step()
+    assert (cluster.stages[-1], cluster.status["engines"]) == ("Promoting", "1/1")
+    for kind in ("Ready", "Available"):
+        assert cluster.condition(kind)["status"] == "True"
+    cluster.unready = ""
+    for minutes in (0.1, 0.1, 0.8):
+        cluster.step(minutes)
+        assert cluster.has_canary
+    cluster.step(0.3)
+    assert cluster.stages[-1] == "Stable" and not cluster.has_canary
+
+
+def test_a_canary_of_another_revision_is_not_ready_for_this_one(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.unseen = "-next"  # the StatefulSet's controller has not come to the newer edit
+    cluster.pods = [canary_pod(restarts=3)]
+    cluster.edit(image="three")
+    cluster.step()
+    assert cluster.status["rollout"]["stage"] == "Starting"
+    cluster.unseen, cluster.pods = "", []
+    cluster.step()
+    cluster.step()
+    assert cluster.stages[-1] == "Canary 10% (1/3)"
+
+
+def test_a_canary_that_crash_loops_is_told_of_and_rolled_back_early(cluster):
+    cluster.unready = "-next"
+    cluster.edit(image="two")
+    cluster.pods = [canary_pod(restarts=2)]
+    cluster.step(1)
+    assert cluster.condition("RolloutHealthy")["reason"] == "Restarts"
+    degraded = cluster.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "CrashLoopBackOff")
+    assert cluster.condition("Ready")["status"] == "True"
+    assert not cluster.has_canary
+
+
+def canary_pod(restarts):
+    state = {"waiting": {"reason": "CrashLoopBackOff"}} if restarts else {"running": {}}
+    return {
+        "metadata": {"name": "demo-single-next-0", "labels": {naming.POOL_LABEL: "single-next"}},
+        "status": {"containerStatuses": [
+            {"name": "engine", "restartCount": restarts, "state": state,
+             "lastState": {"terminated": {"exitCode": 1}}}
+        ]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_remembered", [True, False])
+def test_without_its_memory_nothing_that_failed_is_rolled_out(cluster, is_remembered):
+    cluster.edit(image="two")
+    cluster.canary = BAD
+    cluster.step()
+    cluster.step()
+    assert cluster.stages[-1] == "RolledBack"
+    kept = cluster.objects.pop(("ConfigMap", "demo-rollout"))
+    cluster.is_remembered = is_remembered
+    cluster.edit(router={"replicas": 3})
+    assert cluster.image() == "one"
+    assert cluster.objects["Deployment", "demo-router"]["spec"]["replicas"] == 3
+    told = cluster.condition("RolloutHealthy")
+    assert told["reason"] == ("MemoryLost" if is_remembered else "MemoryUnseen")
+    revision = cluster.status["rollout"]["revision"]
+    cluster.step()
+    before = cluster.status
+    cluster.step()
+    assert cluster.status == before, "told once"
+    cluster.objects[key_of(kept)], cluster.is_remembered = kept, True
+    cluster.step()
+    assert cluster.stages[-1] == "RolledBack"
+    del cluster.objects["ConfigMap", "demo-rollout"]
+    cluster.annotation = f"promote:{revision}"
+    cluster.step()
+    assert cluster.image() == "two"
+
+
+def test_without_its_memory_a_canary_is_left_alone(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    routers = cluster.config("demo-router")
+    del cluster.objects["ConfigMap", "demo-rollout"]
+    cluster.step()
+    assert cluster.has_canary and cluster.config("demo-router") == routers
+    assert cluster.status["rollout"]["stage"] == "Paused"
+    cluster.edit(image="one")
+    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
 
 
 def test_a_canary_without_a_gpu_waits_says_so_and_is_rolled_back(cluster):
@@ -185,6 +297,7 @@ def test_a_canary_without_a_gpu_waits_says_so_and_is_rolled_back(cluster):
     cluster.step()
     assert "nvidia.com/gpu" in cluster.status["rollout"]["message"]
     assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Degraded")["reason"] == "Unschedulable"
     for _ in range(5):
         cluster.step()
     assert cluster.condition("RolloutHealthy")["reason"] == "CanaryNotReady"
@@ -200,6 +313,7 @@ def test_people_may_promote_pause_and_abort(cluster):
     cluster.annotation = f"promote:{cluster.status['rollout']['revision']}"
     cluster.step()
     assert cluster.image() == "two"
+    cluster.step()
     cluster.step()
     cluster.edit(image="three")
     cluster.annotation = "abort"
@@ -239,12 +353,12 @@ def test_a_name_stays_short_enough_for_kubernetes():
 def test_routers_metrics_are_read():
     text = (
         "# HELP ullage_router_trial x\n# TYPE ullage_router_trial gauge\n"
-        'ullage_router_trial{trial="r/0/10",side="canary",what="failed",le=""} 2.0\n'
-        'ullage_router_trial{trial="r/0/10",side="canary",what="ttft",le="0.5"} 3.0\n'
-        'ullage_router_trial{trial="r/0/10",side="stable",what="e2e",le="+Inf"} 4.0\n'
+        'ullage_router_trial{trial="r/0",side="canary",what="failed",le=""} 2.0\n'
+        'ullage_router_trial{trial="r/0",side="canary",what="ttft",le="0.5"} 3.0\n'
+        'ullage_router_trial{trial="r/0",side="stable",what="e2e",le="+Inf"} 4.0\n'
         "other_total 5\n"
     )
     (trial,) = read(text)
-    assert (trial.name, trial.canary.failed, trial.canary.ttft) == ("r/0/10", 2, {0.5: 3})
+    assert (trial.name, trial.canary.failed, trial.canary.ttft) == ("r/0", 2, {0.5: 3})
     assert sum(trial.stable.e2e.values()) == 4
     assert read("other_total 5\n") == []

@@ -179,14 +179,15 @@ def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("StatefulSet", "demo-single"), ("Deployment", "demo-router")]
+    ("kind", "name", "waits"),
+    [("StatefulSet", "demo-single", 45), ("Deployment", "demo-router", 15)],
 )
-def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str) -> None:
+def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str, waits: int) -> None:
     pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
-    assert pod["terminationGracePeriodSeconds"] == 15 + 30 + 15
+    assert pod["terminationGracePeriodSeconds"] == waits + 30 + 15
     patient = pod_spec(make_plan(limits={"requestTimeout": "9m0.5s"}), kind, name)
-    assert patient["terminationGracePeriodSeconds"] == 15 + 541 + 15
-    assert made["lifecycle"]["preStop"]["sleep"]["seconds"] == 15
+    assert patient["terminationGracePeriodSeconds"] == waits + 541 + 15
+    assert made["lifecycle"]["preStop"]["sleep"]["seconds"] == waits
 
 
 def test_engines_are_probed_over_grpc(make_plan: MakePlan) -> None:

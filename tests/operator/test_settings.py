@@ -2,6 +2,8 @@
 
 from datetime import UTC, datetime
 
+import pytest
+
 from ullage_operator.naming import operator_selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
@@ -24,6 +26,7 @@ def test_every_setting_can_be_given():
             "ULLAGE_IMAGE_PULL_SECRETS": "one,two",
             "ULLAGE_LOG_LEVEL": "debug",
             "ULLAGE_OPERATOR_NAMESPACE": "n",
+            "ULLAGE_DNS_LAG": "2.5",
         }
     )
     assert given == Settings(
@@ -32,6 +35,7 @@ def test_every_setting_can_be_given():
         image_pull_policy="Always",
         image_pull_secrets=("one", "two"),
         log_level="debug",
+        dns_lag_s=2.5,
         namespace="n",
     )
 
@@ -47,6 +51,12 @@ def test_only_operators_of_the_own_namespace_are_let_in(manifest):
     inside = peers(Settings(namespace="ullage-system"))
     assert [peer["namespaceSelector"] for peer in inside] == [own, own]
     assert [peer["namespaceSelector"] for peer in peers(Settings())] == [{}, {}]
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "nan", "30s"])
+def test_a_wrong_lag_is_named(given):
+    with pytest.raises(SystemExit, match=r"ULLAGE_DNS_LAG=.* is no number of seconds"):
+        Settings.from_env({"ULLAGE_DNS_LAG": given})
 
 
 def test_pods_are_fetched_with_the_services_secrets_and_the_operators(manifest):
