@@ -1,13 +1,29 @@
 """What routers tell of pools whose engines the operator does not hear."""
 
 import asyncio
+import contextlib
+import dataclasses
 import json
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
+from ullage_operator.cluster import Cluster
+from ullage_operator.headroom import Report, Vitals
+from ullage_operator.healer import Healer
+from ullage_operator.healing import Cure
+from ullage_operator.kinds import POD, SERVICE, WATCHED
 from ullage_operator.measures import Measures
+from ullage_operator.metrics import ReconcileMetrics
+from ullage_operator.plan import Observed
+from ullage_operator.publisher import Publisher
+from ullage_operator.reconcile import Reconciler
+from ullage_operator.scaler import Scaler
+from ullage_operator.settings import Settings
+from ullage_operator.store import Scope, ServiceKey, Store
 
 _ZERO = dict.fromkeys(
     (
@@ -45,9 +61,10 @@ def router(port: int, ready: bool = True) -> dict[str, Any]:
     }
 
 
-async def asked(bodies: list[str], ready: bool) -> frozenset[str]:
-    """Which of the pools single and large are cut off, as routers with these pages tell."""
-    runners, pods, measures = [], [], Measures()
+@contextlib.asynccontextmanager
+async def routers(bodies: list[str], ready: bool) -> AsyncIterator[list[dict[str, Any]]]:
+    """The pods of routers with these pages."""
+    runners, pods = list[web.AppRunner](), list[dict[str, Any]]()
     for body in bodies:
 
         async def answer(_: web.Request, body: str = body) -> web.Response:
@@ -61,11 +78,20 @@ async def asked(bodies: list[str], ready: bool) -> frozenset[str]:
         await site.start()
         pods.append(router(runners[-1].addresses[0][1], ready))
     try:
-        return await measures.cut_off(pods, {"single", "large"})
+        yield pods
     finally:
-        await measures.close()
         for runner in runners:
             await runner.cleanup()
+
+
+async def asked(bodies: list[str], ready: bool) -> frozenset[str]:
+    """Which of the pools single and large are cut off, as these routers tell."""
+    async with routers(bodies, ready) as pods:
+        measures = Measures()
+        try:
+            return await measures.cut_off(pods, {"single", "large"})
+        finally:
+            await measures.close()
 
 
 @pytest.mark.parametrize(
@@ -84,3 +110,89 @@ def test_a_pool_is_cut_off_when_all_ready_routers_say_so(
     bodies: list[str], ready: bool, expected: set[str]
 ) -> None:
     assert asyncio.run(asked(bodies, ready)) == expected
+
+
+class Quiet:
+    """A cluster that takes everything."""
+
+    async def get(self, *_: Any) -> None:
+        return None
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        return obj
+
+    async def apply_status(self, *_: Any) -> None:
+        return None
+
+
+class Deaf:
+    """A healer that hears pool single and no longer pool large."""
+
+    def __init__(self) -> None:
+        self.cured: list[str] = []
+
+    async def examine(self, key: ServiceKey, service: Any, observed: Observed) -> Observed:
+        report = Report(
+            ready=True,
+            draining=False,
+            health=1.0,
+            free_bytes=1,
+            total_bytes=1,
+            token_bytes=1,
+            pressure_level=0,
+        )
+        vitals = {
+            "u-single": Vitals(pool="single", report=report),
+            "u-large": Vitals(pool="large", report=report, silent_s=100.0),
+        }
+        return dataclasses.replace(observed, vitals=vitals)
+
+    async def treat(self, key: ServiceKey, manifest: Any, cures: Iterable[Cure], now: Any) -> None:
+        self.cured += [cure.pod.name for cure in cures]
+
+
+def engine(pool: str) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/component": "engine", "serving.ullage.dev/pool": pool}
+    return {
+        "metadata": {"name": f"demo-{pool}-0", "uid": f"u-{pool}", "labels": labels},
+        "spec": {},
+        "status": {
+            "podIP": "127.0.0.1",
+            "containerStatuses": [{"name": "engine", "started": True}],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
+    """Pods that are made anew while the routers have so many ready engines of pool large."""
+    key, healer, cluster = ServiceKey("models", "demo"), Deaf(), cast(Cluster, Quiet())
+    async with routers([report(single=1, large=ready)], True) as pods:
+        pods += [engine("single"), engine("large")]
+        for pod in pods:
+            pod["metadata"]["namespace"] = "models"
+            pod["metadata"]["labels"]["app.kubernetes.io/instance"] = "demo"
+        given = {SERVICE: [manifest], POD: pods}
+        store = Store([Scope(kind, "") for kind in WATCHED], lambda _: None)
+        for kind in WATCHED:
+            store.listed(Scope(kind, ""), given.get(kind, []), "1")
+        reconciler = Reconciler(
+            cluster,
+            store,
+            Settings(),
+            ReconcileMetrics(CollectorRegistry()),
+            300.0,
+            Publisher(cluster),
+            cast(Healer, healer),
+            Scaler[ServiceKey](lambda _: None),
+        )
+        await reconciler.reconcile(key)
+        await reconciler.close()
+    return healer.cured
+
+
+@pytest.mark.parametrize(("ready", "expected"), [(0, ["demo-large-0"]), (1, [])])
+def test_the_only_engine_of_a_pool_is_made_anew_when_routers_do_not_hear_it_either(
+    manifest: Any, ready: int, expected: list[str]
+) -> None:
+    assert asyncio.run(cured(manifest(pools={"large": {}}), ready)) == expected
