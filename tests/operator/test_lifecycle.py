@@ -109,6 +109,33 @@ def test_a_missing_right_is_named_and_the_rest_goes_on(world, start, played, ver
     until(lambda: ("networkpolicies", "s-router") in world.owned(), "the rest is made", SOON)
 
 
+def test_without_the_right_to_see_what_was_decided_engines_stay(world, start, played):
+    first = start()
+    world.create(image="one")
+    converged(world)
+    first.stop()
+    played.deny("list", "configmaps")
+    start()
+
+    def image() -> str:
+        found = world.get(f"{world.path('statefulsets')}/s-single")
+        return str(found["spec"]["template"]["spec"]["containers"][0]["image"])
+
+    change = {"spec": {"image": "two", "router": {"replicas": 3}}}
+    assert world.patch(f"{world.services}/s", change).status_code == 200
+    told = until(
+        lambda: (found := world.condition("RolloutHealthy"))["status"] == "False" and found,
+        "it says that it cannot know what was decided",
+        SOON,
+    )
+    assert told["reason"] == "MemoryUnseen"
+    routers = f"{world.path('deployments')}/s-router"
+    until(lambda: world.get(routers)["spec"]["replicas"] == 3, "the rest goes on", SOON)
+    assert image() == "one"
+    played.grant("list", "configmaps")
+    until(lambda: world.condition("RolloutHealthy")["status"] == "True", "it knows again", SOON)
+
+
 def test_without_the_right_to_see_services_the_log_says_so(world, start, played, tmp_path):
     played.deny("list", "llmservices")
     operator = start()

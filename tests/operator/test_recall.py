@@ -1,0 +1,104 @@
+"""What a rollout remembers comes back as it was; what is lost holds engines where they are."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage_operator import naming
+from ullage_operator.recall import begun, is_measured, kept_text, lost, recalled, unseen
+from ullage_operator.release import release_of, revision_of
+from ullage_operator.rollout import TRYING, Stage, State
+from ullage_operator.settings import Settings
+from ullage_operator.spec import parse
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+times = st.integers(0, 10**6).map(lambda s: NOW + timedelta(seconds=s))
+states = st.builds(
+    State,
+    stable=st.text(max_size=5),
+    since=times,
+    stage=st.sampled_from(Stage),
+    canary=st.text(max_size=5),
+    step=st.integers(0, 5),
+    failed=st.text(max_size=5),
+    unready_since=st.none() | times,
+    unserved_since=st.none() | times,
+    settled_since=st.none() | times,
+    is_asleep=st.booleans(),
+    is_held=st.booleans(),
+    reason=st.text(max_size=5),
+    message=st.text(max_size=5),
+    seen=st.text(max_size=5),
+)
+
+
+@pytest.fixture
+def release(manifest):
+    return release_of(parse(manifest()), Settings())
+
+
+@given(states)
+def test_every_decision_is_kept(state):
+    release = {"image": "one"}
+    told = json.loads(kept_text(state, release))
+    is_volatile = state.stage in TRYING and not state.is_held
+    assert ("message" in told["state"]) == ("reason" in told["state"]) == (not is_volatile)
+    kept = dict(told["state"])
+    for name in ("since", "unready_since", "unserved_since", "settled_since"):
+        kept[name] = kept[name] and datetime.fromisoformat(kept[name])
+    if is_volatile:
+        kept |= {"reason": state.reason, "message": state.message}
+    assert State(**kept | {"stage": Stage(kept["stage"])}) == state
+    assert is_measured(kept_text(state, release)) == (state.stage is Stage.CANARY)
+
+
+def test_what_was_kept_is_recalled(release):
+    for stage in Stage:
+        state = State("a", NOW, stage, "b", 1, "c", NOW, NOW, NOW, True, True, "R", "m", "pause")
+        assert recalled(kept_text(state, release), release) == (state, release)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"state": {}}', "null", "3"])
+def test_what_cannot_be_read_is_not_taken_for_a_decision(release, text):
+    assert recalled(text, release) is None
+    assert not is_measured(text)
+    assert begun(release, NOW)[0].stable == revision_of(release)
+
+
+def live(**revisions):
+    return {
+        name: {"metadata": {"annotations": {naming.REVISION: revision} if revision else {}}}
+        for name, revision in revisions.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("running", "annotation", "holds"),
+    [
+        ({}, "", False),  # nothing runs yet
+        ({"a": "new"}, "", False),
+        ({"a": "new", "b": "new"}, "", False),
+        ({"a": ""}, "", False),  # made before there were revisions
+        ({"a": "old"}, "", True),
+        ({"a": "new", "b": "old"}, "", True),
+        ({"a": "old"}, "promote", True),  # by a word that may be as old as what is lost
+        ({"a": "old"}, "promote:other", True),
+        ({"a": "old"}, "promote:new", False),
+        ({"a": "old"}, "abort:new", True),
+    ],
+)
+def test_a_loss_holds_what_runs(running, annotation, holds):
+    found = lost("demo", live(**running), "new", annotation, NOW)
+    assert (found is not None) == holds
+    if found:
+        assert (found.stable, found.canary, found.reason) == ("old", "new", "MemoryLost")
+        assert found.is_held and "demo-rollout" in found.message
+        assert "serving.ullage.dev/rollout=promote:new" in found.message
+
+
+def test_what_cannot_be_seen_holds_everything():
+    found = unseen("new", NOW)
+    assert found.is_held and "ConfigMaps" in found.message
