@@ -1,6 +1,6 @@
 """What is between an engine that sends and a client that reads: bounded, coalesced, paced.
 
-A source may be `window` responses ahead of the reader and no further. Tokens that come faster than
+A source may be `window` tokens ahead of the reader and no further. Tokens that come faster than
 a client needs them leave together: a reader gets news at once when it has had none for
 `coalesce_s`, and earlier when `coalesce_tokens` have come or the answer has ended. So the first
 token never waits, nor do those of an engine that is slower than that anyway.
@@ -16,6 +16,7 @@ from ullage_router.config import StreamingSection
 from ullage_rpc.errors import ServiceError
 
 WHOLE_WINDOW_S = 0.1
+SHORT_ANSWER = 4
 Event = inference_pb2.GenerateResponse
 
 
@@ -24,13 +25,19 @@ class Flow:
     """How one answer flows."""
 
     window: int = 64
-    """Responses, of one token or several, that a source may be ahead of the reader."""
+    """Tokens that a source may be ahead of the reader."""
     coalesce_tokens: int = 4
     """Most tokens that leave together, unless the engine sent more in one."""
     coalesce_s: float = 0.02
     """How long tokens wait for others; 0: not at all."""
     pace: float = 0.0
     """Most tokens a second; 0: as fast as they come."""
+
+    @property
+    def responses(self) -> int:
+        """The window of a source that joins tokens; not below what a short answer has: its
+        acceptance, its first token, the others, its end."""
+        return max(SHORT_ANSWER, self.window // self.coalesce_tokens)
 
 
 def flow_of(streaming: StreamingSection) -> Flow:
@@ -78,11 +85,13 @@ class Buffer:
 
     Args:
         flow: its bounds.
+        window: responses that may be here before more are granted.
         grant: told how many responses more may come.
     """
 
-    def __init__(self, flow: Flow, grant: Callable[[int], None]) -> None:
+    def __init__(self, flow: Flow, window: int, grant: Callable[[int], None]) -> None:
         self._flow = flow
+        self._window = window
         self._grant = grant
         self._loop = asyncio.get_running_loop()
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
@@ -178,7 +187,7 @@ class Buffer:
         self._taken += 1
         if delta is not None:
             self._merge(delta)
-        if self._taken >= max(1, self._flow.window // 2) and not self._has_ended:
+        if self._taken >= max(1, self._window // 2) and not self._has_ended:
             self._grant(self._taken)
             self._taken = 0
         return event

@@ -152,7 +152,9 @@ class _Line:
             request=request,
             timeout_ms=max(1, int(timeout_s * 1000)),
             metadata=dict(metadata),
-            window=flow.window,
+            window=flow.responses,
+            coalesce_ms=round(1000 * flow.coalesce_s),
+            coalesce_tokens=flow.coalesce_tokens,
         )
         return call
 
@@ -236,7 +238,7 @@ class Tagged:
     def __init__(self, line: _Line, tag: int, timeout_s: float, flow: Flow) -> None:
         self._line = line
         self._tag = tag
-        self.buffer = Buffer(flow, self._grant)
+        self.buffer = Buffer(flow, flow.responses, self._grant)
         """What came and was not read."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(timeout_s, self._expire)
@@ -266,7 +268,7 @@ class Plain:
     def __init__(self, stream: grpc.aio.UnaryStreamCall[Request, Event], flow: Flow) -> None:
         self._stream = stream
         self._room = asyncio.Semaphore(flow.window)
-        self._buffer = Buffer(flow, self._grant)
+        self._buffer = Buffer(flow, flow.window, self._grant)
         self._task = asyncio.create_task(self._pump())
 
     def read(self) -> Coroutine[None, None, Event | None]:

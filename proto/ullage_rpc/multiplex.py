@@ -2,7 +2,8 @@
 
 Each call runs as a task of its own, over the same code as Generate, with a context that has what
 such code uses of gRPC's. Responses of all calls that are ready at one moment leave in one message.
-A call may be `window` responses ahead of what the router took; then it waits, and no other does.
+A call may be `window` responses ahead of what the router took; then it waits, and no other does
+(`ullage_rpc.outflow`).
 """
 
 import asyncio
@@ -10,7 +11,8 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, Never
 
 import grpc
@@ -19,6 +21,7 @@ from google.rpc import code_pb2, status_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_rpc.errors import ServiceError, invalid, to_status
 from ullage_rpc.guard import MAX_REQUEST_BYTES
+from ullage_rpc.outflow import Outflow
 
 # Responses in one message: it stays far below the longest that gRPC takes.
 MAX_BATCH = 256
@@ -66,7 +69,7 @@ class _Stream:
             self._begin(call)
         for grant in request.grants:
             if context := self._calls.get(grant.tag):
-                context.grant(grant.responses)
+                context.outflow.grant(grant.responses)
         for tag in request.cancelled_tags:
             if context := self._calls.pop(tag, None):
                 context.cancel()
@@ -108,7 +111,8 @@ class _Stream:
     def _end(self, call: pb.MultiplexCall, context: "CallContext", status: Any) -> None:
         if self._calls.get(call.tag) is context:
             del self._calls[call.tag]
-            if not (context.is_finished and not status.code):
+            context.outflow.end()
+            if not (context.outflow.is_finished and not status.code):
                 self._put_status(call.tag, status)
 
     async def _outcome(self, request: pb.GenerateRequest, context: "CallContext") -> Any:
@@ -151,32 +155,17 @@ class CallContext:
     def __init__(
         self, call: pb.MultiplexCall, put: Callable[[int, pb.GenerateResponse], None]
     ) -> None:
-        self._tag = call.tag
-        self._put = put
+        self.outflow = Outflow(call, partial(put, call.tag))
         self._metadata = tuple(call.metadata.items())
         self._deadline = time.monotonic() + call.timeout_ms / 1000 if call.timeout_ms else None
-        self._window = max(1, call.window)
-        self._room: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
-        self.is_finished = False
-        """The last response was Finished."""
 
-    async def write(self, response: pb.GenerateResponse) -> None:
+    def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
         """Sends a response; waits for a router that has not taken those before."""
-        while self._window <= 0:
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
-        self._window -= 1
-        self.is_finished = response.HasField("finished")
-        self._put(self._tag, response)
-
-    def grant(self, responses: int) -> None:
-        """The router takes so many more."""
-        self._window += responses
-        if self._room and not self._room.done():
-            self._room.set_result(None)
+        return self.outflow.write(response)
 
     def cancel(self) -> None:
+        self.outflow.drop()
         if self.task:
             self.task.cancel()
 

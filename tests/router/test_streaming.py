@@ -50,7 +50,7 @@ def test_a_buffer_loses_nothing_and_holds_no_more_than_its_window(
             nonlocal room
             room += responses
 
-        buffer = Buffer(Flow(window=window, coalesce_tokens=most, coalesce_s=0.0), grant)
+        buffer = Buffer(Flow(window=window, coalesce_tokens=most, coalesce_s=0.0), window, grant)
         source = [*(delta(*piece) for piece in pieces), FINISHED]
         got: list[pb.Delta] = []
         is_over = False
@@ -80,7 +80,7 @@ def test_a_buffer_loses_nothing_and_holds_no_more_than_its_window(
 
 def test_tokens_wait_for_others_but_never_the_first() -> None:
     async def scenario() -> None:
-        buffer = Buffer(Flow(coalesce_tokens=3, coalesce_s=3600.0), lambda _: None)
+        buffer = Buffer(Flow(coalesce_tokens=3, coalesce_s=3600.0), 64, lambda _: None)
         put(buffer, delta("a"))
         assert (await buffer.read()).delta.text == "a"
         put(buffer, delta("b"))
@@ -101,7 +101,7 @@ def test_tokens_wait_for_others_but_never_the_first() -> None:
 
 def test_tokens_leave_when_the_window_is_over() -> None:
     async def scenario() -> None:
-        buffer = Buffer(Flow(coalesce_tokens=100, coalesce_s=0.02), lambda _: None)
+        buffer = Buffer(Flow(coalesce_tokens=100, coalesce_s=0.02), 64, lambda _: None)
         for text in ("a", "b"):
             put(buffer, delta(text))
             async with asyncio.timeout(WAIT_S):
