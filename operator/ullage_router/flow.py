@@ -34,10 +34,15 @@ class Flow:
     """Most tokens a second; 0: as fast as they come."""
 
     @property
+    def together(self) -> int:
+        """Most tokens that a source joins: so many that a short answer, which is its acceptance,
+        its first token, the others and its end, fits into the window."""
+        return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
+
+    @property
     def responses(self) -> int:
-        """The window of a source that joins tokens; not below what a short answer has: its
-        acceptance, its first token, the others, its end."""
-        return max(SHORT_ANSWER, self.window // self.coalesce_tokens)
+        """The window of a source that joins tokens."""
+        return max(1, self.window // self.together)
 
 
 def flow_of(streaming: StreamingSection) -> Flow:
@@ -178,9 +183,18 @@ class Buffer:
         if self._events[0][1] is None:
             return 0.0
         is_enough = self._has_ended or self._tokens >= self._flow.coalesce_tokens
-        if is_enough and not self._flow.pace:
+        if (is_enough or self._is_waiting_in_vain) and not self._flow.pace:
             return 0.0
         return max(0.0, self._due - self._loop.time())
+
+    @property
+    def _is_waiting_in_vain(self) -> bool:
+        """Nothing can be joined to the first: the source may send no more, or another's follows."""
+        if len(self._events) + self._taken >= self._window:
+            return True
+        (_, first), *_ = self._events
+        following = self._events[1][1] if len(self._events) > 1 else first
+        return first is None or following is None or following.sample != first.sample
 
     def _take(self) -> Event:
         event, delta = self._events.pop(0)  # of a list no longer than the window

@@ -141,7 +141,8 @@ class _Line:
     def call(self, request: Request, timeout_s: float, metadata: Metadata, flow: Flow) -> "Tagged":
         self._last_tag += 1
         tag = self._last_tag
-        call = Tagged(self, tag, timeout_s, flow)
+        window = flow.responses * max(1, request.samples.n)  # samples are not joined
+        call = Tagged(self, tag, timeout_s, flow, window)
         self._calls[tag] = call
         self._batch_tokens += len(request.token_ids.ids)
         if self._batch_tokens > MAX_BATCH_TOKENS:
@@ -152,9 +153,9 @@ class _Line:
             request=request,
             timeout_ms=max(1, int(timeout_s * 1000)),
             metadata=dict(metadata),
-            window=flow.responses,
+            window=window,
             coalesce_ms=round(1000 * flow.coalesce_s),
-            coalesce_tokens=flow.coalesce_tokens,
+            coalesce_tokens=flow.together,
         )
         return call
 
@@ -235,10 +236,10 @@ class _Line:
 class Tagged:
     """A call on a stream."""
 
-    def __init__(self, line: _Line, tag: int, timeout_s: float, flow: Flow) -> None:
+    def __init__(self, line: _Line, tag: int, timeout_s: float, flow: Flow, window: int) -> None:
         self._line = line
         self._tag = tag
-        self.buffer = Buffer(flow, flow.responses, self._grant)
+        self.buffer = Buffer(flow, window, self._grant)
         """What came and was not read."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(timeout_s, self._expire)

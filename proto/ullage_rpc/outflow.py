@@ -6,8 +6,27 @@ come within the pause after it, up to as many as the reader wants together, leav
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ullage.inference.v1 import inference_pb2 as pb
+
+
+@dataclass(slots=True)
+class _Held:
+    """Tokens of one sample that wait for others."""
+
+    responses: list[pb.GenerateResponse] = field(default_factory=list)
+    tokens: int = 0
+    due: float = 0.0
+    """When they may leave, on the event loop's clock."""
+    timer: asyncio.TimerHandle | None = None
+
+    def take(self) -> list[pb.GenerateResponse]:
+        taken, self.responses, self.tokens = self.responses, [], 0
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+        return taken
 
 
 class Outflow:
@@ -25,12 +44,7 @@ class Outflow:
         self._room: asyncio.Future[None] | None = None
         self._pause_s = call.coalesce_ms / 1000
         self._most = max(1, call.coalesce_tokens)
-        self._held: list[pb.GenerateResponse] = []
-        """Deltas of one sample that wait for others."""
-        self._held_tokens = 0
-        self._due = 0.0
-        """When tokens may leave, on the event loop's clock."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._samples: dict[int, _Held] = {}
         self.is_finished = False
         """The last response was Finished."""
 
@@ -38,61 +52,55 @@ class Outflow:
         """Sends a response or keeps it for others; waits for a reader that is too far behind."""
         if response.HasField("delta"):
             await self._write_delta(response)
-        else:
-            await self._release()
-            await self._send(response)
+            return
+        for held in self._samples.values():
+            await self._release(held)
+        await self._send(response)
 
     def grant(self, responses: int) -> None:
         """The reader takes so many more."""
         self._window += responses
         if self._room and not self._room.done():
             self._room.set_result(None)
-        elif self._held and self._timer is None and self._window > 0:
-            self._send_now(self._taken())
+            return
+        for held in self._samples.values():
+            if held.responses and held.timer is None and self._window > 0:
+                self._send_now(joined(held.take()))
 
     def end(self) -> None:
         """Sends what is held: nothing more comes."""
-        if self._held:
-            self._send_now(self._taken())
+        for held in self._samples.values():
+            if held.responses:
+                self._send_now(joined(held.take()))
 
     def drop(self) -> None:
         """Forgets what is held: nobody reads it."""
-        self._held.clear()
-        self._stop_timer()
+        for held in self._samples.values():
+            held.take()
 
     async def _write_delta(self, response: pb.GenerateResponse) -> None:
-        if self._held and not self._fits(response.delta):
-            await self._release()
-        if not self._held and self._loop.time() >= self._due:
+        delta = response.delta
+        held = self._samples.setdefault(delta.sample, _Held())
+        if held.tokens + delta.num_tokens > self._most:
+            await self._release(held)
+        if not held.responses and self._loop.time() >= held.due:
             await self._send(response)
             return
-        self._hold(response)
-        if self._held_tokens >= self._most:
-            await self._release()
+        held.responses.append(response)
+        held.tokens += delta.num_tokens
+        if held.tokens >= self._most:
+            await self._release(held)
+        elif held.timer is None:
+            held.timer = self._loop.call_at(held.due, self._is_due, held)
 
-    def _fits(self, delta: pb.Delta) -> bool:
-        tokens = self._held_tokens + delta.num_tokens
-        return tokens <= self._most and delta.sample == self._held[0].delta.sample
+    def _is_due(self, held: _Held) -> None:
+        held.timer = None
+        if held.responses and self._window > 0:  # else they leave when the reader takes more
+            self._send_now(joined(held.take()))
 
-    def _hold(self, response: pb.GenerateResponse) -> None:
-        self._held.append(response)
-        self._held_tokens += response.delta.num_tokens
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._is_due)
-
-    def _is_due(self) -> None:
-        self._timer = None
-        if self._window > 0:  # else they leave when the reader takes more
-            self._send_now(self._taken())
-
-    async def _release(self) -> None:
-        if self._held:
-            await self._send(self._taken())
-
-    def _taken(self) -> pb.GenerateResponse:
-        held, self._held, self._held_tokens = self._held, [], 0
-        self._stop_timer()
-        return held[0] if len(held) == 1 else joined(held)
+    async def _release(self, held: _Held) -> None:
+        if held.responses:
+            await self._send(joined(held.take()))
 
     async def _send(self, response: pb.GenerateResponse) -> None:
         while self._window <= 0:
@@ -104,17 +112,15 @@ class Outflow:
         self._window -= 1
         self.is_finished = response.HasField("finished")
         if response.HasField("delta"):
-            self._due = self._loop.time() + self._pause_s
+            held = self._samples.setdefault(response.delta.sample, _Held())
+            held.due = self._loop.time() + self._pause_s
         self._put(response)
-
-    def _stop_timer(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
 
 
 def joined(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:
-    """One delta of several of one sample, in their order; they stay as they are."""
+    """One delta of all, which are of one sample, in their order; they stay as they are."""
+    if len(responses) == 1:
+        return responses[0]
     deltas = [response.delta for response in responses]
     whole = pb.GenerateResponse()
     made = whole.delta

@@ -47,7 +47,9 @@ class Engine(rpc.InferenceServiceServicer):
                 raise RuntimeError("a bug")
             for i in range(request.stop.max_tokens):
                 self.sent[name] = i + 1
-                yield pb.GenerateResponse(delta=pb.Delta(text=f"{name}{i} ", num_tokens=1))
+                for sample in range(max(1, request.samples.n)):
+                    delta = pb.Delta(text=f"{name}{i} ", num_tokens=1, sample=sample)
+                    yield pb.GenerateResponse(delta=delta)
             if request.text != "no end":
                 yield pb.GenerateResponse(finished=pb.Finished())
         finally:
@@ -129,6 +131,26 @@ def test_a_reader_that_is_slow_holds_up_only_its_own_call() -> None:
             # 12 responses: Accepted, the first token, ten times four tokens; and four that wait.
             assert engine.sent["slow"] <= 50
             assert await text_of(slow) == words("slow", 1000)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("samples", "window"), [(1, 1), (1, 64), (4, 1), (4, 64), (16, 8)])
+def test_nothing_waits_for_what_cannot_come(samples: int, window: int) -> None:
+    """Where tokens of others, or a shut window, stand behind a token, it leaves."""
+
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            request = ask("s", 70)
+            request.samples.n = samples
+            flow = {"window": window, "coalesce_tokens": 32, "coalesce_s": 3600.0}
+            call = begin(multiplexer, request, **flow)
+            texts = [""] * samples
+            while event := await call.read():
+                texts[event.delta.sample] += event.delta.text
+                if event.HasField("finished"):
+                    break
+            assert texts == [words("s", 70)] * samples
 
     asyncio.run(scenario())
 
