@@ -180,18 +180,23 @@ def test_health_and_reflection(start_service: "StartService") -> None:
             stub = health_pb2_grpc.HealthStub(service.channel)
             states = [s async for s in reflected(service.channel)]
             assert "ullage.inference.v1.InferenceService" in states
-            request = health_pb2.HealthCheckRequest(service="readiness")
-            async with asyncio.timeout(5):
-                async for answer in stub.Watch(request):
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        break
+            await told(stub, health_pb2.HealthCheckResponse.SERVING)
             await service.engine.stop()
-            async with asyncio.timeout(5):
-                async for answer in stub.Watch(request):
-                    if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-                        break
+            await asyncio.sleep(1.0)  # it stays: whoever asks is told when to come back
+            await told(stub, health_pb2.HealthCheckResponse.SERVING)
+            service.router.service.leave()
+            await told(stub, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     asyncio.run(scenario())
+
+
+async def told(stub: Any, status: int) -> None:
+    """Returns when readiness has the status."""
+    request = health_pb2.HealthCheckRequest(service="readiness")
+    async with asyncio.timeout(20):
+        async for answer in stub.Watch(request):
+            if answer.status == status:
+                return
 
 
 async def reflected(channel: grpc.aio.Channel) -> Any:
