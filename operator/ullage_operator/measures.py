@@ -3,8 +3,10 @@ and open to nobody's key, whatever TLS and keys the service asks of its clients.
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -13,9 +15,11 @@ from ullage_operator import naming
 from ullage_operator.loads import parse
 from ullage_operator.store import ServiceKey
 from ullage_operator.trials import Trial, read
-from ullage_operator.trouble import is_ready
+from ullage_operator.trouble import is_ready, parse_time
 
 LEAST_INTERVAL_S = 5.0
+FRESH_S = 30.0
+"""A router that runs for less may not have found all engines yet."""
 MAX_BYTES = 8 << 20
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0, connect=2.0)
 
@@ -51,18 +55,30 @@ class Measures:
         self._told[key] = time.monotonic(), found
         return found
 
-    async def cut_off(self, pods: Iterable[Pod], pools: Iterable[str]) -> frozenset[str]:
+    async def cut_off(
+        self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
+    ) -> frozenset[str]:
         """Of these pools, those of which no router has a ready engine.
 
-        None where that is not certain: no router is ready, or one of these does not answer.
+        Routers that are not ready are asked too, for one that never had an engine is not; they need
+        not answer. None where it is not certain: a router has only just started and may not have
+        found the engines yet, a ready one does not answer, or none does.
+
+        Args:
+            now: in UTC.
         """
-        urls = [url for url in map(metrics_url, filter(is_ready, pods)) if url]
-        pages = [url.removesuffix("/metrics") + "/measures" for url in urls]
+        routers = [pod for pod in running(pods) if metrics_url(pod)]
+        if any(_runs_s(pod, now) < FRESH_S for pod in routers):
+            return frozenset()
+        pages = [metrics_url(pod).removesuffix("/metrics") + "/measures" for pod in routers]
         answers = await asyncio.gather(*map(self._ask, pages))
-        if not answers or not all(answers):
+        is_mute = any(
+            is_ready(pod) and not text for pod, text in zip(routers, answers, strict=True)
+        )
+        if is_mute or not any(answers):
             return frozenset()
         try:
-            reports = [report for text in answers for report in parse(text.encode())]
+            reports = [report for text in filter(None, answers) for report in parse(text.encode())]
         except ValueError as error:
             log.warning("measures that are none: %s", error)
             return frozenset()
@@ -83,6 +99,18 @@ class Measures:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             log.warning("cannot ask %s: %s", url, error or type(error).__name__)
             return ""
+
+
+def running(pods: Iterable[Pod]) -> Iterator[Pod]:
+    """Those whose containers run, also while they end."""
+    return (pod for pod in pods if pod.get("status", {}).get("phase") == "Running")
+
+
+def _runs_s(pod: Pod, now: datetime) -> float:
+    """Seconds since its youngest container started; endless where the API does not say."""
+    states = (each.get("state", {}) for each in pod["status"].get("containerStatuses", ()))
+    started = (parse_time(state.get("running", {}).get("startedAt")) for state in states)
+    return min(((now - at).total_seconds() for at in started if at), default=math.inf)
 
 
 def metrics_url(pod: Pod) -> str:

@@ -147,7 +147,7 @@ class Reconciler:
         pools = silent_pools(observed.vitals.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
-        cut_off = await self._measures.cut_off(observed.pods, pools)
+        cut_off = await self._measures.cut_off(observed.pods, pools, observed.now)
         return dataclasses.replace(observed, cut_off=cut_off)
 
     async def close(self) -> None:
@@ -190,7 +190,8 @@ class Reconciler:
     def _sized(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
         """With what is decided about the size of its pools."""
         policies = scaled_here(service)
-        followed = Followed(policies, router_addresses(observed.pods) if policies else ())
+        routers, leaving = router_addresses(observed.pods if policies else ())
+        followed = Followed(policies, routers, leaving)
         pools = scaled(service, observed.objects, observed.decided).spec.pools
         current = {name: pool.replicas for name, pool in pools.items()}
         decided = self._scaler.follow(key, followed, current)

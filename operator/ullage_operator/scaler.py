@@ -18,7 +18,7 @@ import aiohttp
 
 from ullage_operator.autoscale import Decision, History, Policy, decide
 from ullage_operator.loads import Report, is_wanted, load_of, parse
-from ullage_operator.measures import metrics_url
+from ullage_operator.measures import metrics_url, running
 from ullage_operator.scaling import NOTHING, Change, Decided
 
 Key = TypeVar("Key", bound=Hashable)
@@ -41,6 +41,12 @@ class Followed:
     """Of the pools that the operator scales."""
     routers: tuple[str, ...]
     """`http://host:port` of each router's measures."""
+    leaving: tuple[str, ...] = ()
+    """Of routers that end: they are asked, for they may hold requests, and need not answer."""
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        return self.routers + self.leaving
 
 
 @dataclass(slots=True)
@@ -82,7 +88,7 @@ class Scaler(Generic[Key]):
         if service is None:
             service = self._services[key] = _Service(followed, {})
             service.task = asyncio.create_task(self._keep(key, service), name=f"scale {key}")
-        if followed.routers != service.followed.routers:
+        if followed.asked != service.followed.asked:
             service.news.set()
         service.followed = followed
         for pool in service.current.keys() - followed.policies.keys():
@@ -117,7 +123,7 @@ class Scaler(Generic[Key]):
             try:
                 service.news.clear()
                 waits = bool(service.histories) and not all(service.current.values())
-                reports, problem = await self._asked(service.followed.routers, waits)
+                reports, problem = await self._asked(service.followed.asked, waits)
                 self._take(key, service, reports, problem)
             except Exception:  # a bug must not end the scaling of a service
                 _logger.exception("scaling %s failed", key)
@@ -136,14 +142,16 @@ class Scaler(Generic[Key]):
         idle_s = [p.idle_s for p in service.followed.policies.values() if not p.min_replicas]
         return max(LEAST_INTERVAL_S, min([self._interval_s, *(idle / 4 for idle in idle_s)]))
 
-    def _take(self, key: Key, service: _Service, reports: list[list[Report]], problem: str) -> None:
+    def _take(
+        self, key: Key, service: _Service, reports: Mapping[str, list[Report]], problem: str
+    ) -> None:
         """Decides anew, and says so where it makes a difference."""
         before = service.decided
         if not reports:
             service.decided = Decided(before.pools, problem, before.changes)
         else:
-            flat = [report for router in reports for report in router]
-            is_partial = len(reports) < len(service.followed.routers)
+            flat = [report for told in reports.values() for report in told]
+            is_partial = not reports.keys() >= {*service.followed.routers}
             made, changes = dict[str, Decision](), dict(before.changes)
             for pool, policy in service.followed.policies.items():
                 made[pool], service.histories[pool] = decide(
@@ -161,24 +169,31 @@ class Scaler(Generic[Key]):
         if _essence(before) != _essence(service.decided):
             self._on_change(key)
 
-    async def _asked(self, routers: tuple[str, ...], waits: bool) -> tuple[list[list[Report]], str]:
+    async def _asked(
+        self, routers: tuple[str, ...], waits: bool
+    ) -> tuple[dict[str, list[Report]], str]:
         """The reports of the routers that answer, and what the last other one said instead.
 
         Waiting, one that wants a pool awake is enough.
         """
+        reports, problem = dict[str, list[Report]](), ""
         if not routers:
-            return [], "no router runs that could be asked"
+            return reports, "no router runs that could be asked"
         page = "/measures/wait" if waits else "/measures"
-        tasks = {asyncio.create_task(self._ask(f"{router}{page}", waits)) for router in routers}
-        reports, problem = list[list[Report]](), ""
+
+        async def told_by(url: str) -> tuple[str, list[Report]]:
+            return url, await self._ask(f"{url}{page}", waits)
+
+        tasks = [asyncio.create_task(told_by(url)) for url in routers]
         try:
             for finished in asyncio.as_completed(tasks):
                 try:
-                    reports.append(await finished)
+                    url, told = await finished
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                     problem = f"no measures from a router: {str(error) or type(error).__name__}"
                     continue
-                if waits and is_wanted(reports[-1]):
+                reports[url] = told
+                if waits and is_wanted(told):
                     break
         finally:
             for task in tasks:
@@ -199,15 +214,15 @@ class Scaler(Generic[Key]):
             return parse(bytes(body))
 
 
-def router_addresses(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """`http://host:port` of routers that run."""
-    running = (
-        pod
-        for pod in pods
-        if pod.get("status", {}).get("phase") == "Running"
-        and "deletionTimestamp" not in pod["metadata"]
-    )
-    return tuple(sorted(url.removesuffix("/metrics") for url in map(metrics_url, running) if url))
+def router_addresses(
+    pods: Iterable[Mapping[str, Any]],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`http://host:port` of routers that run, and of those among them that end."""
+    found: tuple[set[str], set[str]] = (set(), set())
+    for pod in running(pods):
+        if url := metrics_url(pod):
+            found["deletionTimestamp" in pod["metadata"]].add(url.removesuffix("/metrics"))
+    return tuple(sorted(found[0])), tuple(sorted(found[1]))
 
 
 def _essence(decided: Decided) -> tuple[object, ...]:

@@ -68,5 +68,6 @@ def _end(le: str) -> float:
 
 def together(trials: Iterable[Trial], name: str) -> tuple[Side, Side, int]:
     """(canary, stable, routers) of those who are at that step already."""
-    current = [trial for trial in trials if trial.name == name]
+    # Older routers, which a pinned image keeps, add the weight: `name/weight`.
+    current = [trial for trial in trials if f"{trial.name}/".startswith(f"{name}/")]
     return add(t.canary for t in current), add(t.stable for t in current), len(current)

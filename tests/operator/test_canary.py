@@ -11,7 +11,7 @@ from ullage_operator.judgement import Side
 from ullage_operator.plan import Observed, key_of, plan
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
-from ullage_operator.trials import Trial, name_of, read
+from ullage_operator.trials import Trial, name_of, read, together
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 GOOD = Side(succeeded=100)
@@ -362,3 +362,9 @@ def test_routers_metrics_are_read():
     assert (trial.name, trial.canary.failed, trial.canary.ttft) == ("r/0", 2, {0.5: 3})
     assert sum(trial.stable.e2e.values()) == 4
     assert read("other_total 5\n") == []
+
+
+def test_older_routers_name_a_trial_by_its_weight_too():
+    names = ("r/1", "r/1/25", "r/10", "r/10/25", "r/2", "s/1")
+    canary, _, routers = together([Trial(name, GOOD, GOOD) for name in names], name_of("r", 1))
+    assert (routers, canary.succeeded) == (2, 2 * GOOD.succeeded)

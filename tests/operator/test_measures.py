@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from ullage_operator.cluster import Cluster
+from ullage_operator.conditions import timestamp
 from ullage_operator.headroom import Report, Vitals
 from ullage_operator.healer import Healer
 from ullage_operator.healing import Cure
@@ -49,23 +51,28 @@ def report(**ready: int) -> str:
     return json.dumps([{pool: _ZERO | {"ready": number} for pool, number in ready.items()}])
 
 
-def router(port: int, ready: bool = True) -> dict[str, Any]:
+def router(port: int, ready: bool, started: datetime) -> dict[str, Any]:
     ports = [{"name": "metrics", "containerPort": port}]
     return {
         "metadata": {"name": "r", "labels": {"app.kubernetes.io/component": "router"}},
         "spec": {"containers": [{"ports": ports}]},
         "status": {
+            "phase": "Running",
             "podIP": "127.0.0.1",
+            "containerStatuses": [{"state": {"running": {"startedAt": timestamp(started)}}}],
             "conditions": [{"type": "Ready", "status": str(ready)}],
         },
     }
 
 
 @contextlib.asynccontextmanager
-async def routers(bodies: list[str], ready: bool) -> AsyncIterator[list[dict[str, Any]]]:
-    """The pods of routers with these pages."""
+async def routers(
+    bodies: list[str], ready: Iterable[bool] = (), runs_s: float = 60.0
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """The pods of routers with these pages, all ready unless told otherwise."""
+    started = datetime.now(UTC) - timedelta(seconds=runs_s)
     runners, pods = list[web.AppRunner](), list[dict[str, Any]]()
-    for body in bodies:
+    for body, is_ready in zip(bodies, [*ready] or [True] * len(bodies), strict=True):
 
         async def answer(_: web.Request, body: str = body) -> web.Response:
             return web.Response(text=body, status=200 if body else 503)
@@ -76,7 +83,7 @@ async def routers(bodies: list[str], ready: bool) -> AsyncIterator[list[dict[str
         await runners[-1].setup()
         site = web.TCPSite(runners[-1], "127.0.0.1", 0)
         await site.start()
-        pods.append(router(runners[-1].addresses[0][1], ready))
+        pods.append(router(runners[-1].addresses[0][1], is_ready, started))
     try:
         yield pods
     finally:
@@ -84,32 +91,53 @@ async def routers(bodies: list[str], ready: bool) -> AsyncIterator[list[dict[str
             await runner.cleanup()
 
 
-async def asked(bodies: list[str], ready: bool) -> frozenset[str]:
+async def asked(bodies: list[str], ready: Iterable[bool] = (), runs_s: float = 60.0) -> set[str]:
     """Which of the pools single and large are cut off, as these routers tell."""
-    async with routers(bodies, ready) as pods:
+    async with routers(bodies, ready, runs_s) as pods:
         measures = Measures()
         try:
-            return await measures.cut_off(pods, {"single", "large"})
+            return {*await measures.cut_off(pods, {"single", "large"}, datetime.now(UTC))}
         finally:
             await measures.close()
 
 
 @pytest.mark.parametrize(
-    ("bodies", "ready", "expected"),
+    ("bodies", "expected"),
     [
-        ([report(single=1, large=0), report(single=0, large=0)], True, {"large"}),
-        ([report(single=1, large=0), report(single=1, large=1)], True, set()),
-        ([report(single=1, large=0), ""], True, set()),
-        ([report(single=1, large=0), "no measures"], True, set()),
-        ([report(single=0, large=0)], False, set()),
-        ([], True, set()),
+        ([report(single=1, large=0), report(single=0, large=0)], {"large"}),
+        ([report(single=1, large=0), report(single=1, large=1)], set()),
+        ([report(single=1, large=0), ""], set()),
+        ([report(single=1, large=0), "no measures"], set()),
+        ([], set()),
     ],
-    ids=["none", "one reaches it", "one is mute", "one is strange", "none is ready", "no router"],
+    ids=["none", "one reaches it", "one is mute", "one is strange", "no router"],
 )
 def test_a_pool_is_cut_off_when_all_ready_routers_say_so(
-    bodies: list[str], ready: bool, expected: set[str]
+    bodies: list[str], expected: set[str]
 ) -> None:
+    assert asyncio.run(asked(bodies)) == expected
+
+
+@pytest.mark.parametrize(
+    ("bodies", "ready", "expected"),
+    [
+        ([report(single=0, large=0)], [False], {"single", "large"}),
+        ([report(single=1, large=0)], [False], {"large"}),
+        ([report(single=1, large=0), ""], [True, False], {"large"}),
+        ([report(single=1, large=0), ""], [False, True], set()),
+        ([""], [False], set()),
+    ],
+    ids=["never had an engine", "has one", "mute beside a ready one", "ready and mute", "mute"],
+)
+def test_routers_that_are_not_ready_are_asked_and_need_not_answer(
+    bodies: list[str], ready: list[bool], expected: set[str]
+) -> None:
+    """As after a restart of them all, while the only engine is silent."""
     assert asyncio.run(asked(bodies, ready)) == expected
+
+
+def test_a_router_that_has_only_just_started_may_not_know_the_engines() -> None:
+    assert asyncio.run(asked([report(single=0, large=0)], [False], runs_s=5)) == set()
 
 
 class Quiet:
@@ -167,7 +195,7 @@ def engine(pool: str) -> dict[str, Any]:
 async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
     """Pods that are made anew while the routers have so many ready engines of pool large."""
     key, healer, cluster = ServiceKey("models", "demo"), Deaf(), cast(Cluster, Quiet())
-    async with routers([report(single=1, large=ready)], True) as pods:
+    async with routers([report(single=1, large=ready)]) as pods:
         pods += [engine("single"), engine("large")]
         for pod in pods:
             pod["metadata"]["namespace"] = "models"

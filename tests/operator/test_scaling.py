@@ -254,13 +254,14 @@ def test_routers_are_found_by_their_pods():
             "status": {"phase": "Running", "podIP": "10.0.0.1"} | status,
         }
 
-    leaving = pod("c")
+    leaving = pod("c", podIP="10.0.0.9")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-02T03:04:05Z"
     pods = [
         pod("a"), pod("b", podIP="fd00::1"), leaving, pod("d", podIP=""), pod("e", "engine"),
         pod("f", phase="Pending"),
     ]  # fmt: skip
-    assert router_addresses(pods) == ("http://10.0.0.1:9090", "http://[fd00::1]:9090")
+    running = ("http://10.0.0.1:9090", "http://[fd00::1]:9090")
+    assert router_addresses(pods) == (running, ("http://10.0.0.9:9090",))
 
 
 class Router:
@@ -332,6 +333,44 @@ def test_the_scaler_wakes_puts_to_sleep_and_says_what_is_wrong(manifest):
         return policy(scaling)
 
     asyncio.run(scaled(make_policy))
+
+
+async def ending(make_policy: Callable[[], Policy]) -> None:
+    """A service of one router that runs and one that ends."""
+    stays, ends = Router(), Router()
+    runners = [await stays.start(), await ends.start()]
+    ends.report = report(wanted=1, held=1)  # sent to it before its clients knew
+    scaler: Scaler[str] = Scaler(lambda _: None, interval_s=0.05)
+    followed = Followed({"single": make_policy()}, (stays.url,), (ends.url,))
+
+    async def until(condition: Callable[[Decided], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition(scaler.follow("s", followed, {"single": 0})):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    try:
+        await until(lambda decided: sizes(decided) == {"single": 1})
+        loaded = report(ready=1, capacity_bytes=100, headroom_bytes=100, idle_s=1e6)
+        stays.report, ends.status = loaded, 500
+        await until(lambda decided: sizes(decided) == {"single": 0} and not decided.problem)
+    finally:
+        await scaler.close()
+        for runner in runners:
+            await runner.cleanup()
+
+
+def sizes(decided: Decided) -> dict[str, int]:
+    return {pool: each.replicas for pool, each in decided.pools.items()}
+
+
+def test_routers_that_end_are_heard_and_need_not_answer(manifest):
+    scaling = (
+        parse_service(manifest(pools=single(0, minReplicas=0, idleAfter="1s")))
+        .spec.pools["single"]
+        .autoscaling
+    )
+    assert scaling is not None
+    asyncio.run(ending(lambda: policy(scaling)))
 
 
 def test_measures_that_are_none_are_refused():
