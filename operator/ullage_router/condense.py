@@ -17,7 +17,7 @@ from ullage_router.compress import droppable
 from ullage_router.config import CompressSection
 from ullage_router.facts import facts, share_kept
 from ullage_router.summarise import summarise
-from ullage_router.tenants import Errand, Visit
+from ullage_router.tenants import Errand, Errands
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_rpc.tool_formats import Turn
 from ullage_rpc.turns import num_characters
@@ -122,14 +122,14 @@ class Condenser:
         return outcomes | {"saved_tokens": self._saved_tokens}
 
     async def condense(
-        self, turns: Sequence[Turn], num_tokens: int, context: int, render: Render, visit: Visit
+        self, turns: Sequence[Turn], num_tokens: int, context: int, render: Render, errands: Errands
     ) -> Condensed | None:
         """A shorter conversation; None when it is short enough or cannot be summed up.
 
         Args:
             num_tokens: of the whole prompt.
             context: the longest there may be, tokens.
-            visit: pays for what the model writes.
+            errands: pay for what the model writes.
         """
         section = self._section
         if section.method == "off" or num_tokens <= section.threshold * context:
@@ -138,7 +138,7 @@ class Condenser:
         if not places:
             return None
         old = [_plain(turns[i]) for i in places]
-        method, summary = await self._summary(old, visit.errand(num_tokens))
+        method, summary = await self._summary(old, errands(num_tokens))
         made = await self._made(turns, places, summary, render) if summary else None
         if made is None or len(made[1]) >= num_tokens:
             self._count("refused", 0)

@@ -10,7 +10,7 @@ from ullage_router.compress import droppable
 from ullage_router.condense import UNPAID, Condenser
 from ullage_router.config import CleanseSection
 from ullage_router.engines import Engines
-from ullage_router.tenants import Visit
+from ullage_router.tenants import Errands
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_router.tools.use import ToolUse, tool_use
 from ullage_rpc.errors import invalid
@@ -75,12 +75,12 @@ class Prompts:
         self._threads = threads
 
     async def make(
-        self, model: Model, request: inference_pb2.GenerateRequest, visit: Visit
+        self, model: Model, request: inference_pb2.GenerateRequest, errands: Errands
     ) -> Prompt:
         """Token ids of any input.
 
         Args:
-            visit: pays for what a model writes to shorten it.
+            errands: pay for what a model writes to shorten it.
 
         Raises:
             ServiceError: it has none, is far too long, or the chat template refuses it.
@@ -95,10 +95,10 @@ class Prompts:
             ids = await self._threads.run(len(request.text), lambda: model.encode(request.text))
             validate.check_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
-        return await self._conversation(model, request, visit)
+        return await self._conversation(model, request, errands)
 
     async def _conversation(
-        self, model: Model, request: inference_pb2.GenerateRequest, visit: Visit
+        self, model: Model, request: inference_pb2.GenerateRequest, errands: Errands
     ) -> Prompt:
         turns = tuple(make_turns(request.messages.messages))
         use = tool_use(request, model.tool_format)
@@ -114,7 +114,7 @@ class Prompts:
         validate.check_tokens(ids, model.vocab_size, "messages")
         prompt = Prompt(model, ids, turns, degraded, tool_use=use)
         context = self._engines.max_model_len
-        if made := await self._condenser.condense(turns, len(ids), context, prompt.render, visit):
+        if made := await self._condenser.condense(turns, len(ids), context, prompt.render, errands):
             degraded += (f"compressed_turns={made.num_turns}",)
             degraded += ("summary=extractive",) if made.method == UNPAID else ()
             return replace(prompt, token_ids=made.token_ids, turns=made.turns, degraded=degraded)

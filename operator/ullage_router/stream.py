@@ -239,7 +239,7 @@ class Pipeline:
         validate.check(call.request)
         call.visit.begin(call.request, self._config.model, call.record)
         if self._cascade:
-            self._charge(call, estimated_tokens(call.request))
+            call.visit.charge(estimated_tokens(call.request), self._expected(call), call.record)
             return await self._cascade.begin(call, self._first_token)
         return await self._first_token(call)
 
@@ -248,7 +248,7 @@ class Pipeline:
         side = self._rollout.side_of(call.request.session_id)
         model = self.model(call.request.model, side)
         call.record.model = self._config.model
-        prompt = await self._prompts.make(model, call.request, call.visit)
+        prompt = await self._prompt(model, call)
 
         async def wait() -> bool:
             facts = self._admission.facts(make_wish(call, prompt))
@@ -256,10 +256,9 @@ class Pipeline:
 
         if self._wakes.asleep:
             await wait()
-        self._charge(call, len(prompt.token_ids))
-        begin = partial(
-            self.coalescer.begin, call, partial(self._generate, prompt=prompt, side=side)
-        )
+        call.visit.charge(len(prompt.token_ids), self._expected(call), call.record)
+        generate = partial(self._generate, prompt=prompt, side=side)
+        begin = partial(self.coalescer.begin, call, generate)
         return await self._wakes.served(begin, wait)
 
     async def _generate(self, call: Call, prompt: Prompt, side: Side) -> Generation:
@@ -299,7 +298,7 @@ class Pipeline:
         """The same for the stable engines, with the tokens of their model."""
         model, prompt = self.model(call.request.model), wish.prompt
         if model.fingerprint != prompt.model.fingerprint:
-            prompt = await self._prompts.make(model, call.request, call.visit)
+            prompt = await self._prompt(model, call)
         call.record.degraded[:] = prompt.degraded
         call.record.step("stable", "CANARY")
         return replace(wish, prompt=prompt, side=Side.STABLE, is_trial=False)
@@ -322,13 +321,15 @@ class Pipeline:
                 call.record.degraded[:] = wish.prompt.degraded
                 call.record.step("engine", error.reason)
 
-    def _charge(self, call: Call, prompt_tokens: int) -> None:
-        """Takes the prompt and what answers are expected to have from the tenant's tokens."""
+    def _expected(self, call: Call) -> int:
+        """Tokens that all answers together are charged in advance."""
         limits = (asked_tokens(call.request), call.visit.rules.max_tokens)
         most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
-        answers = num_samples(call.request.samples)
-        output = min(most, self._engines.expected_output) * answers
-        call.visit.charge(prompt_tokens, output, call.record)
+        return min(most, self._engines.expected_output) * num_samples(call.request.samples)
+
+    async def _prompt(self, model: Model, call: Call) -> Prompt:
+        errands = partial(call.visit.errand, self._expected(call))
+        return await self._prompts.make(model, call.request, errands)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Whether another engine is asked; what an engine did wrong costs budget."""

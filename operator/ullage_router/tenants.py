@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -133,13 +133,14 @@ class Visit:
         if self._metrics:
             self._metrics.ended(self.tenant, status, prompt, output, count)
 
-    def errand(self, spare: int) -> "Errand":
+    def errand(self, output_tokens: int, prompt_tokens: int) -> "Errand":
         """Work for this request that takes tokens, too.
 
         Args:
-            spare: tokens that the request itself will take, unless they are charged already.
+            output_tokens, prompt_tokens: that the request itself is charged, if it is not yet.
         """
-        return Errand(self._account, self._metrics, 0 if self._charged else spare)
+        spare = 0 if self._charged else prompt_tokens + output_tokens
+        return Errand(self._account, self._metrics, spare)
 
     def _check_model(self, name: str) -> None:
         allowed = self.rules.models
@@ -228,6 +229,10 @@ class Errand(Visit):
         account.output_tokens += output_tokens
         if self._metrics:
             self._metrics.ended(self.tenant, status, prompt_tokens, output_tokens, count=0)
+
+
+Errands = Callable[[int], Errand]
+"""Makes one for a request with a prompt of so many tokens."""
 
 
 def _was_served(record: Record) -> bool:

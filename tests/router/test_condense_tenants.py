@@ -38,8 +38,8 @@ def talk() -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": "so?"}]
 
 
-async def ask(service: "Service", name: str = "alice") -> Any:
-    body = {"model": "tiny", "messages": talk(), "max_tokens": 20}
+async def ask(service: "Service", name: str = "alice", max_tokens: int = 20) -> Any:
+    body = {"model": "tiny", "messages": talk(), "max_tokens": max_tokens}
     headers = {"authorization": f"Bearer {KEYS[name]}"}
     return await service.http.post("/v1/chat/completions", json=body, headers=headers)
 
@@ -119,5 +119,33 @@ def test_a_summary_leaves_the_request_its_tokens(
             assert (alice["limited"], alice["prompt_tokens"]) == ({}, num_prompt_tokens(service))
             metrics = (await service.http.get("/metrics")).text
             assert 'ullage_router_compressions_total{method="unpaid"} 1.0' in metrics
+
+    asyncio.run(scenario())
+
+
+def test_a_summary_leaves_the_request_what_its_answer_is_expected_to_take(
+    start_service: "StartService", tenants: Any
+) -> None:
+    output = 300
+
+    async def compressed(tokens: int) -> tuple[dict[str, int], Any]:
+        """What was done with so many tokens a minute, and what the engine was sent."""
+        rules = tenants(tokens_per_minute=tokens)
+        async with start_service(tenants=rules, prompts=PROMPTS) as service:
+            service.engine.script.words = WORDS
+            service.engine.push(expected_output_tokens=output)
+            engines = service.router.service.engines
+            await service.until(lambda: engines.expected_output == output)
+            answer = await ask(service, max_tokens=output)
+            assert answer.status_code == 200, answer.text
+            return (await service.stats())["compression"], service.engine.requests
+
+    async def scenario() -> None:
+        counts, (summary, request) = await compressed(100_000)
+        assert counts["model"] == 1
+        prompt = len(request.token_ids.ids) + counts["saved_tokens"]
+        errand = len(summary.token_ids.ids) + min(summary.stop.max_tokens, output)
+        counts, requests = await compressed(prompt + errand + output // 2)
+        assert (counts["unpaid"], counts["model"], len(requests)) == (1, 0, 1)
 
     asyncio.run(scenario())
