@@ -80,7 +80,7 @@ class Rolling:
     weight: int
     """Requests of a hundred for the canary."""
     is_known: bool = True
-    """What was decided is known; otherwise engines are to stay as they are."""
+    """What was decided is known; otherwise only the number of engines may change."""
 
     @property
     def is_trying(self) -> bool:

@@ -34,8 +34,10 @@ from ullage_operator.scaling import (
     NOTHING,
     Decided,
     left_to_others,
+    live_replicas,
     may_sleep,
     pool_scaling,
+    resized,
     scaled,
     scaling_finding,
 )
@@ -154,9 +156,10 @@ def wanted_objects(
 ) -> list[Manifest]:
     """What is remembered first, for nothing may be done that is not; then engines, so that a
     router finds its targets' names when it starts."""
-    objects = engine_objects(service, settings)
     if rolling.is_known:
         objects = all_engines(service, rolling, observed, settings)
+    else:
+        objects = engine_objects(service, settings) + held_engines(service, observed)
     objects += router_objects(service, settings, _router_file(service, rolling, observed))
     return objects + monitoring_objects(service, observed.serves)
 
@@ -174,6 +177,17 @@ def all_engines(
         objects += marked(made, rolling.state.stable)
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
+
+
+def held_engines(service: Service, observed: Observed) -> list[Manifest]:
+    """StatefulSets as they are, where nothing but the number of their pods may change."""
+    made = []
+    for name, pool in service.spec.pools.items():
+        live = observed.objects.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
+        if live is None or left_to_others(pool, live) or live_replicas(live) == pool.replicas:
+            continue
+        made.append(resized(live, pool.replicas))
+    return made
 
 
 def _router_file(service: Service, rolling: Rolling, observed: Observed) -> str:

@@ -117,6 +117,14 @@ def scaled(service: Service, objects: Mapping[Any, Object], decided: Decided) ->
     return msgspec.structs.replace(service, spec=spec)
 
 
+def resized(live: Object, number: int) -> dict[str, Any]:
+    """What to apply to a StatefulSet of which only the number of pods is to change."""
+    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
+    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
+    spec = {**live["spec"], "replicas": number}
+    return {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": meta, "spec": spec}
+
+
 def left_to_others(pool: Pool, live: Object | None) -> bool:
     """Whether somebody else writes the StatefulSet's replicas, once it exists."""
     return provider_of(pool) in (HPA, KEDA) and live is not None

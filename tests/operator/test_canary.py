@@ -255,6 +255,11 @@ def test_without_its_memory_nothing_that_failed_is_rolled_out(cluster, is_rememb
     cluster.edit(router={"replicas": 3})
     assert cluster.image() == "one"
     assert cluster.objects["Deployment", "demo-router"]["spec"]["replicas"] == 3
+    before = cluster.objects["StatefulSet", "demo-single"]
+    cluster.edit(pools={"single": {"replicas": 4}})
+    assert cluster.objects["StatefulSet", "demo-single"]["metadata"] == before["metadata"]
+    assert cluster.image() == "one"
+    assert cluster.objects["StatefulSet", "demo-single"]["spec"]["replicas"] == 4
     told = cluster.condition("RolloutHealthy")
     assert told["reason"] == ("MemoryLost" if is_remembered else "MemoryUnseen")
     revision = cluster.status["rollout"]["revision"]
