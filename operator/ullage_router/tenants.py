@@ -133,6 +133,11 @@ class Visit:
         if self._metrics:
             self._metrics.ended(self.tenant, status, prompt, output, count)
 
+    def turn_away(self, status: int, count: int) -> None:
+        """Counts requests that are refused before they begin."""
+        if self._metrics:
+            self._metrics.ended(self.tenant, status, 0, 0, count)
+
     def errand(self, output_tokens: int, prompt_tokens: int) -> "Errand":
         """Work for this request that takes tokens, too.
 

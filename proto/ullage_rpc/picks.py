@@ -169,8 +169,9 @@ class Picks:
             response = await self._router.Pick(
                 request, timeout=PICK_TIMEOUT_S, metadata=self._metadata
             )
-        except Exception:
-            self._keep(accepted, ended)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._keep(accepted, ended)  # whatever else it is, the router may have heard them
             raise
         self._deal(groups, response)
 
@@ -180,12 +181,15 @@ class Picks:
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
     def _deal(self, groups: list[list[_Wish]], response: pb.PickResponse) -> None:
-        wishes = (wish for group in groups for wish in group)
-        for wish, pick in zip(wishes, _places(response), strict=True):
-            if not wish.placed.done():
-                wish.placed.set_result(pick)
-            elif pick:  # whoever wanted it has gone
-                self._ended.append(pick.id)
+        answers = iter(response.placed)
+        for group in groups:
+            places = _places(len(group), answers, response.engines)
+            for wish in group:
+                pick = next(places, None)  # what the answer leaves out goes to the router
+                if not wish.placed.done():
+                    wish.placed.set_result(pick)
+                elif pick:  # whoever wanted it has gone
+                    self._ended.append(pick.id)
 
 
 def _alike(wishes: Iterable[_Wish]) -> list[list[_Wish]]:
@@ -206,12 +210,16 @@ def _merged(group: list[_Wish]) -> pb.PricedRequest:
     return priced
 
 
-def _places(response: pb.PickResponse) -> Iterator[Pick | None]:
-    """Each as often as it is for."""
-    for placed in response.placed:
-        pick = _pick(placed, response.engines)
-        for _ in range(placed.count or 1):
+def _places(
+    wanted: int, answers: Iterator[pb.Placed], engines: Sequence[str]
+) -> Iterator[Pick | None]:
+    """Takes the answers to so many like requests; each as often as it is for."""
+    while wanted > 0 and (placed := next(answers, None)):
+        pick = _pick(placed, engines)
+        for _ in range(min(wanted, placed.count or 1)):
             yield pick
+        # An older router knows no counts: it answers an entry once, for one request.
+        wanted = wanted - placed.count if placed.count else 0
 
 
 def _price(request: pb.GenerateRequest, avoid: Sequence[str]) -> pb.PricedRequest:

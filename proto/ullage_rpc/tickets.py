@@ -53,7 +53,7 @@ class Claims(NamedTuple):
     samples: int
     priority: int
     uses: int = 1
-    """Requests, each of at most this size."""
+    """Requests, each of at most this size; 0, in an older router's ticket, means one."""
 
 
 def engine_tag(engine_id: str) -> bytes:

@@ -40,8 +40,25 @@ def nonsense(request: pb.PickRequest) -> pb.PickResponse:
     return pb.PickResponse(placed=[pb.Placed(id=1, engine=7, ticket="t")])
 
 
-def too_few(request: pb.PickRequest) -> pb.PickResponse:
+def nothing(request: pb.PickRequest) -> pb.PickResponse:
     return pb.PickResponse()
+
+
+def one_each(request: pb.PickRequest) -> pb.PickResponse:
+    """As a router answers that knows no counts."""
+    sizes = [each.prompt_tokens for each in request.requests]
+    placed = [pb.Placed(id=size, ticket=f"t{size}", max_tokens=4) for size in sizes]
+    return pb.PickResponse(placed=placed, engines=["e:1"])
+
+
+def in_parts(request: pb.PickRequest) -> pb.PickResponse:
+    """Two of each, and the rest is refused."""
+    placed = []
+    for each in request.requests:
+        placed.append(pb.Placed(id=each.prompt_tokens, ticket=f"t{each.prompt_tokens}", count=2))
+        if each.count > 2:
+            placed.append(pb.Placed(refusal=pb.Refusal(reason="FULL"), count=each.count - 2))
+    return pb.PickResponse(placed=placed, engines=["e:1"])
 
 
 def too_many(request: pb.PickRequest) -> pb.PickResponse:
@@ -52,9 +69,12 @@ def broken(request: pb.PickRequest) -> pb.PickResponse:
     raise TypeError("metadata is not made of text")
 
 
-def unavailable(request: pb.PickRequest) -> pb.PickResponse:
-    metadata = grpc.aio.Metadata()
-    raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "gone")
+def failing(code: grpc.StatusCode) -> Answer:
+    def fail(request: pb.PickRequest) -> pb.PickResponse:
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(code, metadata, metadata, "gone")
+
+    return fail
 
 
 def picks_of(router: Router) -> Picks:
@@ -70,7 +90,7 @@ async def place(picks: Picks, asked: pb.GenerateRequest, avoid: tuple[str, ...] 
     return await picks.place(asked, avoid, deadline)
 
 
-@pytest.mark.parametrize("answer", [nonsense, too_few, broken])
+@pytest.mark.parametrize("answer", [nonsense, broken])
 def test_whatever_fails_the_next_are_served(answer: Answer) -> None:
     async def scenario() -> None:
         picks = picks_of(Router(answer, all_in_one))
@@ -93,6 +113,26 @@ def test_an_answer_is_not_believed_to_be_endless() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("answer", "ids"),
+    [
+        (all_in_one, [1, 1, 1, 2, 2, 3]),
+        (one_each, [2, None, None, 3, None, 4]),
+        (in_parts, [2, 2, None, 3, 3, 4]),
+        (nothing, [None] * 6),
+    ],
+)
+def test_nobody_gets_anothers_ticket(answer: Answer, ids: list[int | None]) -> None:
+    async def scenario() -> None:
+        picks = picks_of(Router(answer))
+        prompts = (2, 2, 2, 3, 3, 4)
+        found = await asyncio.gather(*(place(picks, request(prompt)) for prompt in prompts))
+        assert [pick and pick.id for pick in found] == ids, "the rest is the router's"
+        await picks.close()
+
+    asyncio.run(scenario())
+
+
 def test_like_requests_are_asked_for_as_one() -> None:
     async def scenario() -> None:
         router = Router(all_in_one)
@@ -108,9 +148,12 @@ def test_like_requests_are_asked_for_as_one() -> None:
     asyncio.run(scenario())
 
 
-def test_reports_that_were_not_heard_are_said_again() -> None:
+@pytest.mark.parametrize(
+    ("code", "times"), [(grpc.StatusCode.UNAVAILABLE, 2), (grpc.StatusCode.DEADLINE_EXCEEDED, 1)]
+)
+def test_only_reports_that_were_not_heard_are_said_again(code: grpc.StatusCode, times: int) -> None:
     async def scenario() -> None:
-        router = Router(unavailable, all_in_one)
+        router = Router(failing(code), all_in_one)
         picks = picks_of(router)
         for _ in range(2):
             picks.accepted(Pick(7, "e:1", "t", 4))
@@ -121,6 +164,6 @@ def test_reports_that_were_not_heard_are_said_again() -> None:
         await picks.close()
         for call in router.asked:
             assert (list(call.accepted), list(call.ended)) == ([7, 7], [7, 7])
-        assert len(router.asked) == 2
+        assert len(router.asked) == times
 
     asyncio.run(scenario())

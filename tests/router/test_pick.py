@@ -184,6 +184,23 @@ def test_credit_is_kept_until_the_end_is_told(start_service: "StartService", key
     asyncio.run(scenario())
 
 
+def test_who_finds_no_engine_was_not_heard(start_service: "StartService", keys: Path) -> None:
+    async def scenario() -> None:
+        async with start_service(**tickets(keys)) as service:
+            (placed,) = (await service.grpc.Pick(pb.PickRequest(requests=[ask()]))).placed
+            engine, picker = service.router.service.engines.all()[0], service.router.service.picker
+            known, engine.model = engine.model, None
+            told = pb.PickRequest(requests=[ask()], ended=[placed.id])
+            error = await error_of(service, told)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
+            assert picker.open == 1, "the client says it again"
+            engine.model = known
+            await service.grpc.Pick(told)
+            assert picker.counts["ended"] == picker.open == 1
+
+    asyncio.run(scenario())
+
+
 def test_what_is_never_reported_expires(start_service: "StartService", keys: Path) -> None:
     async def scenario() -> None:
         async with start_service(**tickets(keys, ttl=0.1)) as service:

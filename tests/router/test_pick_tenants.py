@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_rpc.errors import from_rpc_error
@@ -43,6 +44,14 @@ async def usage(service: "Service") -> dict[str, Any]:
     (alice,) = (await service.stats())["tenants"]["usage"]
     found: dict[str, Any] = alice
     return found
+
+
+async def refusals(service: "Service") -> float:
+    """Of the tenant's requests, as the metrics tell."""
+    text = (await service.http.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = families["ullage_router_tenant_requests"].samples
+    return sum(each.value for each in samples if each.labels["code"] in ("429", "503"))
 
 
 def test_picks_are_charged_to_their_tenant(
@@ -107,6 +116,23 @@ def test_what_no_engine_takes_is_not_paid(
             alice = await usage(service)
             assert alice["active"] == 2
             assert alice["tokens_left"] in range(1000 - 2 * 32, 1001)
+
+    asyncio.run(scenario())
+
+
+def test_every_refused_pick_is_counted(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(concurrency=3, max_tokens=20)
+        async with start_service(single=(5,), tenants=rules, tickets=tickets) as service:
+            priced = pb.PricedRequest(prompt_tokens=12, count=8)
+            for refused in (6, 14):
+                await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+                picks = (await service.stats())["picks"]
+                assert (picks["placed"], picks["refused"]) == (2, refused)
+                assert await refusals(service) == refused, "of which few ever began"
+            assert (await usage(service))["active"] == 2, "what was placed is not over"
 
     asyncio.run(scenario())
 

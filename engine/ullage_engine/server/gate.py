@@ -99,7 +99,7 @@ class Gate:
                 raise _too_many()
             taken = _Taken(claims.expires_ms / 1000 + CLOCK_SKEW_S)
             self._taken[claims.id] = taken
-        if taken.uses >= claims.uses:
+        if taken.uses >= max(1, claims.uses):  # older routers leave it out
             raise _refused("TICKET_USED", "the ticket was used; pick again")
         taken.uses += 1
 

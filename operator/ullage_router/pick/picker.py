@@ -21,6 +21,7 @@ from ullage_router.pick.tickets import TicketOffice, new_ids
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record
 from ullage_router.tenants import Visit
+from ullage_router.tokenize import Model
 from ullage_rpc.errors import ServiceError, invalid
 from ullage_rpc.limits import MAX_PRIORITY, MAX_SAMPLES, MAX_SESSION_ID_BYTES
 from ullage_rpc.tickets import CLOCK_SKEW_S
@@ -93,7 +94,9 @@ class _Wish:
     def leave(self, error: ServiceError) -> None:
         """None of those left is placed: whatever they were charged comes back."""
         if self.visit:
-            self.visit.settle(0, 0, errors.http_status(error), self.entered or 1)
+            status, entered = errors.http_status(error), self.entered or 1
+            self.visit.settle(0, 0, status, entered)
+            self.visit.turn_away(status, self.left - entered)
 
 
 class Picker:
@@ -163,14 +166,18 @@ class Picker:
         Raises:
             ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
         """
-        office = self._on()
+        office, model = self._on(), self._engines.model
+        if request.requests and model is None:
+            raise errors.no_engine()  # before the reports: unavailable means that none were heard
         self._book.sweep()
         self._book.report(request.accepted, request.ended)
         response = pb.PickResponse(ttl_s=office.ttl_s)
-        if not request.requests:
+        if model is None or not request.requests:
             return response
         self._check(request)
-        call = _Call(self._batch(), {e.address: e for e in reversed(self._engines.all())}, response)
+        call = _Call(
+            self._batch(model), {e.address: e for e in reversed(self._engines.all())}, response
+        )
         for priced in request.requests:
             self._place(_Wish(priced, priced.count or 1, visit), call)
         return call.finish()
@@ -204,10 +211,7 @@ class Picker:
         for i, priced in enumerate(request.requests):
             _check_priced(priced, f"requests[{i}]")
 
-    def _batch(self) -> Batch:
-        model = self._engines.model
-        if model is None:
-            raise errors.no_engine()
+    def _batch(self, model: Model) -> Batch:
         limits = self._config.limits
         return Batch(
             self._engines.views(model),

@@ -68,6 +68,12 @@ def test_a_ticket_is_taken_once(make_gate: Callable[..., Gate]) -> None:
     gate.admit(request(), ticket(2))
 
 
+def test_an_older_routers_ticket_is_for_one_request(make_gate: Callable[..., Gate]) -> None:
+    gate, older = make_gate(), ticket(uses=0)
+    gate.admit(request(), older)
+    assert refusal(gate, request(), older) == "TICKET_USED"
+
+
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     uses=st.lists(st.integers(0, 3), max_size=40),
