@@ -25,7 +25,7 @@ class Cluster:
         self._make, self.spec = manifest, spec
         self.now, self.objects, self.status = NOW, {}, {}
         self.canary, self.annotation, self.unready, self.unseen = GOOD, "", "", ""
-        self.stages, self.pods, self.is_remembered = [], [], True
+        self.stages, self.pods, self.applied, self.is_remembered = [], [], [], True
 
     def edit(self, **spec):
         self.spec |= spec
@@ -45,6 +45,7 @@ class Cluster:
             steering=self.annotation, trials=self.trials(), is_remembered=self.is_remembered,
         )  # fmt: skip
         decided = plan(parse(self._make(**self.spec)), observed, Settings())
+        self.applied = [key_of(item) for item in decided.apply]
         for item in decided.delete:
             del self.objects[key_of(item)]
         self.objects |= {key_of(item): self.live(item) for item in decided.apply}
@@ -267,6 +268,7 @@ def test_without_its_memory_nothing_that_failed_is_rolled_out(cluster, is_rememb
     before = cluster.status
     cluster.step()
     assert cluster.status == before, "told once"
+    assert ("StatefulSet", "demo-single") not in cluster.applied
     cluster.objects[key_of(kept)], cluster.is_remembered = kept, True
     cluster.step()
     assert cluster.stages[-1] == "RolledBack"
