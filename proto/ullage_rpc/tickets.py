@@ -23,6 +23,8 @@ CLOCK_SKEW_S = 5.0
 
 _CLAIMS = struct.Struct(">2sQQ8sIIBbH")
 _VERSION = b"U1"
+_SESSIONLESS = 1 << 15
+"""Added to the uses. What older engines know of them is that they are one."""
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
 
@@ -54,6 +56,8 @@ class Claims(NamedTuple):
     priority: int
     uses: int = 1
     """Requests, each of at most this size; 0, in an older router's ticket, means one."""
+    is_sessionless: bool = False
+    """The engine leaves out the session that a request names: tenants' names may be the same."""
 
 
 def engine_tag(engine_id: str) -> bytes:
@@ -69,7 +73,9 @@ class Signer:
 
     def sign(self, claims: Claims) -> str:
         """The ticket."""
-        text, mac = _CLAIMS.pack(_VERSION, *claims), self._mac.copy()
+        *fields, uses, is_sessionless = claims
+        text = _CLAIMS.pack(_VERSION, *fields, uses | is_sessionless * _SESSIONLESS)
+        mac = self._mac.copy()
         mac.update(text)
         return base64.urlsafe_b64encode(text + mac.digest()).decode()
 
@@ -95,7 +101,9 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
     ):
         raise TicketError("BAD_TICKET", "no router of this service signed the ticket; pick again")
     version, *fields = _CLAIMS.unpack(text)
-    claims = Claims(*fields)
+    said = Claims(*fields)
+    is_sessionless, uses = divmod(said.uses, _SESSIONLESS)
+    claims = said._replace(uses=uses, is_sessionless=bool(is_sessionless))
     if version != _VERSION or claims.engine != engine:
         raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
     if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:

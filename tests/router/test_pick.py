@@ -286,6 +286,12 @@ def claims(**more: Any) -> Claims:
     return Claims(**(fields | {"max_tokens": 2, "samples": 1, "priority": -100} | more))
 
 
+@given(st.integers(1, 1024), st.booleans())
+def test_a_ticket_says_what_was_signed(uses: int, is_sessionless: bool) -> None:
+    signed = claims(uses=uses, is_sessionless=is_sessionless)
+    assert verify(sign(signed, KEY), (KEY,), engine_tag("e"), 9.0) == signed
+
+
 @given(st.integers(0, 500), st.integers(1, 255))
 def test_a_changed_ticket_is_none(place: int, change: int) -> None:
     ticket = sign(claims(), KEY)

@@ -1,6 +1,7 @@
 """Tenants that pick, and tenants whose requests a cascade answers."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_rpc.errors import from_rpc_error
+from ullage_rpc.tickets import engine_tag, verify
 
 if TYPE_CHECKING:
     Service = Any
@@ -99,6 +101,21 @@ def test_like_picks_are_charged_one_by_one(
             await service.grpc.Pick(pb.PickRequest(ended=ids), metadata=PROOF)
             assert (await usage(service))["active"] == 0
             assert service.router.service.picker.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_sessions_of_tenants_are_left_out_by_engines(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        asked = pb.PickRequest(requests=[pb.PricedRequest(prompt_tokens=10, session_id="s")])
+        for section, is_sessionless in ((tenants(), True), (None, False)):
+            async with start_service(tenants=section, tickets=tickets) as service:
+                (placed,) = (await service.grpc.Pick(asked, metadata=PROOF)).placed
+                tag = engine_tag(service.engine.headroom.engine)
+                claims = verify(placed.ticket, (b"k" * 32,), tag, time.time())
+                assert claims.is_sessionless == is_sessionless
 
     asyncio.run(scenario())
 

@@ -132,6 +132,8 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     if not request.stop.HasField("max_tokens"):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
+    if claims.is_sessionless:
+        request.session_id = ""
 
 
 def _too_many() -> ServiceError:

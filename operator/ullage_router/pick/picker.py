@@ -274,6 +274,7 @@ class Picker:
             samples=samples,
             priority=wish.priority,
             count=count,
+            is_sessionless=wish.visit is not None,
         )
         call.place(number, engine.address, ticket, run, count)
 

@@ -51,12 +51,14 @@ class TicketOffice:
         samples: int = 1,
         priority: int = 0,
         count: int = 1,
+        is_sessionless: bool = False,
     ) -> str:
         """Leave for so many requests, each of at most this size, to this engine."""
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self._tags.get(engine_id) or self._tag(engine_id)
         size = (prompt_tokens, max_tokens, samples)
-        return self.keys.signer.sign(Claims(number, expires_ms, tag, *size, priority, count))
+        claims = Claims(number, expires_ms, tag, *size, priority, count, is_sessionless)
+        return self.keys.signer.sign(claims)
 
     def proof(self, engine_id: str, request: inference_pb2.GenerateRequest) -> tuple[str, str]:
         """Metadata with a ticket for just this request, in token ids and with its limit."""

@@ -74,6 +74,17 @@ def test_an_older_routers_ticket_is_for_one_request(make_gate: Callable[..., Gat
     assert refusal(gate, request(), older) == "TICKET_USED"
 
 
+@pytest.mark.parametrize(("is_sessionless", "session"), [(True, ""), (False, "chat")])
+def test_a_ticket_may_leave_out_the_session(
+    make_gate: Callable[..., Gate], is_sessionless: bool, session: str
+) -> None:
+    gate, asked = make_gate(), request(session_id="chat")
+    gate.admit(asked, ticket(is_sessionless=is_sessionless, uses=2))
+    assert asked.session_id == session
+    gate.admit(request(), ticket(is_sessionless=is_sessionless, uses=2))
+    assert refusal(gate, request(), ticket(is_sessionless=is_sessionless, uses=2)) == "TICKET_USED"
+
+
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     uses=st.lists(st.integers(0, 3), max_size=40),
