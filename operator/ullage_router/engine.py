@@ -105,7 +105,7 @@ class Engine:
         self._model_name = model_name
         self._owner = owner
         self.breaker = Breaker(breaker)
-        self.order = ReportOrder()
+        self.order = ReportOrder(side is Side.CANARY)
         self.waits = Waits(
             lambda: self.is_silent and owner.has_another(self),
             lambda: silent_engine(self.id, self.age_s),

@@ -9,9 +9,14 @@ class ReportOrder:
     """Checks the epoch and the sequence number of every report.
 
     Sequence numbers grow by one a push of one stream; an epoch is one life of an engine's server.
+
+    Args:
+        counts_earlier: whether workers lost before the first report count. A canary's do: it lives
+            for its trial only, and may fall before a router hears of it. Those of a stable engine
+            may be weeks old.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_earlier: bool = False) -> None:
         self.epoch: int | None = None
         self.sequence = 0
         self.missed = 0
@@ -21,7 +26,8 @@ class ReportOrder:
         self.restarts = 0
         """New lives of the engine's server, the first one not counted."""
         self.workers_lost = 0
-        """Ends of its workers and of its server that nobody asked for, since the first report."""
+        """Ends of its workers and of its server that nobody asked for."""
+        self._counts_earlier = counts_earlier
         self._restarts_told: int | None = None
 
     def connected(self) -> None:
@@ -54,6 +60,6 @@ class ReportOrder:
         kind: Kind = "next" if self.epoch is None else "restart"
         self.restarts += kind == "restart"
         self.workers_lost += kind == "restart"
-        self._restarts_told = 0 if kind == "restart" else None
+        self._restarts_told = 0 if kind == "restart" or self._counts_earlier else None
         self.epoch, self.sequence = epoch, sequence
         return kind

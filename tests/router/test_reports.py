@@ -33,6 +33,13 @@ def test_what_was_lost_before_the_first_report_is_not_counted() -> None:
     assert told(8, 1, 1) == 3, "the server ended, and then its worker"
 
 
+def test_a_canary_that_fell_before_a_router_heard_of_it_fell() -> None:
+    order = ReportOrder(counts_earlier=True)
+    order.take(7, 5)
+    order.lost(1)
+    assert order.workers_lost == 1
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1))
 def test_within_a_stream_only_what_is_newer_counts(sequences: list[int]) -> None:
