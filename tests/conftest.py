@@ -1,6 +1,8 @@
 """Settings that must be in the environment before any test module is imported, and certificates."""
 
+import asyncio
 import datetime
+import inspect
 import ipaddress
 import os
 from collections.abc import Callable
@@ -24,6 +26,17 @@ if not Path("/dev/nvidiactl").exists():
 
 
 DAY = datetime.timedelta(days=1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests that are coroutine functions, each on an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(test(**arguments))
+    return True
 
 
 class Authority:

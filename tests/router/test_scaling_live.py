@@ -16,8 +16,6 @@ import yaml
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, Operator, World
 
-pytestmark = pytest.mark.anyio
-
 ROUTER = {
     "app.kubernetes.io/name": "ullage",
     "app.kubernetes.io/instance": "s",

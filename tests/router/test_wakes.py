@@ -14,8 +14,6 @@ from ullage_router.views import EngineView, Facts, Policy, Standing
 from ullage_router.wake.wakes import sleeping_home
 from ullage_rpc.errors import ServiceError
 
-pytestmark = pytest.mark.anyio
-
 BLOCK_BYTES = 16_000
 POLICY = Policy(("single", "large"), 100, 10**9, RoutingSection().ladder)
 
