@@ -214,6 +214,8 @@ async def test_first_tokens_and_waits_are_measured(asleep):
         slow = made.chat("a", temperature=1)
         await made.until(lambda: engine.active == 1)
         engine.push(headroom_bytes=0, requests_running=1)
+        (followed,) = made.router.service.engines.all()
+        await made.until(lambda: followed.headroom.headroom_bytes == 0)
         waits = made.chat("b", temperature=1)
         await made.until(lambda: len(made.router.service.room) == 1)
         report = (await made.measures())["single"]
