@@ -1,29 +1,11 @@
-"""What routers measure, added up by pool: see `ullage_router.measures` for each number."""
+"""What routers measure, added up by pool: see `ullage_rpc.measures` for each number."""
 
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ullage_operator.autoscale import Load
-
-
-class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool as one process of a router sees it."""
-
-    ready: int
-    capacity_bytes: int
-    headroom_bytes: int
-    engine_requests: int
-    credit_bytes: int
-    queued: int
-    queue_bytes: int
-    queue_s: float
-    answered: int
-    late: int
-    held: int
-    wanted: int
-    idle_s: float
-
+from ullage_rpc.measures import PoolReport
 
 Report = Mapping[str, PoolReport]
 """By pool, of one process."""

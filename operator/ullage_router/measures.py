@@ -7,46 +7,17 @@ engines tell every router alike is marked: of that the largest number counts.
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from ullage_router.config import RouterConfig
 from ullage_router.engine import Engine
 from ullage_router.engines import Engines
 from ullage_router.queue import WaitingRoom
 from ullage_router.stats import Record, route_of
 from ullage_router.wake.wakes import Wakes
+from ullage_rpc.measures import PoolReport
 
 WINDOW_S = 60
 """Over which first tokens are counted."""
 _SLOT_S = 10
-
-
-class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool."""
-
-    ready: int
-    """Engines that take requests; told by engines."""
-    capacity_bytes: int
-    """KV memory of these; told by engines."""
-    headroom_bytes: int
-    """Of it, what they report as available; told by engines."""
-    engine_requests: int
-    """Requests running or waiting on them; told by engines."""
-    credit_bytes: int
-    """Of the headroom, what this router has promised since."""
-    queued: int
-    queue_bytes: int
-    queue_s: float
-    """Requests that wait for memory here, their bytes, and the longest wait so far."""
-    answered: int
-    late: int
-    """First tokens in the last minute, and those of them later than the objective."""
-    held: int
-    """Requests held until the pool wakes."""
-    wanted: int
-    """Requests that want the pool awake, held or not."""
-    idle_s: float
-    """Since a request was last seen."""
 
 
 class _FirstTokens:

@@ -13,11 +13,12 @@ from aiohttp import web
 
 from ullage_operator.autoscale import Decision, Load, Policy
 from ullage_operator.errors import InvalidManifest
-from ullage_operator.loads import PoolReport, load_of, parse
+from ullage_operator.loads import load_of, parse
 from ullage_operator.plan import ObjectKey, Observed, Plan
 from ullage_operator.scaler import Followed, Scaler, router_addresses
 from ullage_operator.scaling import Change, Decided, policy, scaling_notes
 from ullage_operator.spec import parse as parse_service
+from ullage_rpc.measures import PoolReport
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SET = ObjectKey("StatefulSet", "demo-single")

@@ -359,7 +359,8 @@ def test_sampled_requests_never_share(start_service: "StartService", more: dict[
             asked = [asyncio.ensure_future(service.chat(**more)) for _ in range(2)]
             await service.until(lambda: len(service.engine.requests) == 2, 20)
             service.engine.script.hold.set()
-            await asyncio.gather(*asked)
+            answers = await asyncio.gather(*asked)
+            assert [answer.status_code for answer in answers] == [200, 200]
 
     asyncio.run(scenario())
 
