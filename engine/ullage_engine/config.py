@@ -118,7 +118,7 @@ class TicketsSection(Strict, frozen=True, kw_only=True):
     keys_dir: Annotated[str, msgspec.Meta(min_length=1)]
     """Folder with one key a file, the same as the routers'."""
     required: bool = False
-    """Nothing is taken without a ticket."""
+    """Nothing is taken without a ticket, and AdminService is not served: clients reach the port."""
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):

@@ -14,7 +14,8 @@ from ullage_rpc.errors import ServiceError, abort, invalid
 
 
 class AdminService(rpc.AdminServiceServicer):
-    """Operation of this engine; whoever reaches the port may drain it."""
+    """Operation of this engine; whoever reaches the port may drain it, so it is not served where
+    clients do (`tickets.required`)."""
 
     def __init__(
         self, config: EngineConfig, board: Board, journal: Journal, supervisor: Supervisor

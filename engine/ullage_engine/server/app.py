@@ -48,8 +48,8 @@ log = logging.getLogger("ullage.engine")
 _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     headroom_pb2.DESCRIPTOR.services_by_name["HeadroomService"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 # Ended requests have this long to send their last message.
 _LAST_MESSAGES_S = 1.0
 
@@ -154,7 +154,8 @@ class EngineApp:
         server = self._config.server
         _make_run_dir(Path(server.run_dir))
         grpc_server = new_server()
-        await self._health.attach(grpc_server, _SERVICES)
+        services = (*_SERVICES, _ADMIN) if self._has_admin else _SERVICES
+        await self._health.attach(grpc_server, services)
         self._add_services(grpc_server)
         stop_metrics = self._serve_metrics()
         try:
@@ -211,13 +212,20 @@ class EngineApp:
             await probes.stop(None)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        board, journal = self._board, self._journal
-        admin = AdminService(self._config, board, journal, self._supervisor)
+        board = self._board
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
             HeadroomService(self._config, board), server
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        if self._has_admin:
+            admin = AdminService(self._config, board, self._journal, self._supervisor)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+
+    @property
+    def _has_admin(self) -> bool:
+        """Where tickets are required, clients reach this port, and no ticket is to drain with."""
+        tickets = self._config.tickets
+        return tickets is None or not tickets.required
 
     def _serve_metrics(self) -> Callable[[], None]:
         server = self._config.server

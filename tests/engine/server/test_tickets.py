@@ -14,6 +14,7 @@ from google.rpc import code_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.config import EngineConfig, TicketsSection
 from ullage_engine.server.gate import MAX_TAKEN, Gate
@@ -201,5 +202,24 @@ def test_a_served_engine_holds_requests_to_their_tickets(
             assert await multiplexed(engine, {}) == "UNAUTHENTICATED"
             fresh = ticket(3, engine=config.server.engine_id, expires_ms=soon)
             assert await multiplexed(engine, dict(fresh)) == "served"
+
+    asyncio.run(scenario())
+
+
+def test_clients_that_reach_an_engine_cannot_drain_it(
+    serve: Any, config: EngineConfig, keys: Path
+) -> None:
+    async def scenario() -> None:
+        section = TicketsSection(keys_dir=str(keys), required=True)
+        async with serve(msgspec.structs.replace(config, tickets=section)) as engine:
+            for call in (
+                engine.admin.Drain(admin_pb2.DrainRequest(timeout_ms=1)),
+                engine.admin.InjectFault(admin_pb2.InjectFaultRequest()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            state = await engine.state()
+            assert state.ready and not state.draining
 
     asyncio.run(scenario())
