@@ -3,6 +3,9 @@
 Runs the real operator against the API server that KUBECONFIG names, in a namespace of its own, or
 else against the tests' API server in this process. Prints one line a figure.
 
+It is not called `operator.py`: a script's folder comes first on the path, and that would be taken
+for the module of the standard library.
+
     python benchmarks/operator_services.py --services 1000
     python benchmarks/operator_services.py --quick
 """
