@@ -19,6 +19,9 @@ from ullage_operator.spec import Service, Tenants, Tickets
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where it is: writing is most of what a plan costs."""
+LOG_LEVEL = "info"
+"""Of pods whose service names none: not the operator's own, whose change would make all pods anew.
+"""
 
 
 def engine_config(
@@ -50,7 +53,7 @@ def engine_config(
             "probe_port": naming.PROBE_PORT,
             **({"tls_dir": naming.ENGINE_TLS_DIR} if spec.tls.engines else {}),
             "allow_fault_injection": spec.allow_fault_injection,
-            "log_level": spec.observability.log_level or settings.log_level,
+            "log_level": spec.observability.log_level or LOG_LEVEL,
         },
     }
 
@@ -60,7 +63,7 @@ def device_of(wanted: str, settings: Settings) -> str:
     return "cuda" if wanted == "auto" and settings.on_kubernetes else wanted
 
 
-def router_config(service: Service, settings: Settings) -> dict[str, Any]:
+def router_config(service: Service) -> dict[str, Any]:
     """What every router of a service reads; a target's A records are the ready engines."""
     spec = service.spec
     pools = [
@@ -95,7 +98,7 @@ def router_config(service: Service, settings: Settings) -> dict[str, Any]:
         **({"tenants": tenants_config(spec.tenants, spec.router.replicas)} if spec.tenants else {}),
         **cascade_config(service),
         **router_tickets(spec.tickets),
-        "log_level": spec.observability.log_level or settings.log_level,
+        "log_level": spec.observability.log_level or LOG_LEVEL,
     }
 
 

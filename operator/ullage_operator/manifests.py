@@ -19,7 +19,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         rollout_file: what it reads while it runs; a change restarts nothing.
     """
     name = naming.router_name(service.name)
-    config = to_yaml(router_config(service, settings))
+    config = to_yaml(router_config(service))
     match = naming.selector(service.name, naming.ROUTER)
     deployment = {
         "replicas": service.spec.router.replicas,

@@ -28,7 +28,7 @@ class Settings:
     find engines by it, so engines that end go on serving for longer, and a canary stays for twice
     as long once the stable engines are ready."""
     log_level: str = "info"
-    """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator and of what it starts."""
+    """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
     namespace: str = ""
     """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
     headroom and measures; empty: in any namespace."""

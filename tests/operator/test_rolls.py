@@ -1,11 +1,13 @@
 """Which pods an edit of a spec makes anew: those that must read it, and no others."""
 
 from copy import deepcopy
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from ullage_operator import naming
+from ullage_operator.plan import Observed, Plan, plan
 from ullage_operator.sections import camel
 from ullage_operator.settings import Settings
 from ullage_operator.spec import parse
@@ -119,9 +121,13 @@ def merged(old: Any, new: Any) -> Any:
 
 
 def templates(make_plan, spec, **more) -> dict[str, Any]:
-    """Pod templates by pool or component."""
+    return pod_templates(make_plan(**deepcopy(spec), **more))
+
+
+def pod_templates(made: Plan) -> dict[str, Any]:
+    """By pool or component."""
     found = {}
-    for obj in make_plan(**deepcopy(spec), **more).apply:
+    for obj in made.apply:
         if obj["kind"] in ("Deployment", "StatefulSet"):
             found[obj["metadata"]["name"].removeprefix("demo-")] = obj["spec"]["template"]
     return found
@@ -169,6 +175,27 @@ def test_more_routers_roll_routers_where_they_split_a_tenants_quota(make_plan):
     split = merged(BASE, {"tenants": NAMED | {"acrossRouters": "split"}})
     more = merged(split, {"router": {"replicas": 4}})
     assert changed(templates(make_plan, split), templates(make_plan, more)) == ROUTER
+
+
+@pytest.mark.parametrize(
+    ("settings", "rolled"),
+    [
+        ({"log_level": "debug"}, NOBODY),
+        ({"namespace": "elsewhere"}, NOBODY),
+        ({"router_image": "registry.example/router:2"}, ROUTER),
+        ({"engine_image": "registry.example/engine:2"}, ENGINES),
+        ({"dns_lag_s": 60.0}, ENGINES),
+        ({"image_pull_policy": "Always"}, ALL),
+        ({"image_pull_secrets": ("registry",)}, ALL),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_operator_rolls_what_reads_it(manifest, settings, rolled):
+    def made(chosen: Settings) -> dict[str, Any]:
+        service = parse(manifest(**deepcopy(BASE)))
+        return pod_templates(plan(service, Observed(now=datetime.now(UTC)), chosen))
+
+    assert changed(made(Settings()), made(Settings(**settings))) == rolled
 
 
 def test_another_operator_rolls_nothing_but_by_its_images(make_plan, monkeypatch):

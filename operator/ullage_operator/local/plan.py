@@ -64,7 +64,7 @@ def plan_local(
 ) -> LocalPlan:
     """The processes and files of a service on this machine; port 0 means any free one.
 
-    `secrets` is a folder with one folder for every Secret that the service names.
+    `log_level` is for services that name none. `secrets` is a folder with one folder for every Secret that the service names.
 
     Raises:
         PortBusy: a port is taken.
@@ -73,9 +73,9 @@ def plan_local(
     """
     check_cascade(service)
     check_pools(service)
-    settings = Settings(log_level=log_level, on_kubernetes=False)
-    now = datetime.now(UTC)
-    decided = plan(one_router(fully_scaled(service)), Observed(now=now), settings)
+    adapted = with_log_level(one_router(fully_scaled(service)), log_level)
+    observed = Observed(now=datetime.now(UTC))
+    decided = plan(adapted, observed, Settings(on_kubernetes=False))
     wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
     ports = assign(decided.apply, wanted)
     made = pods(decided.apply, run_dir, ports)
@@ -164,6 +164,14 @@ def one_router(service: Service) -> Service:
     """Routers of one machine would share one port, so there is one."""
     router = msgspec.structs.replace(service.spec.router, replicas=1)
     spec = msgspec.structs.replace(service.spec, router=router)
+    return msgspec.structs.replace(service, spec=spec)
+
+
+def with_log_level(service: Service, level: str) -> Service:
+    """A service that names no level has this one."""
+    own = service.spec.observability
+    told = msgspec.structs.replace(own, log_level=own.log_level or level)
+    spec = msgspec.structs.replace(service.spec, observability=told)
     return msgspec.structs.replace(service, spec=spec)
 
 
