@@ -64,7 +64,8 @@ def plan_local(
 ) -> LocalPlan:
     """The processes and files of a service on this machine; port 0 means any free one.
 
-    `log_level` is for services that name none. `secrets` is a folder with one folder for every Secret that the service names.
+    `log_level` is for services that name none. `secrets` is a folder with one folder for every
+    Secret that the service names.
 
     Raises:
         PortBusy: a port is taken.
