@@ -25,6 +25,7 @@ from ullage_rpc.errors import ServiceError
 CLIENT_CLOSED = 499
 RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
 INVALID_API_KEY = "INVALID_API_KEY"
+REPLACED = "REPLACED"
 
 _STATUSES = {
     grpc.StatusCode.OK: (200, ""),

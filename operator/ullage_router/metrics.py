@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from ullage_router.cascade.trail import Attempt
 from ullage_router.config import OTHER_TENANTS
-from ullage_router.errors import CLIENT_CLOSED
+from ullage_router.errors import CLIENT_CLOSED, REPLACED
 from ullage_router.stats import Record
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
@@ -145,7 +145,7 @@ class Metrics:
             self._count(self._sides, record.side, status)
         if record.coalesced_with:
             self._coalesced.inc()
-        if record.error == "REPLACED":
+        if record.error == REPLACED:
             self._replaced.inc()
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)

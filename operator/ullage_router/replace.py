@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from ullage_router.answer import Call
+from ullage_router.errors import REPLACED
 from ullage_rpc.errors import ServiceError, invalid
 
 MAX_KEY_CHARACTERS = 256
@@ -97,6 +98,6 @@ def _checked(key: str) -> str:
 def _replaced(call: Call) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.ABORTED,
-        "REPLACED",
+        REPLACED,
         f"a later request with the {HEADER} {call.idempotency_key!r} replaced this one",
     )

@@ -393,8 +393,28 @@ def test_a_later_request_with_the_same_key_replaces_the_older(
     asyncio.run(scenario())
 
 
-async def asked_with_key(service: "Service", key: str) -> str | None:
-    answer = await service.openai.chat.completions.create(
+def test_a_client_that_retries_conflicts_sends_no_replaced_request_again(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.hold = asyncio.Event()
+            retries = openai.DEFAULT_MAX_RETRIES
+            older = asyncio.ensure_future(asked_with_key(service, "k", retries))
+            await service.until(lambda: len(service.engine.requests) == 1)
+            newer = asyncio.ensure_future(asked_with_key(service, "k", retries))
+            with pytest.raises(openai.ConflictError):
+                await older
+            service.engine.script.hold.set()
+            assert await newer == "Hello big world"
+            assert len(service.engine.requests) == 2
+
+    asyncio.run(scenario())
+
+
+async def asked_with_key(service: "Service", key: str, max_retries: int = 0) -> str | None:
+    client = service.openai.with_options(max_retries=max_retries)
+    answer = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
         extra_headers={"Idempotency-Key": key},

@@ -6,6 +6,7 @@ from ullage_router.cascade.trail import Attempt, header
 from ullage_router.errors import (
     INVALID_API_KEY,
     RATE_LIMIT_EXCEEDED,
+    REPLACED,
     error_type,
     retry_after_s,
 )
@@ -48,11 +49,14 @@ def envelope(error: ServiceError) -> bytes:
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Retry-After where coming back helps."""
+    """Retry-After where coming back helps, and a word against it where that would do harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.reason == REPLACED:
+        # OpenAI's clients send a 409 again with the same key, which would replace the newer one.
+        headers.append((b"x-should-retry", b"false"))
     return headers
 
 
