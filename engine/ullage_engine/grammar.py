@@ -57,10 +57,11 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Reads a grammar, writes its error; ends by a signal where it is too much."""
+    """Reads a grammar, writes its error; ends by a signal, not SIGKILL, where it is too much."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    # With a hard limit of the same height it would end by SIGKILL, as where memory is short.
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 1))
     text = sys.stdin.buffer.read().decode()
 
     def tell() -> None:

@@ -6,11 +6,13 @@ path in it.
 
 import asyncio
 import json
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher
 
@@ -46,11 +48,46 @@ _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties")
 
 
-class GrammarCheck:
-    """Compiles grammars for their errors, in processes that may die of them."""
+class Interrupted(Exception):
+    """A compilation was ended from outside, which says nothing of its grammar."""
 
-    def __init__(self) -> None:
+
+async def compile_apart(text: str) -> str:
+    """Why a grammar cannot be compiled, found by a process of its own; empty if it can.
+
+    Raises:
+        Interrupted: the machine had not the time or the memory for that process.
+    """
+    command = [sys.executable, "-m", "ullage_engine.grammar"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_MOST_SECONDS):
+            told, _ = await process.communicate(text.encode())
+    except TimeoutError as error:
+        raise Interrupted from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == -signal.SIGKILL:  # its own limits end it by other signals
+        raise Interrupted
+    return _TOO_MUCH if process.returncode else told.decode()
+
+
+class GrammarCheck:
+    """Compiles grammars for their errors, in processes that may die of them.
+
+    Args:
+        compiled: says why a grammar cannot be compiled.
+    """
+
+    def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
+        self._compiled = compiled
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By grammar, held while it is compiled: others like it wait for that and take no turn."""
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
@@ -69,33 +106,23 @@ class GrammarCheck:
         return text
 
     async def _error(self, text: str) -> str:
-        found = self._verdicts.get(text)
-        if found is None:
-            async with self._turns:
-                found = await _compile(text)
-            self._verdicts[text] = found
-            if len(self._verdicts) > _MOST_KEPT:
-                self._verdicts.popitem(last=False)
+        if text not in self._verdicts:
+            async with self._alike.setdefault(text, asyncio.Lock()):
+                if text not in self._verdicts:
+                    return await self._found(text)
         self._verdicts.move_to_end(text)
+        return self._verdicts[text]
+
+    async def _found(self, text: str) -> str:
+        async with self._turns:
+            try:
+                found = await self._compiled(text)
+            except Interrupted:
+                return _TOO_MUCH  # not kept: the next request with it tries again
+        self._verdicts[text] = found
+        if len(self._verdicts) > _MOST_KEPT:
+            self._verdicts.popitem(last=False)
         return found
-
-
-async def _compile(text: str) -> str:
-    """Why a grammar cannot be compiled; empty if it can."""
-    command = [sys.executable, "-m", "ullage_engine.grammar"]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        async with asyncio.timeout(_MOST_SECONDS):
-            told, _ = await process.communicate(text.encode())
-    except TimeoutError:
-        return _TOO_MUCH
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return _TOO_MUCH if process.returncode else told.decode()
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:

@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from ullage.inference.v1 import inference_pb2 as pb
+from ullage_engine.server.grammar import GrammarCheck, Interrupted
 from ullage_rpc.errors import ServiceError, from_rpc_error
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -143,5 +145,75 @@ def test_a_costly_grammar_holds_up_no_other_call(serve: Serve) -> None:
             slow = asyncio.create_task(engine.generate(ask(grammar=costly)))
             await asyncio.gather(*(engine.generate(ask()) for _ in range(5)))
             assert (await slow).finished
+
+    asyncio.run(scenario())
+
+
+class Compiler:
+    """Takes every grammar, a moment later; is interrupted the first `interrupted` times."""
+
+    def __init__(self, interrupted: int = 0) -> None:
+        self.compiled: list[str] = []
+        self.began = asyncio.Event()
+        self._interrupted = interrupted
+
+    async def __call__(self, text: str) -> str:
+        self.compiled.append(text)
+        self.began.set()
+        await asyncio.sleep(0.01)
+        if len(self.compiled) <= self._interrupted:
+            raise Interrupted
+        return ""
+
+
+def test_alike_grammars_are_compiled_once() -> None:
+    async def scenario() -> None:
+        compiler = Compiler()
+        check = GrammarCheck(compiler)
+        asked = [ask(grammar={"regex": each}) for each in "ab" * 6]
+        texts = await asyncio.gather(*(check.text(request) for request in asked))
+        assert sorted(compiler.compiled) == sorted(set(texts))
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_while_a_grammar_is_compiled_takes_nobody_along() -> None:
+    async def scenario() -> None:
+        compiler = Compiler()
+        check, request = GrammarCheck(compiler), ask(grammar={"regex": "a"})
+        first, second = (asyncio.create_task(check.text(request)) for _ in range(2))
+        await compiler.began.wait()
+        first.cancel()
+        assert await second
+        assert first.cancelled() and len(compiler.compiled) == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_interrupted_compilation_is_no_verdict() -> None:
+    async def scenario() -> None:
+        check, request = GrammarCheck(Compiler(interrupted=1)), ask(grammar={"regex": "a"})
+        with pytest.raises(ServiceError, match="too much"):
+            await check.text(request)
+        assert await check.text(request)
+
+    asyncio.run(scenario())
+
+
+def processes(module: str) -> list[psutil.Process]:
+    """Those of this process's children that run the module."""
+    return [child for child in psutil.Process().children() if module in child.cmdline()]
+
+
+def test_a_killed_process_is_no_verdict() -> None:
+    async def scenario() -> None:
+        check, request = GrammarCheck(), ask(grammar={"regex": "a"})
+        asked = asyncio.create_task(check.text(request))
+        while not (compiling := processes("ullage_engine.grammar")):  # noqa: ASYNC110 - no signal
+            await asyncio.sleep(0)
+        compiling[0].kill()
+        with pytest.raises(ServiceError, match="too much"):
+            await asked
+        assert await check.text(request)
 
     asyncio.run(scenario())
