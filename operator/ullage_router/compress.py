@@ -61,26 +61,22 @@ def _fewest_dropped(
     keep: int,
 ) -> tuple[int, list[Turn]]:
     """By bisection: every turn more that goes makes the prompt shorter."""
-    choices = _choices(turns, keep)
-    low, high = 0, len(choices) - 1
+    places = droppable(turns, keep)
+    cuts = _cuts(turns, places)
+    low, high = 0, len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
-        if len(render(_without(turns, choices[middle]))) <= budget:
+        if len(render(_without(turns, places[: cuts[middle]]))) <= budget:
             high = middle
         else:
             low = middle + 1
-    return len(choices[low]), _without(turns, choices[low])
+    return cuts[low], _without(turns, places[: cuts[low]])
 
 
-def _choices(turns: Sequence[Turn], keep: int) -> list[list[int]]:
-    """What may be dropped together, fewest first: what remains begins with a user's turn."""
-    places = droppable(turns, keep)
-    cuts = [n for n in range(1, len(places) + 1) if _begins_well(turns, places[n:])]
-    return [places[:n] for n in cuts] or [places]
-
-
-def _begins_well(turns: Sequence[Turn], rest: Sequence[int]) -> bool:
-    return not rest or turns[rest[0]]["role"] == "user"
+def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
+    """How many may be dropped together, fewest first: what remains begins with a user's turn."""
+    begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
+    return [*begins, len(places)]
 
 
 def _without(turns: Sequence[Turn], places: Sequence[int]) -> list[Turn]:

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from ullage_router.compress import droppable
+from ullage_router.compress import KEPT_ROLES, droppable
 from ullage_router.config import CompressSection
 from ullage_router.facts import facts, share_kept
 from ullage_router.summarise import summarise
@@ -55,8 +55,10 @@ def oldest(turns: Sequence[Turn], share: float, keep: int) -> list[int]:
     The cut is before a user's turn, so calls stay with their results and roles alternate.
     """
     places = droppable(turns, keep)
-    wanted = math.ceil(share * sum(turn["role"] != "system" for turn in turns))
-    cuts = [n for n in range(1, len(places) + 1) if _is_user_next(turns, places[n - 1])]
+    roles = [turn["role"] for turn in turns if turn["role"] not in KEPT_ROLES]
+    wanted = math.ceil(share * len(roles))
+    # What may go is where the conversation begins, so roles[n] follows the first n of it.
+    cuts = [n for n in range(1, len(places) + 1) if roles[n : n + 1] == ["user"]]
     fitting = [n for n in cuts if n <= wanted] or cuts[:1]
     return places[: fitting[-1]] if fitting else []
 
@@ -134,10 +136,9 @@ class Condenser:
         section = self._section
         if section.method == "off" or num_tokens <= section.threshold * context:
             return None
-        places = oldest(turns, section.share, section.keep_turns)
+        places, old = await self._threads.run(num_characters(turns), lambda: self._old(turns))
         if not places:
             return None
-        old = [_plain(turns[i]) for i in places]
         method, summary = await self._summary(old, errands(num_tokens))
         made = await self._made(turns, places, summary, render) if summary else None
         if made is None or len(made[1]) >= num_tokens:
@@ -145,6 +146,11 @@ class Condenser:
             return None
         self._count(method, num_tokens - len(made[1]))
         return Condensed(*made, len(places), method)
+
+    def _old(self, turns: Sequence[Turn]) -> tuple[list[int], list[Turn]]:
+        """Places of what is to be summed up, and that as text."""
+        places = oldest(turns, self._section.share, self._section.keep_turns)
+        return places, [_plain(turns[i]) for i in places]
 
     def _count(self, outcome: str, saved_tokens: int) -> None:
         self._counts[outcome] += 1
@@ -193,12 +199,6 @@ class Condenser:
             return ""
         finally:
             self._asking -= 1
-
-
-def _is_user_next(turns: Sequence[Turn], place: int) -> bool:
-    """Whether the next turn after this place, system prompts aside, is a user's."""
-    after = (turn["role"] for turn in turns[place + 1 :] if turn["role"] != "system")
-    return next(after, "") == "user"
 
 
 def _plain(turn: Turn) -> Turn:

@@ -1,5 +1,6 @@
 """Shorter conversations: cleansed first, oldest turns dropped next, the rest untouched."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -68,3 +69,15 @@ def test_promises(talk: list[Turn], budget: int) -> None:
     assert [t["role"] for t in made.turns].count("system") == systems
     shortest = compress(talk, 0, render)
     assert len(made.token_ids) <= max(budget, len(shortest.token_ids))
+
+
+def test_tens_of_thousands_of_turns_take_little_memory() -> None:
+    talk = [turn("user", "x") for _ in range(20_000)]
+    tracemalloc.start()
+    try:
+        made = compress(talk, 100, render)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(made.turns) == 100 // len(render(talk[:1]))
+    assert peak < 50 << 20

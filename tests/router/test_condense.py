@@ -1,7 +1,7 @@
 """Long conversations: the oldest turns become a labelled summary that keeps the facts, or stay."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import openai
 import pytest
@@ -76,6 +76,22 @@ def test_an_extract_keeps_the_facts_or_is_none() -> None:
     assert all(f"2026-05-{i:02}" in made for i in range(4))
     dense = [turn("user", " ".join(f"{i}.5 of Item{i}x_{i}" for i in range(200)))]
     assert extract(dense, 0.9) == ""
+
+
+class Counted(list[Turn]):
+    """Counts the turns that are read."""
+
+    reads = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        self.reads += len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1
+        return super().__getitem__(key)
+
+
+def test_the_oldest_of_many_turns_are_found_by_reading_each_a_few_times() -> None:
+    many = Counted(turn("user", "x") for _ in range(20_000))
+    assert len(oldest(many, 0.25, 4)) == 5_000
+    assert many.reads < 10 * len(many)
 
 
 async def ask(service: "Service", turns: list[Turn]) -> Any:
