@@ -16,6 +16,7 @@ from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_router.config import GRPCSection, ProbesSection, RouterConfig, read_config
 from ullage_router.grpc.service import InferenceServicer
 from ullage_router.http.app import App
+from ullage_router.http.reader import Limits
 from ullage_router.http.server import HTTPServer
 from ullage_router.listening import CannotListen, listen
 from ullage_router.monitoring import Pages, own_pages
@@ -29,6 +30,8 @@ from ullage_rpc.health import Health
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
+MAX_HELD_BYTES = 256 << 20
+"""Of bodies, in all processes of a router together."""
 LEAVE_S = 2.0
 """Time for clients to take their connections elsewhere."""
 
@@ -66,7 +69,8 @@ class Router:
         self._health = Health()
         self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
-        self._http = HTTPServer(App(self.service, self._siblings))
+        limits = Limits(max_held_bytes=MAX_HELD_BYTES // config.processes)
+        self._http = HTTPServer(App(self.service, self._siblings), limits)
         self._readiness: asyncio.Task[None] | None = None
         self._monitoring: HTTPServer | None = None
         self.http_port = 0

@@ -23,8 +23,8 @@ from ullage_rpc.errors import ServiceError, from_status
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
-# Prompt tokens after which a message is full: it stays far below the longest that gRPC takes.
-MAX_BATCH_TOKENS = 1 << 20
+# A message is full with so much, or with one request: less than the longest that gRPC takes.
+MAX_BATCH_BYTES = 4 << 20
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -134,7 +134,7 @@ class _Line:
         self._calls: dict[int, Tagged] = {}
         self._last_tag = 0
         self._outbox: deque[Message] = deque()
-        self._batch_tokens = 0
+        self._batch_bytes = 0
         self._has_news = asyncio.Event()
         self._is_retired = False
 
@@ -144,9 +144,10 @@ class _Line:
         window = flow.responses * max(1, request.samples.n)  # samples are not joined
         call = Tagged(self, tag, timeout_s, flow, window)
         self._calls[tag] = call
-        self._batch_tokens += len(request.token_ids.ids)
-        if self._batch_tokens > MAX_BATCH_TOKENS:
-            self._batch_tokens = 0
+        size = request.ByteSize()
+        self._batch_bytes += size
+        if self._batch_bytes > MAX_BATCH_BYTES:
+            self._batch_bytes = size
             self._outbox.append(Message())
         self._next_message().calls.add(
             tag=tag,
@@ -220,7 +221,7 @@ class _Line:
     async def _send_all(self) -> None:
         while True:
             await self._has_news.wait()
-            self._batch_tokens = 0
+            self._batch_bytes = 0
             message = self._outbox.popleft()
             if not self._outbox:
                 self._has_news.clear()

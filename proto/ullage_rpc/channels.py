@@ -6,8 +6,9 @@ from ullage_rpc.guard import RequestGuard
 
 # A tokenizer.json with a 200k vocabulary is about 30 MB; prompts and tokens are far smaller.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# gRPC's own refusal has no details; RequestGuard's has, so requests up to here must reach it.
-MAX_RECEIVED_BYTES = 128 * 1024 * 1024
+# gRPC reads as much before anybody looks at a key. Its own refusal has no details; RequestGuard's
+# has, so what is a little too long must reach it.
+MAX_RECEIVED_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 
 CHANNEL_OPTIONS = (

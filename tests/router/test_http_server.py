@@ -307,6 +307,37 @@ def test_bodies_have_bounds(run: Run) -> None:
     run(scenario, Limits(max_body_bytes=1000, max_head_bytes=2000, linger_s=0.1))
 
 
+def test_bodies_that_arrive_have_a_bound_together(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        clients = [await connect() for _ in range(40)]
+        answers = {asyncio.create_task(client.answer()): client for client in clients}
+        for client in clients:
+            await client.send(head + b"x" * 900)
+        await until(lambda: sum(task.done() for task in answers) == 35)
+        assert {task.result()[1] for task in answers if task.done()} == {b"BODIES_FULL"}
+        other = await connect()
+        await other.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await other.answer())[1] == b"GET /healthz "
+        taken = [task for task in answers if not task.done()]
+        for task in taken[:2]:
+            await answers[task].send(b"x" * 100)
+            assert (await task)[1] == b"POST / " + b"x" * 1000
+        for task in taken[2:]:
+            answers[task].writer.close()
+        await asyncio.wait(taken)
+        await until(lambda: server.num_connections == 3)
+        # All the room is free again, for requests that wait for another, too.
+        await other.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" + (head + b"y" * 1000) * 4)
+        await until(lambda: echo.begun == 4)
+        echo.go_on.set()
+        assert (await other.answer())[1] == b"GET /wait "
+        for _ in range(4):
+            assert (await other.answer())[1] == b"POST / " + b"y" * 1000
+
+    run(scenario, Limits(max_body_bytes=1000, max_held_bytes=4950, linger_s=0.1))
+
+
 def test_clients_that_take_their_time_are_ended(run: Run) -> None:
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
         silent, head, body = await connect(), await connect(), await connect()

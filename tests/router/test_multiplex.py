@@ -121,6 +121,16 @@ def test_many_calls_get_each_its_own_answer() -> None:
     asyncio.run(scenario())
 
 
+def test_long_requests_do_not_share_a_message_that_is_too_long() -> None:
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            names = [f"n{i}." for i in range(6)]
+            calls = [begin(multiplexer, ask(name, 1, "x" * (3 << 20))) for name in names]
+            assert await asyncio.gather(*map(text_of, calls)) == [words(name, 1) for name in names]
+
+    asyncio.run(scenario())
+
+
 def test_a_reader_that_is_slow_holds_up_only_its_own_call() -> None:
     async def scenario() -> None:
         async with multiplexed() as (engine, multiplexer):

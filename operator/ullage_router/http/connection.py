@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from ullage_router.http.messages import Reply, Request
-from ullage_router.http.reader import Limits, Phase, RequestReader
+from ullage_router.http.reader import BodyRoom, Limits, Phase, RequestReader
 from ullage_rpc.errors import ServiceError
 
 # A client that sends requests without waiting for answers is read no further than this.
@@ -48,7 +48,11 @@ class Hub:
     is_draining: bool = False
     """No connection is taken any more."""
     common_headers: bytes = b""
+    room: BodyRoom = field(init=False)
     _to_begin: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.room = BodyRoom(self.limits.max_held_bytes)
 
     def begin(self, start: Callable[[], None]) -> None:
         """Has a request begun, after those before it, a few in each turn of the event loop."""
@@ -72,7 +76,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._loop = asyncio.get_running_loop()
-        self._reader = RequestReader(hub.limits, self._received)
+        self._reader = RequestReader(hub.limits, hub.room, self._received)
         self._waiting: deque[tuple[Request, ServiceError | None]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._is_busy = False
@@ -111,8 +115,7 @@ class Connection(asyncio.Protocol):
         if error is None and before is not Phase.BODY and self._reader.phase is Phase.BODY:
             error = self._welcome(self._reader.request)
         if error is not None:
-            self._is_reading = False
-            self._waiting.append((self._reader.request, error))
+            self._refuse(error)
         self._set_deadline(before)
         self._next()
         if len(self._waiting) > MAX_PIPELINED and self._transport:
@@ -121,6 +124,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.is_closing = True
+        self._reader.drop()
+        self._hub.room.give_back(sum(len(r.body) for r, error in self._waiting if error is None))
         self._waiting.clear()
         self._release()
         if self._task:
@@ -195,8 +200,7 @@ class Connection(asyncio.Protocol):
     def _expire(self) -> None:
         self.deadline = None
         if self._is_reading and self._reader.phase is not Phase.IDLE:
-            self._is_reading = False
-            self._waiting.append((self._reader.request, self._reader.late()))
+            self._refuse(self._reader.late())
             self._next()
         else:
             self.close()
@@ -208,6 +212,12 @@ class Connection(asyncio.Protocol):
             return
         spans = {Phase.HEAD: limits.head_timeout_s, Phase.BODY: limits.body_timeout_s}
         self.deadline = self._loop.time() + spans[phase]
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Reads no further; the client is told when those before it were answered."""
+        self._is_reading = False
+        self._reader.drop()
+        self._waiting.append((self._reader.request, error))
 
     def _received(self, request: Request) -> None:
         self._waiting.append((request, None))
@@ -238,6 +248,7 @@ class Connection(asyncio.Protocol):
             self._linger()
 
     def _begin(self, request: Request, reply: Reply) -> None:
+        self._hub.room.give_back(len(request.body))
         if self._transport:
             self._task = self._loop.create_task(self._serve(request, reply))
         else:  # the client went while its request waited

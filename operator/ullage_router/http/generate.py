@@ -113,7 +113,8 @@ class GenerateEndpoint:
                 "LENGTH_REQUIRED",
                 "the request has no body; send one with Content-Length",
             )
-        return self._dialect.parse(request.body)
+        body, request.body = request.body, b""  # an answer may take long and needs it no more
+        return self._dialect.parse(body)
 
     async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
         try:

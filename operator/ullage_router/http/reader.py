@@ -24,6 +24,8 @@ class Limits:
     max_head_bytes: int = 64 << 10
     """Request line and headers."""
     max_body_bytes: int = 8 << 20
+    max_held_bytes: int = 256 << 20
+    """Of bodies that are not served yet, on all connections of a server together."""
     max_connections: int = 20_000
     head_timeout_s: float = 10.0
     """From a request's first byte to the end of its headers."""
@@ -46,16 +48,40 @@ class Phase(Enum):
     BODY = "body"
 
 
+@dataclass(slots=True)
+class BodyRoom:
+    """Memory for bodies that are not served yet, of all connections of a server.
+
+    taken: of at most `most` bytes.
+    """
+
+    most: int
+    taken: int = 0
+
+    def take(self, size: int) -> bool:
+        """False, and nothing is taken, where that much is not free."""
+        has_room = self.taken + size <= self.most
+        self.taken += size if has_room else 0
+        return has_room
+
+    def give_back(self, size: int) -> None:
+        self.taken -= size
+
+
 class RequestReader:
     """Callbacks of the parser.
 
     Args:
         limits: of sizes.
+        room: that bodies take; who is told of a request gives its body's back.
         on_request: told every complete request.
     """
 
-    def __init__(self, limits: Limits, on_request: Callable[[Request], None]) -> None:
+    def __init__(
+        self, limits: Limits, room: BodyRoom, on_request: Callable[[Request], None]
+    ) -> None:
         self._limits = limits
+        self._room = room
         self._on_request = on_request
         self._parser = httptools.HttpRequestParser(self)
         self.phase = Phase.IDLE
@@ -64,7 +90,7 @@ class RequestReader:
         self._error: ServiceError | None = None
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._parts: list[bytes] = []
+        self._body = bytearray()
         self._body_bytes = 0
         self._fed = 0
 
@@ -94,7 +120,7 @@ class RequestReader:
     def on_message_begin(self) -> None:
         self.phase = Phase.HEAD
         self.request = Request("", "")
-        self._url, self._headers, self._parts = b"", [], []
+        self._url, self._headers = b"", []
         self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -117,17 +143,23 @@ class RequestReader:
         self._body_bytes += len(data)
         if self._body_bytes > self._limits.max_body_bytes:
             self._fail(self._too_large(f"more than {self._limits.max_body_bytes} bytes"))
+        elif self._error is None and not self._room.take(len(data)):
+            self._fail(_no_room())
         elif self._error is None:
-            self._parts.append(data)
+            self._body += data
 
     def on_message_complete(self) -> None:
         if self._error is not None or self._parser.should_upgrade():
             return
         self.phase = Phase.IDLE
         self._fed = 0
-        parts = self._parts
-        self.request.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.request.body, self._body = bytes(self._body), bytearray()
         self._on_request(self.request)
+
+    def drop(self) -> None:
+        """Gives the room back of a body that will not become complete."""
+        self._room.give_back(len(self._body))
+        self._body = bytearray()
 
     def _read_head(self) -> None:
         parser, request = self._parser, self.request
@@ -227,6 +259,15 @@ def _head_too_large(most: int) -> ServiceError:
         "HEADERS_TOO_LARGE",
         f"request line and headers are too long; send at most {most} bytes and "
         f"{MAX_HEADERS} headers",
+    )
+
+
+def _no_room() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "BODIES_FULL",
+        "requests that arrive fill the memory for their bodies; retry",
+        retry_after_s=1,
     )
 
 
