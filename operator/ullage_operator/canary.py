@@ -13,7 +13,7 @@ from ullage_operator.conditions import Finding, observe, timestamp
 from ullage_operator.configs import to_yaml
 from ullage_operator.judgement import Limits, Outcome, Verdict, judge
 from ullage_operator.manifests import Builder, pool_objects
-from ullage_operator.recall import begun, kept_text, lost, recalled, unseen
+from ullage_operator.recall import Memory, begun, kept_text, lost, recalled, unseen
 from ullage_operator.release import (
     Release,
     changed_pools,
@@ -68,9 +68,7 @@ class Seen:
 class Rolling:
     """A rollout at one moment."""
 
-    state: State
-    release: Release
-    """Of the stable engines."""
+    memory: Memory
     stable: Service
     """The service with the stable engines."""
     canary: Service
@@ -81,6 +79,10 @@ class Rolling:
     """Requests of a hundred for the canary."""
     is_known: bool = True
     """What was decided is known; otherwise only the number of engines may change."""
+
+    @property
+    def state(self) -> State:
+        return self.memory.state
 
     @property
     def is_trying(self) -> bool:
@@ -96,18 +98,16 @@ class Rolling:
 def roll(service: Service, seen: Seen, settings: Settings) -> Rolling:
     """Takes the rollout one step on."""
     wanted = release_of(service, settings)
-    known = recalled(seen.remembered, wanted)
-    if known is None and (held := _held(service, seen, wanted)):
-        return Rolling(held, wanted, service, service, (), 0, is_known=False)
-    state, release = known or begun(wanted, seen.now)
-    facts = facts_of(service, seen, state, release, wanted)
-    after = advance(state, facts, policy_of(service, settings))
+    memory = recalled(seen.remembered, wanted)
+    if memory is None and (held := _held(service, seen, wanted)):
+        return Rolling(Memory(held, wanted), service, service, (), 0, is_known=False)
+    memory = memory or begun(wanted, seen.now)
+    facts = facts_of(service, seen, memory, wanted)
+    after = advance(memory.state, facts, policy_of(service, settings))
     if after.seen != seen.annotation:
         after = dataclasses.replace(after, seen=seen.annotation)
-    changed = changed_pools(wanted, release)
-    if after.stable == facts.wanted:
-        release = wanted
-    return _rolling(service, after, release, changed, seen)
+    changed = changed_pools(wanted, memory.release)
+    return _rolling(service, memory.then(after, wanted), changed, seen)
 
 
 def _held(service: Service, seen: Seen, wanted: Release) -> State | None:
@@ -120,10 +120,9 @@ def _held(service: Service, seen: Seen, wanted: Release) -> State | None:
     return lost(service.name, live, revision, seen.annotation, seen.now)
 
 
-def _rolling(
-    service: Service, state: State, release: Release, changed: Sequence[str], seen: Seen
-) -> Rolling:
-    stable = with_release(service, release) if changed else service
+def _rolling(service: Service, memory: Memory, changed: Sequence[str], seen: Seen) -> Rolling:
+    state = memory.state
+    stable = with_release(service, memory.release) if changed else service
     sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
     if state.stage in TRYING:
         pools = tuple(name for name in changed if sizes[name])
@@ -136,16 +135,15 @@ def _rolling(
     tried = sum(min(most, sizes[name]) for name in pools)
     share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
     weight = weight_of(state, _steps(service), share) if pools else 0
-    return Rolling(state, release, stable, canary, pools, weight)
+    return Rolling(memory, stable, canary, pools, weight)
 
 
-def facts_of(
-    service: Service, seen: Seen, state: State, release: Release, wanted: Release
-) -> Facts:
+def facts_of(service: Service, seen: Seen, memory: Memory, wanted: Release) -> Facts:
+    state, release = memory.state, memory.release
     changed = changed_pools(wanted, release)
     sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
     tried = [name for name in changed if sizes[name]]
-    revision = revision_of(wanted) if changed else state.stable
+    revision = memory.revision(wanted)
     verdicts = [verdict_of(service, seen, state, is_last) for is_last in (False, True)]
     return Facts(
         now=seen.now,
@@ -228,7 +226,7 @@ def _steps(service: Service) -> tuple[int, ...]:
 def rollout_objects(service: Service, rolling: Rolling, settings: Settings) -> list[Manifest]:
     """What is remembered, which comes first, and the canary's engines."""
     name = naming.rollout_name(service.name)
-    text = kept_text(rolling.state, rolling.release)
+    text = kept_text(rolling.memory)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
     objects = [kept]
     most = service.spec.rollout.canary_replicas

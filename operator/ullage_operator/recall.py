@@ -7,31 +7,69 @@ leaves engines as they are and says so, rather than rolling out what nobody judg
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from ullage_operator import naming
-from ullage_operator.release import Release, overlaid, revision_of
+from ullage_operator.release import Release, changed_pools, is_same, overlaid, revision_of
 from ullage_operator.rollout import TRYING, Command, Stage, State, initial
 
 _TIMES = ("since", "unready_since", "unserved_since", "settled_since")
 
 
-def recalled(text: str | None, wanted: Release) -> tuple[State, Release] | None:
-    """The state and the stable release that were kept; None where they cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was decided, and about which releases."""
+
+    state: State
+    release: Release
+    """Of the stable engines."""
+    tried: Release | None = None
+    """Of the other revision that the state names; None: it names none."""
+
+    def revision(self, wanted: Release) -> str:
+        """What `state` calls the release that the spec asks for.
+
+        A revision's name is of all its fields, and an operator that knows one more would call the
+        same release otherwise: what failed would be tried again.
+        """
+        if not changed_pools(wanted, self.release):
+            return self.state.stable
+        other = _other(self.state)
+        return other if other and self.tried == wanted else revision_of(wanted)
+
+    def then(self, state: State, wanted: Release) -> "Memory":
+        """With what was decided about the release that the spec asks for."""
+        revision, other = self.revision(wanted), _other(state)
+        known = {_other(self.state): self.tried, revision: wanted}
+        release = wanted if state.stable == revision else self.release
+        return Memory(state, release, known.get(other) if other else None)
+
+
+def _other(state: State) -> str:
+    """The revision beside the stable one that a state is about; no state is about two."""
+    other = state.canary or state.failed
+    return "" if other == state.stable else other
+
+
+def recalled(text: str | None, wanted: Release) -> Memory | None:
+    """What was kept, in the form of what the spec asks for; None where it cannot be read."""
     try:
         kept = json.loads(text or "")
-        state = msgspec.convert(kept["state"], State)
-        return state, overlaid(wanted, kept["release"])
+        state, tried = msgspec.convert(kept["state"], State), kept.get("tried")
+        if tried is not None and is_same(wanted, tried):
+            tried = wanted
+        return Memory(state, overlaid(wanted, kept["release"]), tried)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def begun(wanted: Release, now: datetime) -> tuple[State, Release]:
+def begun(wanted: Release, now: datetime) -> Memory:
     """Of a service that nothing was kept of."""
-    return initial(revision_of(wanted), now), wanted
+    return Memory(initial(revision_of(wanted), now), wanted)
 
 
 def is_measured(text: str | None) -> bool:
@@ -42,13 +80,17 @@ def is_measured(text: str | None) -> bool:
         return False
 
 
-def kept_text(state: State, release: Release) -> str:
+def kept_text(memory: Memory) -> str:
     """What must outlive the operator: decisions, and not what is measured meanwhile."""
+    state = memory.state
     made = dataclasses.asdict(state)
     if state.stage in TRYING and not state.is_held:
         del made["reason"], made["message"]
     made |= {name: made[name].isoformat() for name in _TIMES if made[name]}
-    return json.dumps({"state": made, "release": release}, sort_keys=True, indent=1)
+    told = {"state": made, "release": memory.release}
+    if memory.tried is not None:
+        told["tried"] = memory.tried
+    return json.dumps(told, sort_keys=True, indent=1)
 
 
 def unseen(wanted: str, now: datetime) -> State:

@@ -67,6 +67,11 @@ def _merged(name: str, wanted: Any, known: Any) -> Any:
     return known
 
 
+def is_same(wanted: Release, known: Mapping[str, Any]) -> bool:
+    """Whether nothing was edited: the pools are the same, and no field that both have differs."""
+    return wanted["pools"].keys() == known["pools"].keys() and overlaid(wanted, known) == wanted
+
+
 def changed_pools(wanted: Release, known: Release) -> list[str]:
     """Pools whose engines differ; all where a section that they share does."""
     if any(wanted[name] != known[name] for name in SECTIONS):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator import naming
-from ullage_operator.recall import begun, is_measured, kept_text, lost, recalled, unseen
+from ullage_operator.canary import Seen, roll
+from ullage_operator.recall import Memory, begun, is_measured, kept_text, lost, recalled, unseen
 from ullage_operator.release import release_of, revision_of
 from ullage_operator.rollout import TRYING, Stage, State
 from ullage_operator.settings import Settings
@@ -33,6 +34,7 @@ states = st.builds(
     message=st.text(max_size=5),
     seen=st.text(max_size=5),
 )
+BROKEN = json.dumps({"state": {"stable": "a", "since": str(NOW)}, "release": {}, "tried": 3})
 
 
 @pytest.fixture
@@ -42,8 +44,8 @@ def release(manifest):
 
 @given(states)
 def test_every_decision_is_kept(state):
-    release = {"image": "one"}
-    told = json.loads(kept_text(state, release))
+    memory = Memory(state, {"image": "one"})
+    told = json.loads(kept_text(memory))
     is_volatile = state.stage in TRYING and not state.is_held
     assert ("message" in told["state"]) == ("reason" in told["state"]) == (not is_volatile)
     kept = dict(told["state"])
@@ -52,20 +54,58 @@ def test_every_decision_is_kept(state):
     if is_volatile:
         kept |= {"reason": state.reason, "message": state.message}
     assert State(**kept | {"stage": Stage(kept["stage"])}) == state
-    assert is_measured(kept_text(state, release)) == (state.stage is Stage.CANARY)
+    assert is_measured(kept_text(memory)) == (state.stage is Stage.CANARY)
 
 
 def test_what_was_kept_is_recalled(release):
     for stage in Stage:
         state = State("a", NOW, stage, "b", 1, "c", NOW, NOW, NOW, True, True, "R", "m", "pause")
-        assert recalled(kept_text(state, release), release) == (state, release)
+        for tried in (None, release, release | {"image": "other"}):
+            memory = Memory(state, release, tried)
+            assert recalled(kept_text(memory), release) == memory
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"state": {}}', "null", "3"])
+def known_before(release):
+    """As an operator that knew a field less kept it, and what it called that."""
+    older = release | {"memory": dict(list(release["memory"].items())[1:])}
+    return older, revision_of(older)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": Stage.ROLLED_BACK, "failed": "two"},
+        {"stage": Stage.CANARY, "canary": "two", "is_held": True, "reason": "Errors"},
+        {"stage": Stage.CANARY, "canary": "two", "step": 1},
+        {"stage": Stage.STARTING, "canary": "two"},
+    ],
+    ids=lambda more: " ".join(map(str, more.values())),
+)
+def test_a_field_that_a_newer_operator_knows_is_no_other_revision(manifest, more):
+    service = parse(manifest(image="two"))
+    wanted = release_of(service, Settings())
+    stable, one = known_before(wanted | {"image": "one"})
+    tried, two = known_before(wanted)
+    assert two != revision_of(wanted)
+    named = {name: two if value == "two" else value for name, value in more.items()}
+    before = State(one, NOW, **named)
+    text = kept_text(Memory(before, stable, tried))
+    for _ in range(2):  # by what was kept, and by what is kept of that
+        rolling = roll(service, Seen(now=NOW, stateful_sets={}, remembered=text), Settings())
+        for name in ("stable", "stage", "canary", "failed", "step", "is_held"):
+            assert getattr(rolling.state, name) == getattr(before, name)
+        assert rolling.stable.spec.image == "one"
+        text = kept_text(rolling.memory)
+    for edit in ({"image": "three"}, {"image": "two", "pools": {"more": {"gpus": 1}}}):
+        edited = release_of(parse(manifest(**edit)), Settings())
+        assert recalled(text, edited).revision(edited) == revision_of(edited)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"state": {}}', "null", "3", BROKEN])
 def test_what_cannot_be_read_is_not_taken_for_a_decision(release, text):
     assert recalled(text, release) is None
     assert not is_measured(text)
-    assert begun(release, NOW)[0].stable == revision_of(release)
+    assert begun(release, NOW).state.stable == revision_of(release)
 
 
 def live(**revisions):
