@@ -355,6 +355,34 @@ def test_clients_that_take_their_time_are_ended(run: Run) -> None:
     run(scenario, SMALL)
 
 
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+LATER = {
+    "head in two packets": (HEAD[:20], HEAD[20:] + b"abc", b"POST / abc"),
+    "body in two packets": (HEAD + b"a", b"bc", b"POST / abc"),
+    "not to its end": (HEAD + b"a", b"b", b"REQUEST_TIMEOUT"),
+    "malformed": (HEAD[:20], b"no header\r\n\r\n", b"MALFORMED_REQUEST"),
+}
+
+
+@pytest.mark.parametrize(("first", "rest", "told"), LATER.values(), ids=LATER.keys())
+def test_what_comes_during_an_answer_does_not_end_it(
+    run: Run, first: bytes, rest: bytes, told: bytes
+) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
+        client = await connect()
+        await client.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: echo.begun == 1)
+        for data in (first, rest):
+            await client.send(data)
+            assert await (await connect()).rest() == b""  # all that was due is over
+        assert echo.cancelled == 0
+        echo.go_on.set()
+        assert (await client.answer())[1] == b"GET /wait "
+        assert (await client.answer())[1] == told
+
+    run(scenario, SMALL)
+
+
 def test_bytes_that_trickle_in_win_no_time(run: Run) -> None:
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
         client = await connect()

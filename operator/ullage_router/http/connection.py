@@ -206,12 +206,21 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _set_deadline(self, before: Phase) -> None:
-        """Times each phase from its beginning: bytes that trickle in win no time."""
-        phase, limits = self._reader.phase, self._hub.limits
-        if phase is Phase.IDLE or phase is before:
-            return
-        spans = {Phase.HEAD: limits.head_timeout_s, Phase.BODY: limits.body_timeout_s}
-        self.deadline = self._loop.time() + spans[phase]
+        """Times each phase from its beginning: bytes that trickle in win no time.
+
+        A request that comes while another is answered has its time afterwards.
+        """
+        phase = self._reader.phase
+        if not (self._is_busy or phase is Phase.IDLE or phase is before):
+            self.deadline = self._loop.time() + self._span_s(phase)
+
+    def _span_s(self, phase: Phase) -> float:
+        limits = self._hub.limits
+        return {
+            Phase.IDLE: limits.idle_timeout_s,
+            Phase.HEAD: limits.head_timeout_s,
+            Phase.BODY: limits.body_timeout_s,
+        }[phase]
 
     def _refuse(self, error: ServiceError) -> None:
         """Reads no further; the client is told when those before it were answered."""
@@ -285,11 +294,7 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         assert self._transport
-        now = self._loop.time()
-        if self._reader.phase is Phase.IDLE:
-            self.deadline = now + self._hub.limits.idle_timeout_s
-        elif self.deadline is None:
-            self.deadline = now + self._hub.limits.body_timeout_s
+        self.deadline = self._loop.time() + self._span_s(self._reader.phase)
         if len(self._waiting) <= MAX_PIPELINED and not self._transport.is_reading():
             self._transport.resume_reading()
         self._next()
