@@ -19,7 +19,12 @@ ANOTHER_ENGINE_MAY = frozenset(
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.ABORTED,
         grpc.StatusCode.CANCELLED,
+        *errors.OF_THE_ROUTER,
     }
+)
+# Failures that say nothing of the request: it may come back.
+_NO_ENGINE = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
 
 
@@ -33,7 +38,7 @@ def as_told(error: ServiceError, timeout_s: float, num_failures: int) -> Service
     """What the client is told when no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
-    if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    if error.code in _NO_ENGINE:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
             "NO_ENGINE",

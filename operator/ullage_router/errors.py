@@ -81,7 +81,9 @@ def retry_after_s(error: ServiceError) -> int | None:
 # Reasons of an engine that takes nothing now, and of one that a request broke.
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
-_FAULTS = frozenset(
+OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+"""How an engine refuses the router and its ticket: clients show engines no keys."""
+_FAULTS = OF_THE_ROUTER | frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.INTERNAL,

@@ -120,6 +120,29 @@ async def asks_until(service: "Service", condition: Any) -> None:
 
 @pytest.mark.parametrize(
     ("code", "reason"),
+    [("UNAUTHENTICATED", "BAD_TICKET"), ("PERMISSION_DENIED", "TICKET_BUDGET")],
+)
+def test_an_engine_that_refuses_the_routers_ticket_is_left_for_another(
+    start_service: "StartService", code: str, reason: str
+) -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 30.0}
+        async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
+            bad, good = service.engines
+            bad.script.refuse = ServiceError(grpc.StatusCode[code], reason, "no")
+            while len(bad.requests) < 2:
+                assert await where(service) == "single-1"
+            state = (await engine_stats(service, "single-0"))["breaker"]
+            assert (state["state"], state["openings"]) == ("open", 1)
+            good.script.refuse = bad.script.refuse
+            answer = await service.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "NO_ENGINE")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
     [
         ("INTERNAL", "REQUEST_FAILED"),
         ("INTERNAL", "WORKER_LOST"),
