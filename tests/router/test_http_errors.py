@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from ullage_router.http.answers import ChatFormat
+from ullage_router.http.generate import Dialect, GenerateEndpoint, Parsed
+from ullage_router.http.messages import Reply, Request
+
 if TYPE_CHECKING:
     Service = Any
     StartService = Any
@@ -104,6 +108,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs"),
 ]
 
+
+def asked(field: bytes) -> bytes:
+    """A body with a field that no client of JSON writes."""
+    return b'{"messages":[{"role":"user","content":"x"}],' + field + b"}"
+
+
 BAD_BODIES: list[tuple[bytes, str]] = [
     (b"", "body"),
     (b"{", "body"),
@@ -115,6 +125,20 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"messages":[{"role":"user","content":"x"}],"temperature":Infinity}', "body"),
     (b'{"messages":[{"role":"user","content":"x"}],"temperature":1e999}', "temperature"),
     (b'{"messages":[{"role":"user","content":"\\ud800 and more text"}]}', ""),
+    (asked(b'"guided_json":{"const":"\xff"}'), "guided_json"),
+    (asked(b'"structured_outputs":{"json":{"const":"\xff"}}'), "structured_outputs.json"),
+    (
+        asked(
+            b'"response_format":{"type":"json_schema",'
+            b'"json_schema":{"name":"x","schema":{"const":"\xff"}}}'
+        ),
+        "response_format.json_schema.schema",
+    ),
+    (asked(b'"logit_bias":{"0000000000099999999999":1}'), "logit_bias['00000000000999999999']"),
+    (
+        asked(b'"logit_bias":{"' + b"0" * 11 + b"9" * 5000 + b'":1}'),
+        "logit_bias['00000000000999999999']",
+    ),
     (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
     (b'{"messages":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "body"),
     (b'{"messages":[],"tools":[' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"]}", "body"),
@@ -151,6 +175,7 @@ def test_wrong_bodies(start_service: "StartService") -> None:
         async with start_service() as service:
             for content, param in BAD_BODIES:
                 refused(await service.http.post(CHAT, content=content), 400, param)
+                assert (await service.stats())["latest"][0]["status"] == 400
             assert (await service.chat()).status_code == 200
 
     asyncio.run(scenario())
@@ -270,5 +295,37 @@ def test_errors_are_counted(start_service: "StartService") -> None:
             latest = (await service.stats())["latest"]
             assert [entry["status"] for entry in latest] == [200, 400]
             assert json.dumps(latest)
+
+    asyncio.run(scenario())
+
+
+class Page:
+    """Keeps what is written to a connection that never ends."""
+
+    common_headers, is_closing, is_full = b"", False, False
+
+    def __init__(self) -> None:
+        self.text = b""
+
+    def write(self, data: bytes) -> None:
+        self.text += data
+
+    async def drain(self) -> None:
+        """There is always room."""
+
+
+def broken(body: bytes) -> Parsed:
+    raise ValueError("a bug")
+
+
+def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            endpoint = GenerateEndpoint(service.router.service, Dialect(broken, ChatFormat))
+            request, page = Request("POST", CHAT, body=b"{}", has_length=True), Page()
+            await endpoint(request, Reply(page, request))
+            assert page.text.startswith(b"HTTP/1.1 500 ") and b"a bug" not in page.text
+            (latest,) = (await service.stats())["latest"]
+            assert (latest["status"], latest["error"]) == (500, "INTERNAL")
 
     asyncio.run(scenario())

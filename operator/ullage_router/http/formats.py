@@ -9,6 +9,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_router.http.schemas import MAX_UINT32, Common, ResponseFormat, StructuredOutputs
 from ullage_router.validate import wrong
+from ullage_rpc.errors import invalid
 
 Grammar = inference_pb2.Grammar
 
@@ -25,17 +26,22 @@ _grammars = attrgetter(
     "guided_grammar",
 )
 _NO_GRAMMAR = _grammars(Common())
+_MAX_TOKEN_DIGITS = len(str(MAX_UINT32))
 
 
 def logit_bias(common: Common) -> dict[int, float]:
     """By token; raises ServiceError for a key that is no token."""
     found = {}
     for key, value in (common.logit_bias or {}).items():
-        is_token = key.isascii() and key.isdigit() and int(key[:11]) <= MAX_UINT32
-        if not is_token:
+        if not _is_token(key):
             raise wrong(f"logit_bias[{key[:20]!r}]", value, "keys that are token ids")
         found[int(key)] = value
     return found
+
+
+def _is_token(key: str) -> bool:
+    is_number = key.isascii() and key.isdigit() and len(key) <= _MAX_TOKEN_DIGITS
+    return is_number and int(key) <= MAX_UINT32
 
 
 def grammar(common: Common) -> Grammar | None:
@@ -49,12 +55,12 @@ def grammar(common: Common) -> Grammar | None:
     asked = common.structured_outputs or StructuredOutputs()
     wanted: dict[str, Callable[[], Grammar | None]] = {
         "response_format": lambda: _from_format(common.response_format),
-        "structured_outputs.json": lambda: _from_schema(asked.json),
+        "structured_outputs.json": lambda: _from_schema("structured_outputs.json", asked.json),
         "structured_outputs.json_object": lambda: _object() if asked.json_object else None,
         "structured_outputs.regex": lambda: _from_regex(asked.regex),
         "structured_outputs.choice": lambda: _from_choice(asked.choice),
         "structured_outputs.grammar": lambda: _from_lark(asked.grammar),
-        "guided_json": lambda: _from_schema(common.guided_json),
+        "guided_json": lambda: _from_schema("guided_json", common.guided_json),
         "guided_regex": lambda: _from_regex(common.guided_regex),
         "guided_choice": lambda: _from_choice(common.guided_choice),
         "guided_grammar": lambda: _from_lark(common.guided_grammar),
@@ -83,7 +89,7 @@ def _from_format(asked: ResponseFormat | None) -> Grammar | None:
     if not _NAME.fullmatch(form.name):
         wanted = "1 to 64 letters, digits, underscores and dashes"
         raise wrong(f"{field}.name", form.name, wanted)
-    schema = _from_schema(form.schema)
+    schema = _from_schema(f"{field}.schema", form.schema)
     if schema is None:
         raise wrong(f"{field}.schema", "missing", "a JSON Schema")
     return schema
@@ -93,9 +99,12 @@ def _object() -> Grammar:
     return Grammar(json_object=inference_pb2.JsonObject())
 
 
-def _from_schema(raw: msgspec.Raw) -> Grammar | None:
+def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
     """A schema as it stands in the body, or in a string there; None for null."""
-    text = bytes(raw).decode()
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise invalid(field, f"{field} is not valid UTF-8; encode it as UTF-8") from error
     if text.startswith('"'):
         text = msgspec.json.decode(text, type=str)
     return None if text == "null" else Grammar(json_schema=text)

@@ -88,9 +88,10 @@ class GenerateEndpoint:
         try:
             visit = self._tenants.visit(headers.get("authorization"))
             parsed = self._parse(request)
-        except ServiceError as error:
-            self._pipeline.refused(record, error)
-            writer.error(error)
+        except Exception as error:
+            told = _told(error, record)
+            self._pipeline.refused(record, told)
+            writer.error(told)
             return
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
@@ -125,17 +126,8 @@ class GenerateEndpoint:
                     await _stream(generation, Chunks(form, wanted), writer)
                 else:
                     await _whole(generation, form, writer, body.n or 1)
-        except ServiceError as error:
-            writer.error(error)
-        except Exception:
-            log.exception("request failed", extra={"request_id": call.record.request_id})
-            writer.error(
-                ServiceError(
-                    grpc.StatusCode.INTERNAL,
-                    "INTERNAL",
-                    f"the router failed; its log names request {call.record.request_id}",
-                )
-            )
+        except Exception as error:
+            writer.error(_told(error, call.record))
 
     def _wanted(self, call: Call, body: Common) -> Wanted:
         return Wanted(
@@ -148,6 +140,18 @@ class GenerateEndpoint:
             n=body.n or 1,
             tools=call.request.messages.HasField("tools"),
         )
+
+
+def _told(error: Exception, record: Record) -> ServiceError:
+    """The error as the client sees it; what went wrong in the router is for its log."""
+    if isinstance(error, ServiceError):
+        return error
+    log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "INTERNAL",
+        f"the router failed; its log names request {record.request_id}",
+    )
 
 
 async def _stream(generation: Answer, chunks: Chunks, writer: Writer) -> None:
