@@ -86,7 +86,9 @@ class Measures:
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        self._session = self._session or aiohttp.ClientSession(timeout=_TIMEOUT)
+        if self._session is None:  # a connection that is waited for counts as one that fails
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector)
         try:
             async with self._session.get(url) as response:
                 response.raise_for_status()

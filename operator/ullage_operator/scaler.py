@@ -203,7 +203,8 @@ class Scaler(Generic[Key]):
 
     async def _ask(self, url: str, waits: bool) -> list[Report]:
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # Every service that sleeps holds a question at each of its routers.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         async with self._session.get(url, timeout=_WAIT if waits else _ASK) as response:
             response.raise_for_status()
             body = bytearray()
