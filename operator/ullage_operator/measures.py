@@ -15,7 +15,7 @@ from ullage_operator import naming
 from ullage_operator.loads import parse
 from ullage_operator.store import ServiceKey
 from ullage_operator.trials import Trial, read
-from ullage_operator.trouble import is_ready, parse_time
+from ullage_operator.trouble import is_ready, is_router, parse_time
 
 LEAST_INTERVAL_S = 5.0
 FRESH_S = 30.0
@@ -49,7 +49,7 @@ class Measures:
         known = self._told.get(key)
         if known and time.monotonic() - known[0] < LEAST_INTERVAL_S:
             return known[1]
-        urls = [url for url in map(metrics_url, pods) if url]
+        urls = [url for url in map(metrics_url, running(pods)) if url]
         answers = await asyncio.gather(*map(self._ask, urls))
         found = tuple(trial for text in answers for trial in read(text))
         self._told[key] = time.monotonic(), found
@@ -118,8 +118,7 @@ def _runs_s(pod: Pod, now: datetime) -> float:
 def metrics_url(pod: Pod) -> str:
     """Of a router's pod that has an address; empty for any other."""
     address = pod.get("status", {}).get("podIP", "")
-    labels = pod["metadata"].get("labels") or {}
-    if not address or labels.get("app.kubernetes.io/component") != naming.ROUTER:
+    if not address or not is_router(pod):
         return ""
     host = f"[{address}]" if ":" in address else address
     ports = [

@@ -52,9 +52,20 @@ def troubles(
         now: in UTC.
         lost_nodes: that are known not to answer.
     """
-    ordered = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
+    ordered = sorted(filter(is_counted, pods), key=lambda pod: str(pod["metadata"]["name"]))
     found = [_on_lost_node(p, lost_nodes) or trouble_of(p, now) for p in ordered]
     return sorted((each for each in found if each), key=lambda trouble: not trouble.blocks)
+
+
+def is_counted(pod: Pod) -> bool:
+    """All but routers that ended for good: a ReplicaSet makes others and keeps these for long."""
+    has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+    return not (is_router(pod) and has_ended)
+
+
+def is_router(pod: Pod) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.ROUTER)
 
 
 def node_of(pod: Pod) -> str:

@@ -107,7 +107,7 @@ def test_every_router_of_sleeping_services_can_be_asked_at_once(manifest: Callab
     assert asyncio.run(sizes_once_wanted()) == {"single": 1}
 
 
-def test_every_router_is_asked_what_it_counts_of_a_canary():
+def test_every_router_that_runs_is_asked_what_it_counts_of_a_canary():
     async def told() -> int:
         async with Routers() as routers:
             measures = Measures()
@@ -117,8 +117,10 @@ def test_every_router_is_asked_what_it_counts_of_a_canary():
                 "spec": {"containers": [{"ports": ports}]},
                 "status": {"phase": "Running", "podIP": "127.0.0.1"},
             }
+            evicted = pod | {"status": {"phase": "Failed", "podIP": "127.0.0.1"}}
+            pods = [pod] * COUNT + [evicted]
             try:
-                return len(await measures.trials(ServiceKey("models", "s"), [pod] * COUNT))
+                return len(await measures.trials(ServiceKey("models", "s"), pods))
             finally:
                 await measures.close()
 

@@ -159,6 +159,18 @@ def test_an_evicted_pod_and_one_that_cannot_be_made() -> None:
     assert trouble_of(creating, NOW) is None
 
 
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_router_that_ended_for_good_is_no_trouble_for_its_replicaset_keeps_it(phase: str) -> None:
+    gone = crashed(2)
+    gone["metadata"]["labels"] = {"app.kubernetes.io/component": "router"}
+    lost = frozenset({"node-a"})
+    assert [each.reason for each in troubles([gone], NOW)] == ["CrashLoopBackOff"]
+    gone["status"] |= {"phase": phase, "reason": "Evicted", "message": "low on memory"}
+    assert troubles([gone], NOW) == troubles([gone], NOW, lost) == []
+    gone["metadata"]["labels"]["app.kubernetes.io/component"] = "engine"
+    assert len(troubles([gone], NOW)) == 1
+
+
 def test_a_pod_on_a_lost_node_says_so_even_while_it_ends() -> None:
     ending = pod()
     ending["metadata"]["deletionTimestamp"] = ago(10)
