@@ -65,15 +65,17 @@ def findings(
     pools: Sequence[Workload],
     troubles: Sequence[Trouble],
     trying: Sequence[Trouble] = (),
+    change: Finding | None = None,
 ) -> list[Finding]:
     """The four conditions of a service whose spec is valid.
 
     Args:
         troubles: of its pods, what blocks first.
         trying: of a canary's pods, which block nothing.
+        change: how far a rollout is that is not over, as Progressing tells it.
     """
     available = availability(router, pools)
-    progressing = progress([router, *pools])
+    progressing = progress([router, *pools], change)
     degraded = degradation([*troubles, *trying])
     ready = readiness(router, pools, available, troubles)
     return [ready, available, progressing, degraded]
@@ -91,8 +93,10 @@ def availability(router: Workload, pools: Sequence[Workload]) -> Finding:
     return Finding(AVAILABLE, True, "Serving", counts([router, *pools]))
 
 
-def progress(workloads: Sequence[Workload]) -> Finding:
+def progress(workloads: Sequence[Workload], change: Finding | None = None) -> Finding:
     rolling = [workload.name for workload in workloads if not workload.settled]
+    if change and (change.holds or not rolling):
+        return change
     if rolling:
         return Finding(PROGRESSING, True, "RollingOut", f"rolling out {', '.join(rolling)}")
     return Finding(PROGRESSING, False, "Settled", "every pod is of the newest configuration")

@@ -156,7 +156,8 @@ def transitions(
         for each in after
         if _is_news(known.get(each["type"]), each)
     ]
-    return list(dict.fromkeys(notes))  # Ready and Degraded often say the same
+    worst = sorted(notes, key=lambda note: note.warning)  # Ready and Degraded often say the same
+    return list({(note.reason, note.message): note for note in worst}.values())
 
 
 def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:

@@ -20,15 +20,23 @@ from ullage_operator.canary import (
     rollout_status,
     router_file,
 )
-from ullage_operator.conditions import Workload, findings, observe, render
+from ullage_operator.conditions import (
+    PROGRESSING,
+    Finding,
+    Workload,
+    findings,
+    observe,
+    render,
+)
 from ullage_operator.headroom import Headroom, Vitals
-from ullage_operator.healing import Cure, Past, Verdict, decide
+from ullage_operator.healing import Past, Verdict, decide
 from ullage_operator.manifests import (
     engine_objects,
     pool_objects,
     router_objects,
 )
 from ullage_operator.monitoring import monitoring_objects
+from ullage_operator.rollout import WAITING, Stage
 from ullage_operator.scaler_objects import scaler_objects, without_replicas
 from ullage_operator.scaling import (
     NOTHING,
@@ -52,7 +60,13 @@ from ullage_operator.treatment import (
     told,
 )
 from ullage_operator.trials import Trial
-from ullage_operator.trouble import Trouble, pool_of, restarts, stable_in_s, troubles
+from ullage_operator.trouble import (
+    Trouble,
+    pool_of,
+    restarts,
+    stable_in_s,
+    troubles,
+)
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -110,7 +124,8 @@ class Plan:
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
     status: Manifest
-    cures: tuple[Cure, ...] = ()
+    rolling: Rolling
+    verdict: Verdict
     """Pods to make anew, once the status that tells of it is written."""
     again_s: float | None = None
     """When to look again, though nothing may have changed by then."""
@@ -130,7 +145,13 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     if rolling.look_again_s is not None:
         waits.append(rolling.look_again_s)
     again_s = min(waits, default=None)
-    return Plan(tuple(wanted), tuple(unwanted), status, verdict.cures, again_s)
+    return Plan(tuple(wanted), tuple(unwanted), status, rolling, verdict, again_s)
+
+
+def retold(service: Service, decided: Plan, observed: Observed) -> Manifest:
+    """The status once the plan was carried out, as far as it could be."""
+    service = scaled(service, observed.objects, observed.decided)
+    return status_of(service, decided.rolling, observed, decided.verdict)
 
 
 def verdict_of(service: Service, observed: Observed) -> Verdict:
@@ -148,7 +169,8 @@ def _waits(verdict: Verdict, observed: Observed) -> list[float]:
     """When healing wants to decide again, a pod becomes stable, or a node is to be asked for."""
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
-    return [max(1.0, wait) for wait in (verdict.again_s, *stable, *nodes) if wait is not None]
+    waits = (verdict.again_s, *stable, *nodes)
+    return [max(1.0, wait) for wait in waits if wait is not None]
 
 
 def wanted_objects(
@@ -253,7 +275,8 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
     wrong += held_troubles(verdict.held)
     trying = troubles(canary_pods(observed), observed.now, observed.lost_nodes)
     serving = [bridged(service, pool, rolling, observed) for pool in pools.values()]
-    found = [*findings(router, serving, wrong, trying), finding(rolling)]
+    found = findings(router, serving, wrong, trying, change_of(rolling))
+    found.append(finding(rolling))
     found += surroundings(observed.serves, observed.missing)
     found += scaling_finding(service, observed.decided, observed.serves)
     host = f"{name}.{service.namespace}.svc"
@@ -273,6 +296,16 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def change_of(rolling: Rolling) -> Finding | None:
+    """How far a rollout is while engines are not, or not all, of what the spec asks for."""
+    state = rolling.state
+    waits_for_people = state.is_held or state.reason == "Paused"
+    if state.stage is Stage.STABLE and not waits_for_people and state.reason != WAITING:
+        return None
+    moves = state.stage is not Stage.ROLLED_BACK and not waits_for_people
+    return Finding(PROGRESSING, moves, state.reason, state.message)
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:

@@ -5,7 +5,7 @@ import logging
 import random
 from typing import Any, NamedTuple
 
-from ullage_operator.act import Actor, Replaced
+from ullage_operator.act import Acted, Actor, Replaced
 from ullage_operator.cluster import Cluster
 from ullage_operator.errors import ClusterDenied, InvalidManifest, Permanent, Temporary
 from ullage_operator.events import transitions
@@ -13,7 +13,7 @@ from ullage_operator.healer import Healer
 from ullage_operator.kinds import SERVICE
 from ullage_operator.measures import Measures
 from ullage_operator.metrics import ReconcileMetrics
-from ullage_operator.plan import Observed, Plan, plan, seen_of
+from ullage_operator.plan import Observed, Plan, plan, retold, seen_of
 from ullage_operator.publisher import Publisher
 from ullage_operator.recall import is_measured
 from ullage_operator.scaler import Followed, Scaler, router_addresses
@@ -132,7 +132,7 @@ class Reconciler:
             notes = transitions(before, after) + scaling_notes(observed.status, status)
             await self._publisher.tell(manifest, notes)
         if decided is not None:
-            await self._healer.treat(key, manifest, decided.cures, observed.now)
+            await self._healer.treat(key, manifest, decided.verdict.cures, observed.now)
         return result, again_s
 
     async def _measured(self, key: ServiceKey, observed: Observed) -> Observed:
@@ -177,15 +177,22 @@ class Reconciler:
             _logger.error("%s: invalid: %s", key, error)
             message = "; ".join(map(str, error.problems))
             return Outcome("invalid", failed_status(observed, generation, "InvalidSpec", message))
-        if acted.result != "ok":
-            missing = (*observed.missing, *map(str, acted.denied))
-            observed = dataclasses.replace(observed, missing=missing, unapplied=acted.troubles)
-            decided = plan(service, observed, self._settings)
+        after = self._after(manifest, observed, acted)
+        status = decided.status if after == observed else retold(service, decided, after)
         again_s = decided.again_s
         if acted.delayed:
             wait_s = self._backoff_s(key, acted.delay_s)
             again_s = min(wait_s, again_s or wait_s)
-        return Outcome(acted.result, decided.status, decided, again_s)
+        return Outcome(acted.result, status, decided, again_s)
+
+    def _after(self, manifest: Object, observed: Observed, acted: Acted) -> Observed:
+        """With what was written, which no watch will tell, and what could not be."""
+        return dataclasses.replace(
+            observed,
+            objects=observe(self._store, manifest).objects,
+            missing=(*observed.missing, *map(str, acted.denied)),
+            unapplied=acted.troubles,
+        )
 
     def _sized(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
         """With what is decided about the size of its pools."""

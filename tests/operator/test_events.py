@@ -101,6 +101,15 @@ def test_conditions_are_told_when_status_or_reason_change() -> None:
     assert transitions(before, [c | {"message": "other"} for c in before]) == []
 
 
+def test_what_two_conditions_say_is_told_once_and_as_a_warning_if_either_is_one() -> None:
+    before = [condition("Progressing", "True", "A"), condition("RolloutHealthy", "True", "A")]
+    after = [
+        condition("Progressing", "False", "Errors", "rolled back"),
+        condition("RolloutHealthy", "False", "Errors", "rolled back"),
+    ]
+    assert transitions(before, after) == [Note("Errors", "Observe", "rolled back", True)]
+
+
 def test_of_a_new_service_only_the_unusual_is_told() -> None:
     new = [
         condition("Ready", "False", "NoEngineReady"),

@@ -4,6 +4,8 @@ With KUBECONFIG set it is that API server, in a namespace of its own; the tests 
 workload controllers or inject faults run on the test server only.
 """
 
+import json
+
 import httpx
 import pytest
 import yaml
@@ -96,6 +98,35 @@ def test_conditions_follow_the_workloads(world, operator, played):
     world.patch(f"{world.path('statefulsets')}/s-single/status", broken)
     until(lambda: world.condition("Ready").get("status") == "False", "no longer Ready")
     assert world.condition("Ready")["lastTransitionTime"] >= since
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        ({"image": "registry.example/engine:2"}, "strategy is rolling"),
+        ({"routing": {"largeRequestTokens": 9}}, "rolling out router"),
+    ],
+)
+def test_the_status_never_calls_an_edit_settled_that_has_only_just_been_applied(
+    world, operator, played, edit, what
+):
+    world.create(router={"replicas": 1}, rollout={"strategy": "rolling"})
+    counts = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), 1)
+    for (plural, name), obj in converged(world).items():
+        if plural in ("statefulsets", "deployments"):
+            status = counts | {"observedGeneration": obj["metadata"]["generation"]}
+            world.patch(f"{world.path(plural)}/{name}/status", {"status": status})
+    until(lambda: world.condition("Progressing").get("reason") == "Settled", "it has settled")
+    before = world.service()["metadata"]
+    world.patch(f"{world.services}/s", {"spec": edit})
+    converged(world)
+    query = f"watch=true&timeoutSeconds=1&resourceVersion={before['resourceVersion']}"
+    told = [json.loads(line) for line in world.client.get(f"{world.services}?{query}").iter_lines()]
+    statuses = [event["object"]["status"] for event in told if event["type"] == "MODIFIED"]
+    first = next(s for s in statuses if s["observedGeneration"] > before["generation"])
+    [progressing] = [c for c in first["conditions"] if c["type"] == "Progressing"]
+    assert (progressing["status"], progressing["reason"]) == ("True", "RollingOut")
+    assert what in progressing["message"]
 
 
 def test_deletion_leaves_nothing_and_needs_no_operator(world, start):

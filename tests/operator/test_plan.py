@@ -187,3 +187,65 @@ def test_a_workload_settles_only_when_all_is_done(change: dict[str, Any]) -> Non
     }
     assert observe("single", 2, done).settled
     assert not observe("single", 2, done | change).settled
+
+
+def follow(make_plan: MakePlan, *steps: dict[str, Any]) -> Plan:
+    """The plan after edits that build on one another, a minute apart unless they say otherwise.
+
+    Controllers do at once what they are told; nobody asks routers.
+    """
+    plan, spec, now = make_plan(image="one"), {"image": "one"}, NOW
+    for step in ({}, *steps):
+        spec |= {name: value for name, value in step.items() if name != "after"}
+        now += step.get("after", timedelta(minutes=1))
+        known = {key_of(item): item for item in live(plan)}
+        plan = make_plan(Observed(now=now, objects=known, status=plan.status), **spec)
+    return plan
+
+
+EDIT = {"image": "two"}
+HELD = {"rollout": {"autoRollback": False}}
+LATER = {"after": timedelta(days=1)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "progressing", "stage"),
+    [
+        ([], ("False", "Settled"), "Stable"),
+        ([EDIT], ("True", "CanaryStarting"), "Starting"),
+        ([EDIT, {}], ("True", "CanaryStep1"), "Canary"),
+        ([EDIT, {}, LATER], ("False", "NotMeasured"), "RolledBack"),
+        ([EDIT | HELD, {}, LATER], ("False", "NotMeasured"), "Paused"),
+        ([EDIT | {"rollout": {"paused": True}}], ("False", "Paused"), "Paused"),
+        ([EDIT | {"rollout": {"strategy": "rolling"}}], ("True", "RollingOut"), "Promoting"),
+        ([EDIT | {"rollout": {"strategy": "rolling"}}, {}], ("False", "Settled"), "Stable"),
+    ],
+)
+def test_progressing_tells_of_a_rollout_until_the_engines_are_what_the_spec_asks_for(
+    make_plan: MakePlan, steps: list[dict[str, Any]], progressing: tuple[str, str], stage: str
+) -> None:
+    plan = follow(make_plan, *steps)
+    assert (conditions(plan)["Progressing"], plan.status["rollout"]["stage"]) == (
+        progressing,
+        stage,
+    )
+    if progressing[1] != "Settled":
+        assert said(plan, "Progressing") == plan.status["rollout"]["message"]
+
+
+def said(plan: Plan, kind: str) -> str:
+    return next(str(c["message"]) for c in plan.status["conditions"] if c["type"] == kind)
+
+
+def test_an_edit_that_waits_for_engines_is_in_progress(make_plan: MakePlan) -> None:
+    known = {key_of(item): item for item in live(follow(make_plan), ready=False)}
+    plan = make_plan(Observed(now=NOW + timedelta(minutes=1), objects=known), **EDIT)
+    assert conditions(plan)["Progressing"] == ("True", "NoStableEngine")
+
+
+def test_a_scaled_router_is_rolled_out_whatever_became_of_the_engines(make_plan: MakePlan) -> None:
+    held = follow(make_plan, EDIT | {"rollout": {"paused": True}})
+    known = {key_of(item): item for item in live(held)}
+    spec: dict[str, Any] = EDIT | {"rollout": {"paused": True}, "router": {"replicas": 5}}
+    plan = make_plan(Observed(now=NOW, objects=known, status=held.status), **spec)
+    assert conditions(plan)["Progressing"] == ("True", "RollingOut")
