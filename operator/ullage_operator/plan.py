@@ -4,6 +4,7 @@
 pods as processes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -62,11 +63,13 @@ from ullage_operator.treatment import (
 from ullage_operator.trials import Trial
 from ullage_operator.trouble import (
     Trouble,
+    is_counted,
     pool_of,
     restarts,
     stable_in_s,
     troubles,
 )
+from ullage_operator.unmade import Made, look_again_s, unmade
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -141,7 +144,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> Plan:
     unwanted = unwanted if rolling.is_known else []
     verdict = verdict_of(service, observed)
     status = status_of(service, rolling, observed, verdict)
-    waits = _waits(verdict, observed)
+    waits = _waits(service, verdict, observed)
     if rolling.look_again_s is not None:
         waits.append(rolling.look_again_s)
     again_s = min(waits, default=None)
@@ -165,11 +168,13 @@ def verdict_of(service: Service, observed: Observed) -> Verdict:
     )
 
 
-def _waits(verdict: Verdict, observed: Observed) -> list[float]:
-    """When healing wants to decide again, a pod becomes stable, or a node is to be asked for."""
+def _waits(service: Service, verdict: Verdict, observed: Observed) -> list[float]:
+    """When healing wants to decide again, a pod becomes stable or has been lacking for too long, or
+    a node is to be asked for."""
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
-    waits = (verdict.again_s, *stable, *nodes)
+    unmade_s = look_again_s(made(service, observed), observed.status, observed.now)
+    waits = (verdict.again_s, unmade_s, *stable, *nodes)
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
@@ -273,6 +278,7 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
     wrong = [*observed.unapplied]
     wrong += troubles(stable_pods(observed), observed.now, observed.lost_nodes)
     wrong += held_troubles(verdict.held)
+    wrong += unmade(made(service, observed), observed.status, observed.now)
     trying = troubles(canary_pods(observed), observed.now, observed.lost_nodes)
     serving = [bridged(service, pool, rolling, observed) for pool in pools.values()]
     found = findings(router, serving, wrong, trying, change_of(rolling))
@@ -296,6 +302,18 @@ def status_of(service: Service, rolling: Rolling, observed: Observed, verdict: V
             found, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def made(service: Service, observed: Observed) -> list[Made]:
+    """The router's Deployment and the stable StatefulSets, with their pods."""
+    status, live = observed.status, observed.objects
+    pods = Counter(map(pool_of, filter(is_counted, observed.pods)))
+    router = live.get(ObjectKey("Deployment", naming.router_name(service.name)))
+    found = [(router, pods[""], status.get("router", {}))]
+    for name in service.spec.pools:
+        engines = live.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
+        found.append((engines, pods[name], status.get("pools", {}).get(name, {})))
+    return [Made(obj, count, told.get("replicas")) for obj, count, told in found if obj]
 
 
 def change_of(rolling: Rolling) -> Finding | None:
