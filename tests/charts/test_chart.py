@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from ullage_operator.kinds import OWNED
 from ullage_operator.main import parser
-from ullage_operator.metrics import ReconcileMetrics
+from ullage_operator.metrics import LeadMetrics, ReconcileMetrics
 from ullage_operator.naming import operator_selector, selector
 from ullage_operator.plan import Observed, plan
 from ullage_operator.settings import Settings
@@ -174,6 +174,16 @@ def test_only_the_own_lease_may_be_changed(render):
     assert role["metadata"]["namespace"] == deployment["metadata"]["namespace"]
 
 
+def test_whoever_grants_rights_by_hand_is_told_of_all_of_them():
+    """docs/install.md names each file and each list of rules, lest somebody copies only some."""
+    told = (ROOT / "docs" / "install.md").read_text()
+    texts = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    assert {name for name, text in texts.items() if "verbs:" in text} == {"_helpers.tpl"}
+    lists = re.findall(r'define "(ullage\.\w*[rR]ules)"', texts["_helpers.tpl"])
+    assert {f'include "{name}"' in texts["rbac.yaml"] for name in lists} == {True}
+    assert all(f"`{name}`" in told for name in ("templates/_helpers.tpl", *lists))
+
+
 def test_no_wildcards_and_no_secrets(render):
     for (group, resource), verbs in rules(render()).items():
         assert "*" not in {group, resource, *verbs}
@@ -261,10 +271,12 @@ def test_the_definition_goes_with_the_chart_only_where_asked(render):
 def test_alerts_are_about_metrics_that_the_operator_has(render):
     registry = CollectorRegistry()
     ReconcileMetrics(registry).total.labels(result="ok").inc()
+    LeadMetrics(registry, lambda: 0.0)
     known = {sample.name for metric in registry.collect() for sample in metric.samples}
     (rule,) = by_kind(render("prometheusRule.enabled=true"), "PrometheusRule")
     alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
-    assert len(alerts) == 3
+    assert len(alerts) == 4
+    assert "sum(ullage_operator_leader{" in next(a["expr"] for a in alerts if "Leads" in a["alert"])
     for alert in alerts:
         named = set(re.findall(r"ullage_\w+", alert["expr"]))
         assert named and named <= known, alert["expr"]

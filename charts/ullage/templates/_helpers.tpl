@@ -85,3 +85,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [events]
   verbs: [create, patch]
 {{- end }}
+
+{{- /* Whether the node of a pod that does not end still answers; nodes belong to no namespace. */ -}}
+{{- define "ullage.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get]
+{{- end }}
+
+{{- /* In the release's own namespace: without them no operator acts. */ -}}
+{{- define "ullage.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "ullage.fullname" . }}]
+  verbs: [get, update]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+{{- end }}
