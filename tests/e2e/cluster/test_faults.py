@@ -33,7 +33,9 @@ def test_a_pod_that_is_gone_at_once_comes_back(
         victim = streams.started(len(PROMPTS))[0]
         was = kubectl.uid("pod", victim)
         kubectl("delete", "pod", victim, "--grace-period=0", "--force", "--wait=false")
-        assert len(client.ask(service, ["Name a colour."], max_tokens=8)) == 1
+        [asked] = client.ask(service, ["Name a colour."], max_tokens=8)
+        # The router may not know yet that the engine is lost: then it says to try again.
+        assert asked.is_whole or asked.status == 503, asked
         answers = streams.answers()
     # The other engine's streams go on; those of the lost one end with an error, not with silence.
     assert all(a.is_whole or a.error for a in answers), answers
@@ -51,8 +53,7 @@ def test_an_operator_that_dies_changes_nothing_and_another_takes_over(
         return next((name for name in operators() if name in holder), "")
 
     def operators() -> list[str]:
-        selector = "app.kubernetes.io/instance=e2e,app.kubernetes.io/component=operator"
-        return names(kubectl.listed("pods", selector))
+        return names(kubectl.listed("pods", release.selector))
 
     engines = {kubectl.uid("pod", name) for name in names(service.pods())}
     old = until(leader, "an operator leads")

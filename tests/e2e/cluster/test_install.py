@@ -1,6 +1,6 @@
 """The chart in a cluster: the operator runs, knows its API and has the rights that it needs."""
 
-from ullage_cluster.kubectl import Kubectl, until
+from ullage_cluster.kubectl import Kubectl
 from ullage_cluster.release import CRD, Release
 
 
@@ -32,8 +32,3 @@ def test_the_operator_may_do_what_it_does_and_nothing_else(
     assert not may("get", "secrets")
     assert not may("create", "pods")
     assert not may("create", "clusterroles")
-
-
-def test_nothing_is_denied_to_the_operator(kubectl: Kubectl, release: Release) -> None:
-    log = until(lambda: kubectl("logs", f"deployment/{release.operator}"), "the operator logs")
-    assert "forbidden" not in log.lower()

@@ -35,6 +35,11 @@ class Release:
         """Name of the operator's Deployment and ServiceAccount."""
         return f"{NAME}-ullage"
 
+    @property
+    def selector(self) -> str:
+        """Label selector of the operator's pods."""
+        return f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component=operator"
+
     def run(self, *arguments: str) -> str:
         command = [self.helm, "--namespace", self.kubectl.namespace, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
