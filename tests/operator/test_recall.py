@@ -34,6 +34,11 @@ states = st.builds(
     message=st.text(max_size=5),
     seen=st.text(max_size=5),
 )
+SERVING = {
+    "metadata": {"generation": 1},
+    "spec": {"replicas": 1},
+    "status": {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1},
+}
 BROKEN = json.dumps({"state": {"stable": "a", "since": str(NOW)}, "release": {}, "tried": 3})
 
 
@@ -91,7 +96,8 @@ def test_a_field_that_a_newer_operator_knows_is_no_other_revision(manifest, more
     before = State(one, NOW, **named)
     text = kept_text(Memory(before, stable, tried))
     for _ in range(2):  # by what was kept, and by what is kept of that
-        rolling = roll(service, Seen(now=NOW, stateful_sets={}, remembered=text), Settings())
+        seen = Seen(now=NOW, stateful_sets={"demo-single": SERVING}, remembered=text)
+        rolling = roll(service, seen, Settings())
         for name in ("stable", "stage", "canary", "failed", "step", "is_held"):
             assert getattr(rolling.state, name) == getattr(before, name)
         assert rolling.stable.spec.image == "one"
