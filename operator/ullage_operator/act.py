@@ -62,20 +62,33 @@ class Acted:
         reason = "ApplyFailed" if self.refused else "ApplyDelayed"
         return (Trouble("", reason, "; ".join(told[:MOST_TOLD]) + more, blocks=False),)
 
-    def holds(self, obj: Object) -> bool:
-        """Whether pods must wait for a configuration, or a rollout for what remembers it."""
-        memory = naming.rollout_name(self.service)
-        lacks = self._unwritten & {obj["metadata"]["name"], memory}
-        return obj["kind"] in ("StatefulSet", "Deployment") and bool(lacks)
+    def holds(self, obj: Object, found: Object | None) -> bool:
+        """Whether pods must wait for a configuration, or a rollout for what remembers it.
+
+        Made before their configuration they would read another, and nothing would make them anew.
+
+        Args:
+            found: the object as it is; its pods have the configuration that it names.
+        """
+        if obj["kind"] not in ("StatefulSet", "Deployment"):
+            return False
+        if naming.rollout_name(self.service) in self._unwritten:
+            return True
+        is_other = found is None or _config_of(obj) != _config_of(found)
+        return is_other and obj["metadata"]["name"] in self._unwritten
+
+    def skipped(self, obj: Object) -> None:
+        """An object of a kind that is not seen is never written blindly; why is told already."""
+        if obj["kind"] == "ConfigMap":
+            self._unwritten.add(obj["metadata"]["name"])
 
     def failed(self, obj: Object, error: ClusterDenied | ClusterRefused | ClusterPostponed) -> None:
         """An object could not be treated."""
-        meta = obj["metadata"]
         if obj["kind"] == "ConfigMap":
-            self._unwritten.add(meta["name"])
+            self._unwritten.add(obj["metadata"]["name"])
         if isinstance(error, ClusterDenied):
             resource = kind_of(obj["apiVersion"], obj["kind"]).qualified
-            self.denied[Denied(error.verb, resource, meta["namespace"])] = None
+            self.denied[Denied(error.verb, resource, obj["metadata"]["namespace"])] = None
             return
         text = f"{named(obj)}: {clipped(str(error))}"
         if isinstance(error, ClusterRefused):
@@ -113,7 +126,10 @@ class Actor:
         todo = [(obj, False) for obj in map(stamped, decided.apply)]
         try:
             for obj, is_unwanted in [*todo, *((obj, True) for obj in decided.delete)]:
-                if acted.holds(obj):
+                if not self._store.sees(kind_of(obj["apiVersion"], obj["kind"]), key.namespace):
+                    acted.skipped(obj)
+                    continue
+                if acted.holds(obj, observed.objects.get(key_of(obj))):
                     continue
                 try:
                     await self._treat(key, manifest, obj, is_unwanted, observed, deeds)
@@ -133,8 +149,6 @@ class Actor:
         observed: Observed,
         deeds: Deeds,
     ) -> None:
-        if not self._store.sees(kind_of(obj["apiVersion"], obj["kind"]), key.namespace):
-            return  # never written blindly; the missing right is told already
         self._check_current(key, manifest)
         if is_unwanted:
             await self._cluster.delete(obj)
@@ -170,6 +184,12 @@ class Actor:
         raise ClusterRefused(
             "it exists and is not this service's: delete it, or name the LLMService otherwise"
         )
+
+
+def _config_of(obj: Object) -> Any:
+    """The fingerprint of the configuration that a workload's pods are made for."""
+    notes = obj["spec"]["template"]["metadata"].get("annotations") or {}
+    return notes.get(naming.CONFIG_HASH)
 
 
 def leaves_replicas(obj: Object) -> bool:
