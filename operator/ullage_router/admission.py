@@ -24,6 +24,7 @@ from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_router.views import Facts, Policy, QueueState
 from ullage_router.window import PrefillWindow, Seat
 from ullage_rpc.errors import ServiceError
+from ullage_rpc.turns import weight
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +172,10 @@ class Admission:
 
     async def shrink(self, prompt: Prompt, decision: ShrinkContext, record: Record) -> Prompt:
         """The prompt shortened as decided, or the same marked as spent."""
-        characters = sum(len(turn["content"]) for turn in prompt.turns)
         keep, most = self._policy.rungs.shrink_context.keep_turns, decision.prompt_tokens
         try:
             result = await self._threads.run(
-                characters,
+                weight(prompt.turns),
                 lambda: compress(prompt.turns, most, prompt.render, keep),
             )
         except PromptError:  # the template refuses the turns that are left

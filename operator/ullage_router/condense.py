@@ -20,7 +20,7 @@ from ullage_router.summarise import summarise
 from ullage_router.tenants import Errand, Errands
 from ullage_router.tokenize import PromptError, TokenizerThreads
 from ullage_rpc.tool_formats import Turn
-from ullage_rpc.turns import num_characters
+from ullage_rpc.turns import num_characters, weight
 
 LENGTHS = (0.3, 0.5, 0.7)
 """Of what is summed up: the shortest extract that keeps the facts is taken."""
@@ -136,7 +136,7 @@ class Condenser:
         section = self._section
         if section.method == "off" or num_tokens <= section.threshold * context:
             return None
-        places, old = await self._threads.run(num_characters(turns), lambda: self._old(turns))
+        places, old = await self._threads.run(weight(turns), lambda: self._old(turns))
         if not places:
             return None
         method, summary = await self._summary(old, errands(num_tokens))
@@ -162,7 +162,7 @@ class Condenser:
     ) -> tuple[tuple[Turn, ...], list[int]] | None:
         made = with_summary(turns, places, summary)
         try:
-            ids = await self._threads.run(num_characters(made), lambda: render(made))
+            ids = await self._threads.run(weight(made), lambda: render(made))
         except PromptError:  # the template refuses it; the conversation itself was fine
             return None
         return made, ids
@@ -181,11 +181,11 @@ class Condenser:
     async def _new_summary(self, old: Sequence[Turn], errand: Errand) -> tuple[str, str]:
         share, size = self._section.fact_share, num_characters(old)
         if self._section.method == "model" and (written := await self._written(old, size, errand)):
-            wanted = await self._threads.run(size, lambda: facts(as_text(old)))
+            wanted = await self._threads.run(weight(old), lambda: facts(as_text(old)))
             if share_kept(wanted, written) >= share:
                 return "model", written
         method = UNPAID if errand.is_unpaid else "extractive"
-        return method, await self._threads.run(size, lambda: extract(old, share))
+        return method, await self._threads.run(weight(old), lambda: extract(old, share))
 
     async def _written(self, old: Sequence[Turn], size: int, errand: Errand) -> str:
         """The model's summary; empty when it is busy with others, failed or took too long."""

@@ -15,7 +15,7 @@ from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_router.tools.use import ToolUse, tool_use
 from ullage_rpc.errors import invalid
 from ullage_rpc.tool_formats import Turn
-from ullage_rpc.turns import make_turns, num_characters
+from ullage_rpc.turns import TURN_CHARACTERS, make_turns, weight
 
 TOKEN_BYTES = 44
 CHARACTER_BYTES = 8
@@ -41,7 +41,7 @@ class Prompt:
     @property
     def memory_bytes(self) -> int:
         """About what this process keeps for it, from above: tokens, turns and the request."""
-        return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * num_characters(self.turns)
+        return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * weight(self.turns)
 
     def can_shrink(self, keep_turns: int) -> bool:
         """Turns other than the newest may be dropped, and that was not tried before."""
@@ -104,7 +104,7 @@ class Prompts:
         use = tool_use(request, model.tool_format)
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
-        size = num_characters(turns) + use.num_characters
+        size = weight(turns) + use.num_characters
         self._check_whole(size)
         turns, degraded = await self._cleansed(turns, size)
         try:
@@ -130,12 +130,13 @@ class Prompts:
         return tuple(made), (f"cleansed_chars={saved}",) if saved else ()
 
     def _check_whole(self, size: int) -> None:
-        """Refuses a conversation many times the context: finding what to drop would take long."""
+        """Refuses a conversation many times the context, or of more turns than it has tokens:
+        finding what to drop would take long."""
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
             message = (
-                f"messages have {size} characters and the context is "
-                f"{self._engines.max_model_len} tokens; send at most {most} characters"
+                f"messages have {size} characters, {TURN_CHARACTERS} counted for each message, and "
+                f"the context is {self._engines.max_model_len} tokens; send at most {most}"
             )
             raise invalid("messages", message, "CONTEXT_TOO_LONG")
 

@@ -12,7 +12,9 @@ from ullage_rpc.limits import (
     MAX_GRAMMAR_BYTES,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
     MAX_PRIORITY,
+    MAX_PROMPT_TOKENS,
     MAX_REQUEST_ID_BYTES,
     MAX_SAMPLES,
     MAX_SESSION_ID_BYTES,
@@ -53,7 +55,8 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
         case None:
             raise invalid("input", "the request has no input; send token_ids, text or messages")
         case "token_ids":
-            _require(bool(request.token_ids.ids), "prompt", "no token", "at least one token")
+            count, wanted = len(request.token_ids.ids), f"1 to {MAX_PROMPT_TOKENS} tokens"
+            _require(1 <= count <= MAX_PROMPT_TOKENS, "prompt", f"{count} tokens", wanted)
         case "text":
             _require(bool(request.text), "prompt", "an empty text", "at least one character")
         case "messages":
@@ -61,9 +64,17 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_messages(messages: inference_pb2.Messages) -> None:
-    _require(bool(messages.messages), "messages", "an empty list", "at least one message")
+    count, wanted = len(messages.messages), f"1 to {MAX_MESSAGES} messages"
+    _require(1 <= count <= MAX_MESSAGES, "messages", f"a list of {count} messages", wanted)
+    check_calls(sum(len(message.tool_calls) for message in messages.messages))
     for i, message in enumerate(messages.messages):
         _check_message(f"messages[{i}]", message)
+
+
+def check_calls(count: int) -> None:
+    """Raises ServiceError when the turns of a conversation made too many calls."""
+    wanted = f"at most {MAX_MESSAGES} calls"
+    _require(count <= MAX_MESSAGES, "messages", f"a conversation with {count} calls", wanted)
 
 
 def _check_message(field: str, message: inference_pb2.Message) -> None:

@@ -15,8 +15,14 @@ MAX_SAMPLES = 16
 MAX_BEAM_WIDTH = 8
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20
+MAX_MESSAGES = 8192
+"""Turns of a conversation, and calls in all of them."""
 MAX_CALLS = 128
 """Calls that one turn of a conversation made."""
+MAX_PARTS = 8192
+"""Parts of the text of one turn."""
+MAX_PROMPT_TOKENS = 1 << 20
+"""Token ids of a prompt that comes as such."""
 MAX_BEAM_STOP_TOKENS = 16
 """Each is a candidate more that every step of a search must look at."""
 MAX_LENGTH_PENALTY = 10

@@ -1,11 +1,14 @@
 """Conversations: from the wire's messages to what chat templates are given."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ullage.inference.v1 import inference_pb2
 from ullage_rpc.tool_formats import Turn
+
+TURN_CHARACTERS = 64
+"""As many are handled in the time that a turn takes beside its own."""
 
 # Newer OpenAI clients say developer where templates say system.
 _ROLES = {"developer": "system"}
@@ -24,6 +27,11 @@ def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
 def num_characters(turns: Iterable[Turn]) -> int:
     """Characters of all that is told, calls included."""
     return sum(map(_num_characters, turns))
+
+
+def weight(turns: Sequence[Turn]) -> int:
+    """What the turns cost to handle, in characters: turns without any are no less work."""
+    return num_characters(turns) + TURN_CHARACTERS * len(turns)
 
 
 def _num_characters(turn: Turn) -> int:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
+TEXT = [{"type": "text", "text": ""}]
+
+
+def called(count: int) -> dict[str, Any]:
+    """A turn with so many calls."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * count}
+
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -34,6 +41,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
     ),
+    ({"messages": HI * 8193}, "messages"),
+    ({"messages": [{"role": "user", "content": TEXT * 8193}]}, "messages[0].content"),
+    ({"messages": [called(129)]}, "messages[0].tool_calls"),
+    ({"messages": [called(128)] * 65}, "messages"),
     ({"messages": HI, "max_tokens": -1}, "max_tokens"),
     ({"messages": HI, "max_tokens": 0}, "max_tokens"),
     ({"messages": HI, "max_tokens": 1.5}, "max_tokens"),
@@ -91,6 +102,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": [256]}, "prompt"),
+    ({"prompt": [1] * ((1 << 20) + 1)}, "prompt"),
     ({"prompt": {}}, "prompt"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),

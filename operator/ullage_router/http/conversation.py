@@ -1,8 +1,10 @@
 """The conversation of an OpenAI chat request, with its tools, in the wire's form."""
 
+import re
+
 from ullage.inference.v1 import inference_pb2
 from ullage_router.http.schemas import ChatMessage, ChatRequest, ContentPart, NamedTool, ToolCall
-from ullage_router.validate import wrong
+from ullage_router.validate import check_calls, wrong
 from ullage_rpc.errors import invalid
 
 _MODES = {
@@ -10,11 +12,13 @@ _MODES = {
     "auto": inference_pb2.TOOL_MODE_AUTO,
     "required": inference_pb2.TOOL_MODE_REQUIRED,
 }
+_NOTHING = re.compile(r"null|\[\s*\]")
 _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
 
 
 def from_conversation(chat: ChatRequest) -> inference_pb2.Messages:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(chat.messages)]
     return inference_pb2.Messages(messages=messages, tools=_tools(chat))
 
@@ -33,14 +37,14 @@ def utf8(field: str, text: str) -> str:
 
 def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
     mode, name = _choice(chat.tool_choice)
-    if not chat.tools:
+    try:
+        functions = bytes(chat.tools).decode()
+    except UnicodeDecodeError as error:
+        raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
+    if _NOTHING.fullmatch(functions):
         if mode in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED):
             raise wrong("tool_choice", "given without tools", "none or auto, or any with tools")
         return None
-    try:
-        functions = "[" + ",".join(bytes(tool).decode() for tool in chat.tools) + "]"
-    except UnicodeDecodeError as error:
-        raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
     single = chat.parallel_tool_calls is False
     return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
 

@@ -9,12 +9,24 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
+from ullage_rpc.limits import (
+    MAX_CALLS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRINGS,
+)
+
 MAX_UINT32 = (1 << 32) - 1
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
+"""Each of its texts takes two bytes of a grammar and more."""
 NULL = msgspec.Raw(b"null")
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
@@ -42,8 +54,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -78,7 +90,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     json: msgspec.Raw = NULL
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choice | None = None
     grammar: str | None = None
     """In llguidance's dialect of Lark."""
 
@@ -158,17 +170,17 @@ class Common(Unsupported, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = NULL
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choice | None = None
     guided_grammar: str | None = None
     n: Count | None = None
     best_of: Count | None = None
@@ -185,8 +197,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
 class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    tools: list[msgspec.Raw] | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
+    tools: msgspec.Raw = NULL
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: AtLeastOne | None = None
@@ -198,6 +210,12 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | Token | list[Token]]
+    prompt: (
+        str
+        | Annotated[
+            list[str | Token | Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]],
+            msgspec.Meta(max_length=MAX_PROMPT_TOKENS),
+        ]
+    )
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
