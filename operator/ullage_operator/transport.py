@@ -32,7 +32,8 @@ Object = dict[str, Any]
 _TIMEOUT_S = 30.0
 _CONNECT_S = 10.0
 _SILENT_S = 150.0
-"""A watch on which nothing came for so long is dead: bookmarks come every minute."""
+"""A watch on which nothing came for so long may be dead, and is begun anew. It need not be: where
+etcd tells no progress, API servers send bookmarks only of kinds that change."""
 _FORBIDDEN_DELAY_S = 30.0
 _MAX_LINE_BYTES = 16 << 20
 _DENIED = re.compile(r"cannot (\w+) resource")
@@ -52,10 +53,18 @@ def connection() -> kopf.ConnectionInfo:
 
 
 class Transport:
-    """A client of one API server; `close` it."""
+    """A client of one API server; `close` it.
 
-    def __init__(self, connect: Callable[[], kopf.ConnectionInfo] = connection) -> None:
+    Args:
+        connect: reads where it is and with which credentials to go there.
+        silent_s: how long a watch may tell nothing.
+    """
+
+    def __init__(
+        self, connect: Callable[[], kopf.ConnectionInfo] = connection, silent_s: float = _SILENT_S
+    ) -> None:
         self._connect = connect
+        self._silent_s = silent_s
         self._connection = connect()
         self._session = self._open()
         self._renewing = asyncio.Lock()
@@ -105,8 +114,9 @@ class Transport:
     async def stream(
         self, path: str, params: Mapping[str, str], timeout_s: float
     ) -> AsyncIterator[Object]:
-        """The lines of a watch, until the API server ends it, or after the time limit."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S, sock_read=_SILENT_S)
+        """The lines of a watch, until the API server ends it or is silent, or to the time limit."""
+        silent_s = self._silent_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S, sock_read=silent_s)
         used = self._session
         what = f"GET {path}?watch"
         try:
@@ -114,6 +124,8 @@ class Transport:
                 await self._check_stream(what, response, used)
                 async for line in _lines(response.content):
                     yield msgspec.json.decode(line)
+        except aiohttp.SocketTimeoutError:
+            return
         except _FAILURES as error:
             raise _unreachable(what, error, used) from error
         except msgspec.DecodeError as error:

@@ -238,6 +238,19 @@ def test_many_refused_together_read_the_token_once(api):
     assert len(read) == 2  # at the start, and once for all eight
 
 
+def test_a_watch_on_which_nothing_happens_has_not_failed(api):
+    async def scenario():
+        cluster = Cluster(transport=Transport(silent_s=0.2))
+        try:
+            made = await cluster.apply(config_map())
+            since = made["metadata"]["resourceVersion"]
+            return [event async for event in cluster.watch(CONFIG_MAP, "default", since)]
+        finally:
+            await cluster.close()
+
+    assert asyncio.run(scenario()) == []
+
+
 def test_one_refused_token_fails_no_other_request(api):
     async def scenario(cluster):
         await cluster.apply(config_map())
