@@ -4,7 +4,7 @@ gRPC status         HTTP  type
 INVALID_ARGUMENT    400   invalid_request_error
 UNAUTHENTICATED     401   invalid_request_error   no key or a wrong one
 PERMISSION_DENIED   403   permission_error
-NOT_FOUND           404   not_found_error
+NOT_FOUND           404   invalid_request_error   no such path, or no such model
 RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After; of a quota: requests or tokens
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
@@ -32,7 +32,7 @@ _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
     grpc.StatusCode.UNAUTHENTICATED: (401, "invalid_request_error"),
     grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
-    grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
+    grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),

@@ -216,7 +216,7 @@ class Pipeline:
         self._inflight -= 1
         call.record.ended = time.monotonic()
         call.visit.end(call.record)
-        # The answer's last bytes leave at the end of this turn of the loop, and this after them.
+        # After the answer's last bytes, which leave at the end of this turn.
         asyncio.get_running_loop().call_soon(self._on_end, call.record)
 
     def refused(self, record: Record, error: ServiceError) -> None:
@@ -270,8 +270,7 @@ class Pipeline:
             try:
                 return await self._tried(wish, call)
             except NotOnCanary as left:
-                wish = await self._on_stable(wish, call)
-                generation = await self._placed(wish, call)
+                generation = await self._placed(await self._on_stable(wish, call), call)
                 left.served_elsewhere()
                 return generation
         return await self._placed(wish, call)

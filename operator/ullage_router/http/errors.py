@@ -14,7 +14,12 @@ from ullage_router.http.messages import Headers
 from ullage_router.stats import Record
 from ullage_rpc.errors import ServiceError
 
-_CODES = {INVALID_API_KEY: "invalid_api_key", RATE_LIMIT_EXCEEDED: "rate_limit_exceeded"}
+_CODES = {
+    INVALID_API_KEY: "invalid_api_key",
+    RATE_LIMIT_EXCEEDED: "rate_limit_exceeded",
+    "CONTEXT_TOO_LONG": "context_length_exceeded",
+    "MODEL_NOT_FOUND": "model_not_found",
+}
 """OpenAI's words where it has the same meaning."""
 
 
@@ -31,14 +36,20 @@ _FIELDS = {
 beginnings."""
 
 
-def envelope(error: ServiceError) -> bytes:
-    """{"error": {"message", "type", "param", "code"}}."""
+def envelope(error: ServiceError, input_field: str = "input") -> bytes:
+    """{"error": {"message", "type", "param", "code"}}.
+
+    Args:
+        input_field: what the endpoint calls the prompt.
+    """
     field, message = error.metadata.get("field"), error.message
     for wire, name in _FIELDS.items():
         if field and field.startswith(wire):
             message = message.replace(wire, name, 1)
             field = field.replace(wire, name, 1)
             break
+    if field == "input":
+        field = input_field
     body = {
         "message": message,
         "type": error_type(error),

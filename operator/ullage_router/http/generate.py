@@ -48,6 +48,7 @@ class Dialect:
 
     parse: Callable[[bytes], Parsed]
     format: Callable[[Wanted], Format]
+    input_field: str
 
 
 def _parse_chat(body: bytes) -> Parsed:
@@ -60,8 +61,8 @@ def _parse_completion(body: bytes) -> Parsed:
     return Parsed(completion, convert.from_completion(completion))
 
 
-CHAT = Dialect(_parse_chat, ChatFormat)
-COMPLETION = Dialect(_parse_completion, CompletionFormat)
+CHAT = Dialect(_parse_chat, ChatFormat, "messages")
+COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
 
 
 class GenerateEndpoint:
@@ -84,7 +85,7 @@ class GenerateEndpoint:
     async def __call__(self, request: Request, reply: Reply) -> None:
         headers = request.headers
         record = Record(request_id(headers))
-        writer = Writer(reply, record, self._keepalive_s)
+        writer = Writer(reply, record, self._dialect.input_field, self._keepalive_s)
         try:
             visit = self._tenants.visit(headers.get("authorization"))
             parsed = self._parse(request)

@@ -22,11 +22,19 @@ def event(data: bytes) -> bytes:
 
 
 class Writer:
-    """The answer's way out; a slow client makes it wait, and with it the engine's stream."""
+    """The answer's way out; a slow client makes it wait, and with it the engine's stream.
 
-    def __init__(self, reply: Reply, record: Record, keepalive_s: float = 0.0) -> None:
+    Args:
+        input_field: what the endpoint calls the prompt, for errors.
+        keepalive_s: silence after which a stream gets a comment; 0: never.
+    """
+
+    def __init__(
+        self, reply: Reply, record: Record, input_field: str, keepalive_s: float = 0.0
+    ) -> None:
         self._reply = reply
         self._record = record
+        self._input_field = input_field
         self._keepalive_s = keepalive_s
         self._is_streaming = False
         self._loop = asyncio.get_running_loop()
@@ -74,10 +82,11 @@ class Writer:
 
     def error(self, error: ServiceError) -> None:
         """The error as a response, or as an event where the answer has begun."""
+        body = envelope(error, self._input_field)
         if self._is_streaming:
-            self.end_stream(event(envelope(error)))
+            self.end_stream(event(body))
         else:
-            self._body(http_status(error), envelope(error), error_headers(error))
+            self._body(http_status(error), body, error_headers(error))
 
     def _body(self, status: int, body: bytes, headers: Headers) -> None:
         all_headers = [(b"content-type", b"application/json"), *headers]
