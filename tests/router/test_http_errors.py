@@ -261,7 +261,7 @@ def test_unknown_paths_methods_and_models(start_service: "StartService") -> None
             assert refused(wrong_method, 405, None)["code"] == "METHOD_NOT_ALLOWED"
             assert wrong_method.headers["allow"] == "POST"
             answer = await service.chat(model="gpt-4")
-            assert refused(answer, 404, "model")["code"] == "MODEL_NOT_FOUND"
+            assert refused(answer, 404, "model")["code"] == "model_not_found"
             refused(await http.get("/v1/models/gpt-4"), 404, "model")
             assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
             listed = (await http.get("/v1/models")).json()
@@ -333,7 +333,9 @@ def broken(body: bytes) -> Parsed:
 def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
-            endpoint = GenerateEndpoint(service.router.service, Dialect(broken, ChatFormat))
+            endpoint = GenerateEndpoint(
+                service.router.service, Dialect(broken, ChatFormat, "messages")
+            )
             request, page = Request("POST", CHAT, body=b"{}", has_length=True), Page()
             await endpoint(request, Reply(page, request))
             assert page.text.startswith(b"HTTP/1.1 500 ") and b"a bug" not in page.text

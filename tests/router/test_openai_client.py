@@ -51,7 +51,8 @@ def test_models(start_service: "StartService") -> None:
             assert (found.object, found.owned_by, found.created) == ("model", "ullage", 1.7e9)
             with pytest.raises(openai.NotFoundError) as caught:
                 await models.retrieve("big")
-            assert caught.value.code == "MODEL_NOT_FOUND"
+            assert caught.value.code == "model_not_found"
+            assert caught.value.type == "invalid_request_error"
 
     asyncio.run(scenario())
 
@@ -159,6 +160,26 @@ def test_exceptions(start_service: "StartService") -> None:
             with pytest.raises(openai.InternalServerError) as broken:
                 await chat.create(**ASK)
             assert broken.value.code == "REQUEST_FAILED"
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_above_the_context_is_told_in_openais_words(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(max_model_len=100) as service:
+            for text in ("x" * 95, "x" * 300, "x" * 3000):
+                chat = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+                with pytest.raises(openai.BadRequestError) as asked:
+                    await service.openai.chat.completions.create(**chat, max_tokens=50)
+                with pytest.raises(openai.BadRequestError) as completed:
+                    await service.openai.completions.create(model="tiny", prompt=f"{text}12345")
+                for told, param in ((asked.value, "messages"), (completed.value, "prompt")):
+                    assert (told.code, told.param) == ("context_length_exceeded", param)
+                    assert told.type == "invalid_request_error"
+            latest = (await service.stats())["latest"]
+            assert {entry["error"] for entry in latest} == {"CONTEXT_TOO_LONG"}
 
     asyncio.run(scenario())
 

@@ -76,7 +76,7 @@ def test_what_never_fits_is_400(start_service: "StartService") -> None:
         async with start_service(single=(10,), routing=ROUTING) as service:
             answer = await service.complete("x" * 1999)
             assert answer.status_code == 400
-            assert answer.json()["error"]["code"] == "CONTEXT_TOO_LONG"
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
             answer = await service.complete("x" * 200)
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "KV_NEVER_FITS"
