@@ -295,3 +295,13 @@ def test_overload_ends_in_answers_and_refusals() -> None:
     assert (found["hangs"], found["is_well"]) == (0, True)
     assert found["statuses"]["200"] >= 4
     assert found["refused"] > found["statuses"]["200"]
+
+
+def test_too_little_goodput_fails_the_overload_benchmark() -> None:
+    little = ["--factor", "0.1", "--seconds", "3", "--slots", "2", "--token-s", "0.01"]
+    done = subprocess.run(
+        [*OVERLOAD, *little], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert json.loads(done.stdout)["missed"] == ["goodput_share"]
+    assert "floors: goodput_share >= 0.9" in done.stderr

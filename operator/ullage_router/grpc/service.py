@@ -124,10 +124,6 @@ def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(value.split(",")) if value else ()
 
 
-def _trace(context: Context) -> tuple[tuple[str, str], ...]:
-    return trace_context(_text(context))
-
-
 def _text(context: Context) -> dict[str, str]:
     """The metadata without its binary values."""
     metadata = context.invocation_metadata() or ()
