@@ -63,7 +63,11 @@ def pool_name(service: str, pool: str) -> str:
 
 
 def canary_pool(pool: str) -> str:
-    """What a pool's canary is called wherever a pool is; no pool's name has a dash."""
+    """What a pool's canary is called wherever a pool is.
+
+    No pool's name has a dash, and none is `next`: pool `next` of service `chat-single` would have
+    the objects of the canary of `chat`'s pool `single`.
+    """
     return f"{pool}{_CANARY}"
 
 

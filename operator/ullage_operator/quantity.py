@@ -51,35 +51,43 @@ def parse_seconds(value: str) -> float:
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 
-def canonical(value: int | str) -> str:
-    """A quantity as the API server stores it, so that what is applied equals what is read.
+def amount(value: int | str) -> Decimal:
+    """What a quantity of anything says, such as 0.5 of `500m`.
 
     Raises:
         ValueError: the text is not a quantity, `m` for thousandths included.
     """
     text = str(value)
-    is_milli = text.endswith("m")
     match = _QUANTITY.fullmatch(text.removesuffix("m"))
     if match is None:
         raise ValueError(f"{value!r} is not a quantity; write 500m, 2, 512Mi or 2Gi")
     number, suffix = match.groups()
-    amount = Decimal(number) * (Decimal("0.001") if is_milli else scale(suffix or ""))
-    if (suffix or "").endswith("i") and amount >= 1024 and amount == int(amount):
-        return _in_powers_of_1024(int(amount))
-    return _in_powers_of_1000(amount)
+    return Decimal(number) * (Decimal("0.001") if text.endswith("m") else scale(suffix or ""))
 
 
-def _in_powers_of_1024(amount: int) -> str:
+def canonical(value: int | str) -> str:
+    """A quantity as the API server stores it, so that what is applied equals what is read.
+
+    Raises:
+        ValueError: the text is not a quantity.
+    """
+    number = amount(value)
+    if str(value).endswith("i") and number >= 1024 and number == int(number):
+        return _in_powers_of_1024(int(number))
+    return _in_powers_of_1000(number)
+
+
+def _in_powers_of_1024(number: int) -> str:
     power = 0
-    while amount % 1024 == 0 and power < len("KMGTPE"):
-        amount, power = amount // 1024, power + 1
-    return f"{amount}{'KMGTPE'[power - 1]}i" if power else str(amount)
+    while number % 1024 == 0 and power < len("KMGTPE"):
+        number, power = number // 1024, power + 1
+    return f"{number}{'KMGTPE'[power - 1]}i" if power else str(number)
 
 
-def _in_powers_of_1000(amount: Decimal) -> str:
-    if amount == 0:
+def _in_powers_of_1000(number: Decimal) -> str:
+    if number == 0:
         return "0"
-    milli, power = math.ceil(amount.scaleb(3)), -3
+    milli, power = math.ceil(number.scaleb(3)), -3
     while milli % 1000 == 0 and power < max(_POWERS):
         milli, power = milli // 1000, power + 3
     return f"{milli}{_POWERS[power]}"

@@ -93,7 +93,10 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"rollout": {"weightSteps": [0]}}, "spec.rollout.weightSteps[0]"),
         ({"rollout": {"stepDuration": "1h"}}, "spec.rollout.stepDuration: rollout.stepDuration"),
         ({"rollout": {"strategy": "bluegreen"}}, "spec.rollout.strategy"),
-        ({"pools": {"engine": {}}}, "spec.pools: router, engine, canary and rollout are names"),
+        (
+            {"pools": {"engine": {}}},
+            "spec.pools: router, engine, canary, rollout and next are names",
+        ),
         ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
         ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
         ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),

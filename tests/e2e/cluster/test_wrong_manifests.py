@@ -19,6 +19,22 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "gpus",
     ),
     ("spec.pools", {"pools": {"large": {"replicas": 1}}}, "single"),
+    ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
+    (
+        "spec.router.resources.requests",
+        {"router": {"resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}}},
+        "requests must not exceed limits",
+    ),
+    (
+        "spec.router.topologySpreadConstraints",
+        {
+            "router": {
+                "topologySpreadConstraints": [{"topologyKey": "zone"}, {"topologyKey": "zone"}]
+            }
+        },
+        "must differ in topologyKey",
+    ),
+    ("spec.rollout.weightSteps", {"rollout": {"weightSteps": [10, 60, 30]}}, "must rise"),
 ]
 
 

@@ -72,6 +72,7 @@ PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
 
+ZONE = {"topologyKey": "zone"}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
@@ -186,6 +187,7 @@ RULES = [
     rule("pools", "pools must have the pool single", {"pools": {"large": {}}}),
     rule("pools", "names of pools must be at most 20", {"pools.a-b": {}}),
     rule("pools", "are names of the operator's own objects", {"pools.engine": {}}),
+    rule("pools", "name the pool otherwise", {"pools.next": {}}),
     rule("pools.single.gpus", "gpus must equal parallelism.tensor *", value=2),
     rule(
         "pools.huge.gpus",
@@ -270,6 +272,26 @@ RULES = [
         "router.tolerations[0].tolerationSeconds",
         "for effect NoExecute alone",
         {"router.tolerations": [{"key": "k", "tolerationSeconds": 5}]},
+    ),
+    rule(
+        "pools.single.resources.requests",
+        "requests must not exceed limits",
+        {SINGLE + "resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}},
+    ),
+    rule(
+        "router.resources.requests",
+        "requests must not exceed limits",
+        {
+            "router.resources": {
+                "requests": {"cpu": 1, "memory": "1Gi"},
+                "limits": {"memory": "1G"},
+            }
+        },
+    ),
+    rule(
+        "pools.single.topologySpreadConstraints",
+        "must differ in topologyKey or whenUnsatisfiable",
+        {SINGLE + "topologySpreadConstraints": [ZONE, ZONE | {"maxSkew": 2}]},
     ),
     rule(
         "pools.single.topologySpreadConstraints[0].minDomains",
@@ -383,7 +405,9 @@ RULES = [
     rule("healing.backoff", "first must be at most max", value={"first": "2h", "max": "1m"}),
     *SCALING,
     rule("rollout.weightSteps", "name each weight once", value=[10, 30, 30]),
-    rule("rollout.weightSteps", "put the smallest weight first", value=[30, 10]),
+    rule("rollout.weightSteps", "the smallest first", value=[30, 10]),
+    rule("rollout.weightSteps", "must rise", value=[10, 60, 30]),
+    rule("rollout.weightSteps", "must rise", value=[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]),
     rule("rollout.stepDuration", "must not exceed rollout.maxWait", {"rollout": LONG_STEP}),
     rule("tls", "tls encrypts nothing by itself", value={}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
