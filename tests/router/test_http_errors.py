@@ -90,6 +90,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "min_tokens": -1}, "min_tokens"),
     ({"messages": HI, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"messages": HI, "model": 5}, "model"),
+    ({"messages": HI, "reasoning_effort": "high"}, "reasoning_effort"),
+    ({"messages": HI, "reasoning_effort": "none"}, "reasoning_effort"),
 ]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [

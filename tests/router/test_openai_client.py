@@ -110,7 +110,7 @@ def test_what_is_harmless_is_ignored(start_service: "StartService") -> None:
                 safety_identifier="s",
                 prompt_cache_key="p",
                 verbosity="low",
-                reasoning_effort="low",
+                reasoning_effort="medium",
                 extra_body={"nobody_knows": {"this": 1}},
             )
             assert answer.choices[0].message.content == WORDS

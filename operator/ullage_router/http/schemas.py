@@ -106,6 +106,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "add_generation_prompt": (True,),
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
+        "reasoning_effort": ("medium",),
     }
     """Values that ask for nothing; null, false and empty ones never do."""
 
@@ -127,6 +128,7 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: object = None
     chat_template: object = None
     chat_template_kwargs: object = None
+    reasoning_effort: object = None
     documents: object = None
     prompt_embeds: object = None
 
