@@ -1,7 +1,8 @@
 """From the input of a request, whatever its form, to the prompt that engines get."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ullage.inference.v1 import inference_pb2
 from ullage_router import validate
@@ -14,6 +15,7 @@ from ullage_router.tenants import Errands
 from ullage_router.tokenize import Model, PromptError, TokenizerThreads
 from ullage_router.tools.use import ToolUse, tool_use
 from ullage_rpc.errors import invalid
+from ullage_rpc.template_arguments import read_arguments
 from ullage_rpc.tool_formats import Turn
 from ullage_rpc.turns import TURN_CHARACTERS, make_turns, weight
 
@@ -37,6 +39,8 @@ class Prompt:
     is_spent: bool = False
     """Shrinking it was tried."""
     tool_use: ToolUse = field(default_factory=ToolUse)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
     @property
     def memory_bytes(self) -> int:
@@ -48,8 +52,9 @@ class Prompt:
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of another conversation with the same tools."""
-        return self.model.render(turns, self.tool_use.tools, self.tool_use.opening)
+        """Token ids of another conversation with the same tools and variables."""
+        use = self.tool_use
+        return self.model.render(turns, use.tools, use.opening, self.arguments)
 
 
 class Prompts:
@@ -104,15 +109,19 @@ class Prompts:
         use = tool_use(request, model.tool_format)
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
-        size = weight(turns) + use.num_characters
+        told = request.messages.template_arguments
+        field = "chat_template_kwargs"
+        arguments = read_arguments(told, model.template, field) if model.template else {}
+        size = weight(turns) + use.num_characters + len(told)
         self._check_whole(size)
         turns, degraded = await self._cleansed(turns, size)
+        prompt = Prompt(model, [], turns, degraded, tool_use=use, arguments=arguments)
         try:
-            ids = await self._threads.run(size, lambda: model.render(turns, use.tools, use.opening))
+            ids = await self._threads.run(size, lambda: prompt.render(turns))
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         validate.check_tokens(ids, model.vocab_size, "messages")
-        prompt = Prompt(model, ids, turns, degraded, tool_use=use)
+        prompt = replace(prompt, token_ids=ids)
         context = self._engines.max_model_len
         if made := await self._condenser.condense(turns, len(ids), context, prompt.render, errands):
             degraded += (f"compressed_turns={made.num_turns}",)

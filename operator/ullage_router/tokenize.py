@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -53,6 +54,7 @@ class Model:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]] = (),
         opening: str = "",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids of a conversation.
 
@@ -60,6 +62,7 @@ class Model:
             messages: turns, oldest first.
             tools: functions that the model may call, as OpenAI has them.
             opening: text that the assistant's turn begins with.
+            arguments: variables of the template.
 
         Raises:
             PromptError: the model has no chat template or its template refuses the messages.
@@ -67,7 +70,7 @@ class Model:
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
         try:
-            text = self.template.render(messages, tools=tools)
+            text = self.template.render(messages, tools=tools, arguments=arguments)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from error
         return self.encoder.encode(text + opening)

@@ -7,10 +7,11 @@ nor change what it is given.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
@@ -50,21 +51,25 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             # Copied for every prompt: a plain dictionary takes a third of Jinja's chain of them.
             self._template.globals = dict(self._template.globals)
-            names = environment.parse(source).find_all(nodes.Name)
+            parsed = environment.parse(source)
+            names = meta.find_undeclared_variables(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"chat template, line {error.lineno}: {error.message}"
             ) from error
         self.tool_format = tool_format(source)
-        self._knows_tools = any(name.name == "tools" for name in names)
+        self._knows_tools = "tools" in names
         self._knows_calls = "tool_calls" in source
-        self._variables = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
+        self._given = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
+        self.variables = frozenset(names - environment.globals.keys() - self._given.keys() - _OURS)
+        """What the template reads that a client may set."""
 
     def render(
         self,
         messages: Sequence[Turn],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt text of a conversation; special tokens appear in it as text.
 
@@ -74,6 +79,7 @@ class ChatTemplate:
             messages: turns, oldest first.
             add_generation_prompt: end with the opening of the assistant's turn.
             tools: functions that the model may call, as OpenAI has them.
+            arguments: values of `variables`.
 
         Raises:
             ChatTemplateError: the template rejects the messages or fails on them.
@@ -85,11 +91,12 @@ class ChatTemplate:
             messages = with_tools_as_text(messages, tools)
         try:
             return self._template.render(
+                **arguments,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 # Templates ask `tools is not none`, which an undefined variable is not either.
                 tools=described(tools, self.tool_format) or None,
-                **self._variables,
+                **self._given,
             )
         except Exception as error:  # a stranger's code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
@@ -115,6 +122,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
 _LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
 
 

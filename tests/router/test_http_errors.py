@@ -92,9 +92,15 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "model": 5}, "model"),
     ({"messages": HI, "reasoning_effort": "high"}, "reasoning_effort"),
     ({"messages": HI, "reasoning_effort": "none"}, "reasoning_effort"),
+    ({"messages": HI, "reasoning_effort": 1}, "reasoning_effort"),
+    ({"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ({"messages": HI, "chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"x": "a" * 20_000}}, "chat_template_kwargs"),
 ]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "Hi", "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"prompt": "Hi", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),

@@ -119,6 +119,31 @@ def test_what_is_harmless_is_ignored(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+THINKING = (
+    "{%- if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "Reasoning: {{ reasoning_effort }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    "{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+def test_variables_of_the_chat_template_are_passed_on(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=THINKING) as service:
+            chat = service.openai.chat.completions
+            quick = {"chat_template_kwargs": {"enable_thinking": False}}
+            await chat.create(**ASK)
+            await chat.create(**ASK, reasoning_effort="high", extra_body=quick)
+            model = service.router.service.engines.model
+            ids = [list(request.token_ids.ids) for request in service.engine.requests]
+            text = ASK["messages"][0]["content"]
+            assert [model.decode(prompt) for prompt in ids] == [
+                f"Reasoning: medium|{text}",
+                f"Reasoning: high|{text}<think></think>",
+            ]
+
+    asyncio.run(scenario())
+
+
 def test_raw_responses_and_request_ids(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:

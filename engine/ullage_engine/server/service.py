@@ -27,6 +27,7 @@ from ullage_engine.tokenizer import ModelTokenizer
 from ullage_rpc.chat import ChatTemplate, ChatTemplateError
 from ullage_rpc.errors import ServiceError, abort, invalid
 from ullage_rpc.multiplex import serve_multiplex
+from ullage_rpc.template_arguments import read_arguments
 from ullage_rpc.turns import make_turns
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -245,7 +246,9 @@ def _render(messages: pb.Messages, language: Language) -> str:
     if language.chat is None:
         raise invalid("messages", "the model has no chat template; send text or token_ids")
     try:
-        return language.chat.render(make_turns(messages.messages))
+        field, told = "messages.template_arguments", messages.template_arguments
+        arguments = read_arguments(told, language.chat, field)
+        return language.chat.render(make_turns(messages.messages), arguments=arguments)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 

@@ -2,6 +2,8 @@
 
 import re
 
+import msgspec
+
 from ullage.inference.v1 import inference_pb2
 from ullage_router.http.schemas import ChatMessage, ChatRequest, ContentPart, NamedTool, ToolCall
 from ullage_router.validate import check_calls, wrong
@@ -20,7 +22,24 @@ def from_conversation(chat: ChatRequest) -> inference_pb2.Messages:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
     check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
     messages = [_message(f"messages[{i}]", message) for i, message in enumerate(chat.messages)]
-    return inference_pb2.Messages(messages=messages, tools=_tools(chat))
+    arguments = _template_arguments(chat)
+    return inference_pb2.Messages(
+        messages=messages, tools=_tools(chat), template_arguments=arguments
+    )
+
+
+def _template_arguments(chat: ChatRequest) -> str:
+    """vLLM's variables of the template, among which OpenAI has a name for one."""
+    if not chat.chat_template_kwargs and chat.reasoning_effort is None:
+        return ""
+    arguments = dict(chat.chat_template_kwargs or {})
+    if chat.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", chat.reasoning_effort)
+    try:
+        return msgspec.json.encode(arguments).decode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        message = "chat_template_kwargs is nested too deeply or not valid Unicode; send less"
+        raise invalid("chat_template_kwargs", message) from error
 
 
 def utf8(field: str, text: str) -> str:

@@ -55,6 +55,7 @@ def from_chat(chat: ChatRequest) -> Request:
 
 def from_completion(completion: CompletionRequest) -> Request:
     """The same request in the wire's form."""
+    _check_no_chat(completion)
     request = _from_common(completion, completion.max_tokens)
     _set_prompt(request, completion.prompt)
     if completion.logprobs is not None:
@@ -63,6 +64,12 @@ def from_completion(completion: CompletionRequest) -> Request:
         request.output.top_logprobs = completion.logprobs
     request.output.echo = bool(completion.echo)
     return request
+
+
+def _check_no_chat(completion: CompletionRequest) -> None:
+    for name in ("chat_template_kwargs", "reasoning_effort"):
+        if getattr(completion, name):
+            raise invalid(name, f"{name} is for chats; leave it out or use /v1/chat/completions")
 
 
 def _parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

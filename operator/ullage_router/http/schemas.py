@@ -106,7 +106,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "add_generation_prompt": (True,),
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
-        "reasoning_effort": ("medium",),
     }
     """Values that ask for nothing; null, false and empty ones never do."""
 
@@ -127,8 +126,6 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: object = None
     continue_final_message: object = None
     chat_template: object = None
-    chat_template_kwargs: object = None
-    reasoning_effort: object = None
     documents: object = None
     prompt_embeds: object = None
 
@@ -188,6 +185,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
     best_of: Count | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
     session_id: str | None = None
     """As the header x-session-id, which comes first."""
 

@@ -243,6 +243,14 @@ INVALID = {
     "no tokens": (pb.GenerateRequest(token_ids=pb.TokenIds()), "input"),
     "empty text": (pb.GenerateRequest(text=""), "input"),
     "token beyond vocabulary": (ask(49152), "token_ids.ids"),
+    "a variable that the template does not read": (
+        pb.GenerateRequest(
+            messages=pb.Messages(
+                messages=[pb.Message(role="user")], template_arguments='{"enable_thinking": false}'
+            )
+        ),
+        "messages.template_arguments.enable_thinking",
+    ),
     "no messages": (pb.GenerateRequest(messages=pb.Messages()), "messages.messages"),
     "role": (
         pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="wizard")])),
