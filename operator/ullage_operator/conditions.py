@@ -111,7 +111,7 @@ def degradation(troubles: Sequence[Trouble]) -> Finding:
 
 def told(troubles: Sequence[Trouble]) -> str:
     others = len(troubles) - 1
-    return f"{troubles[0]}{f' (and {others} more pods)' if others else ''}"
+    return f"{troubles[0]}{f' (and {others} more)' if others else ''}"
 
 
 def readiness(

@@ -15,13 +15,11 @@ from typing import Any
 import celpy
 import jsonschema
 import yaml
-from celpy import celtypes
 from celpy.adapter import json_to_cel
 
 import ullage_operator
 from ullage_operator.errors import Problem
 from ullage_operator.naming import API_VERSION, KIND
-from ullage_operator.quantity import amount
 
 Schema = Mapping[str, Any]
 CRD_FILE = "llmservices.serving.ullage.dev.yaml"
@@ -245,19 +243,7 @@ def answer(rule: str, text: str) -> bool:
 def compiled(rule: str) -> celpy.Runner:
     """The rule's program: there are as many as the CRD has rules, and they keep no state."""
     environment = celpy.Environment()
-    return environment.program(environment.compile(rule), functions=_FUNCTIONS)
-
-
-def _quantity(text: Any) -> Any:
-    return amount(str(text))
-
-
-def _compared(one: Any, other: Any) -> Any:
-    return celtypes.IntType((one > other) - (one < other))
-
-
-_FUNCTIONS: dict[str, Any] = {"quantity": _quantity, "compareTo": _compared}
-"""Kubernetes' own, beyond the standard ones, as far as rules use them."""
+    return environment.program(environment.compile(rule))
 
 
 def join(path: str, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ullage_operator import naming, schema
-from ullage_operator.errors import InvalidManifest
+from ullage_operator.errors import InvalidManifest, Problem
 from ullage_operator.pools import (
     LARGE,
     SINGLE,
@@ -19,7 +19,7 @@ from ullage_operator.pools import (
     Router,
     ServiceAccount,
 )
-from ullage_operator.quantity import parse_bytes, parse_seconds
+from ullage_operator.quantity import amount, parse_bytes, parse_seconds
 from ullage_operator.routing import Routing
 from ullage_operator.sections import Bytes, Rollout, Seconds, Section, Streaming
 
@@ -271,7 +271,7 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
         InvalidManifest: the API server would refuse it, or an unknown field was written.
     """
     stored, problems = schema.complete(schema.load_schema(), manifest)
-    if problems:
+    if problems := problems or excesses(stored["spec"]):
         raise InvalidManifest(problems)
     metadata = stored["metadata"]
     return Service(
@@ -293,6 +293,26 @@ def parse_stored(manifest: Any) -> Service:
         InvalidManifest: as `parse`.
     """
     return parse(schema.prune(schema.load_schema(), manifest))
+
+
+def excesses(spec: Mapping[str, Any]) -> list[Problem]:
+    """Requests above their limits, which Kubernetes takes in no pod.
+
+    The definition has no rule for them: API servers before 1.34 take every quantity for megabytes
+    of text, and then comparing two costs more than they allow.
+    """
+    places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
+    return [
+        Problem(
+            f"spec.{place}.resources.requests.{name}",
+            f"{asked} exceeds the limit {limits[name]}; lower the request or raise the limit",
+        )
+        for place, section in places.items()
+        for resources in [section.get("resources", {})]
+        for limits in [resources.get("limits", {})]
+        for name, asked in resources.get("requests", {}).items()
+        if name in limits and amount(asked) > amount(limits[name])
+    ]
 
 
 def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,13 @@ def look_again_s(
 
 
 def _lacks(made: Made) -> bool:
-    """Now and when it was told last: a pod that is being replaced is away for a moment."""
+    """Now and when it was told last: a pod that is being replaced is away for a moment.
+
+    A Deployment's controller says that it failed, and may have seen a spec before it makes pods.
+    """
     live, wanted = made.live, _wanted(made.live)
+    if live["kind"] == "Deployment" and not _failure(live):
+        return False
     told = wanted if made.told is None else made.told
     seen = live.get("status", {}).get("observedGeneration", 0)
     is_newest = seen >= live["metadata"].get("generation", 0)
@@ -60,12 +65,16 @@ def _exist(live: Mapping[str, Any]) -> int:
 def _message(made: Made) -> str:
     """With the words of the API server, which a Deployment hands on and a StatefulSet does not."""
     kind, name = made.live["kind"], made.live["metadata"]["name"]
-    listed = made.live.get("status", {}).get("conditions", ())
-    failed = (each for each in listed if each["type"] == "ReplicaFailure")
-    said = next((each.get("message", "") for each in failed if each["status"] == "True"), "")
     look = f"kubectl describe {kind.lower()} {name}"
-    why = said or f"a quota or an admission policy may refuse them; {look}"
+    why = _failure(made.live) or f"a quota or an admission policy may refuse them; {look}"
     return f"{kind} {name} has {made.pods} of {_wanted(made.live)} pods: {why}"
+
+
+def _failure(live: Mapping[str, Any]) -> str:
+    """Why a Deployment's controller could not make a pod; empty where it could."""
+    listed = live.get("status", {}).get("conditions", ())
+    failed = (each for each in listed if each["type"] == "ReplicaFailure")
+    return next((each.get("message", "") for each in failed if each["status"] == "True"), "")
 
 
 def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:

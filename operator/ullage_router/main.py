@@ -32,6 +32,8 @@ READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
 MAX_HELD_BYTES = 256 << 20
 """Of bodies, in all processes of a router together."""
+LEAST_BODIES = 4
+"""Of the largest, that one process has room for however many processes there are."""
 LEAVE_S = 2.0
 """Time for clients to take their connections elsewhere."""
 
@@ -69,7 +71,8 @@ class Router:
         self._health = Health()
         self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
-        limits = Limits(max_held_bytes=MAX_HELD_BYTES // config.processes)
+        share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
+        limits = Limits(max_held_bytes=max(share, least))
         self._http = HTTPServer(App(self.service, self._siblings), limits)
         self._readiness: asyncio.Task[None] | None = None
         self._monitoring: HTTPServer | None = None

@@ -146,7 +146,7 @@ class _Line:
         self._calls[tag] = call
         size = request.ByteSize()
         self._batch_bytes += size
-        if self._batch_bytes > MAX_BATCH_BYTES:
+        if self._outbox and self._batch_bytes > MAX_BATCH_BYTES:
             self._batch_bytes = size
             self._outbox.append(Message())
         self._next_message().calls.add(

@@ -81,13 +81,26 @@ class Outcomes:
 
     def __init__(self, falls: Callable[[Side], int]) -> None:
         self._falls = falls
-        self.restart("")
-
-    def restart(self, trial: str) -> None:
-        """Counts anew, for this trial."""
-        self.trial = trial
+        self._falls_before = dict.fromkeys(Side, 0)
         self._tallies = {side: Tally() for side in Side}
-        self._falls_before = {side: self._falls(side) for side in Side}
+        self._canary = self.trial = ""
+
+    def follow(self, trial: str, canary: str) -> None:
+        """Counts anew where the trial is another one.
+
+        Falls are counted from the canary's beginning, over all its steps: a router hears of a step
+        up to a minute late, and what fell meanwhile would belong to none.
+
+        Args:
+            trial: a step of a canary; empty while it gets no requests.
+            canary: its revision; empty without one.
+        """
+        if canary != self._canary:
+            self._canary = canary
+            self._falls_before = {side: self._falls(side) for side in Side}
+        if trial != self.trial:
+            self.trial = trial
+            self._tallies = {side: Tally() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
         """Of a request that is sent now."""

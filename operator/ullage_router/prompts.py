@@ -65,6 +65,7 @@ class Prompts:
         condenser: sums up long ones.
         engines: tell the longest context.
         threads: where long texts are tokenised.
+        is_cascade: other models may answer as well, so that each takes what it knows.
     """
 
     def __init__(
@@ -73,19 +74,26 @@ class Prompts:
         condenser: Condenser,
         engines: Engines,
         threads: TokenizerThreads,
+        is_cascade: bool,
     ) -> None:
+        self._is_cascade = is_cascade
         self._rules = Rules(section.whitespace, section.zero_width, section.html)
         self._condenser = condenser
         self._engines = engines
         self._threads = threads
 
     async def make(
-        self, model: Model, request: inference_pb2.GenerateRequest, errands: Errands
+        self,
+        model: Model,
+        request: inference_pb2.GenerateRequest,
+        errands: Errands,
+        path: Sequence[str] = (),
     ) -> Prompt:
         """Token ids of any input.
 
         Args:
             errands: pay for what a model writes to shorten it.
+            path: cascades that handed the request on to here.
 
         Raises:
             ServiceError: it has none, is far too long, or the chat template refuses it.
@@ -100,19 +108,23 @@ class Prompts:
             ids = await self._threads.run(len(request.text), lambda: model.encode(request.text))
             validate.check_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
-        return await self._conversation(model, request, errands)
+        arguments = _arguments(
+            model, request.messages.template_arguments, self._is_cascade or bool(path)
+        )
+        return await self._conversation(model, request, errands, arguments)
 
     async def _conversation(
-        self, model: Model, request: inference_pb2.GenerateRequest, errands: Errands
+        self,
+        model: Model,
+        request: inference_pb2.GenerateRequest,
+        errands: Errands,
+        arguments: Mapping[str, Any],
     ) -> Prompt:
         turns = tuple(make_turns(request.messages.messages))
         use = tool_use(request, model.tool_format)
         # The last turn stays whatever else is dropped.
         self._check_size(model, turns[-1]["content"], "messages")
-        told = request.messages.template_arguments
-        field = "chat_template_kwargs"
-        arguments = read_arguments(told, model.template, field) if model.template else {}
-        size = weight(turns) + use.num_characters + len(told)
+        size = weight(turns) + use.num_characters + len(request.messages.template_arguments)
         self._check_whole(size)
         turns, degraded = await self._cleansed(turns, size)
         prompt = Prompt(model, [], turns, degraded, tool_use=use, arguments=arguments)
@@ -158,3 +170,10 @@ class Prompts:
                 "shorten it"
             )
             raise invalid(field, message, "CONTEXT_TOO_LONG")
+
+
+def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:
+    """Variables for the chat template; without one rendering is refused anyway."""
+    if not text or model.template is None:
+        return {}
+    return read_arguments(text, model.template, "chat_template_kwargs", is_cascade)

@@ -20,8 +20,7 @@ class Rollout:
 
     def _changed(self, pools: tuple[PoolSection, ...], trial: str) -> None:
         self._engines.set_canary(pools)
-        if trial != self.outcomes.trial:
-            self.outcomes.restart(trial)
+        self.outcomes.follow(trial, self.canary.revision(Side.CANARY))
 
     def side_of(self, session: str) -> Side:
         """Where a new request goes: where it is drawn, or where an engine is ready."""

@@ -34,6 +34,9 @@ ENTRY_BYTES = 250
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
 
 
+_Tree = dict[str, "_Tree"]
+
+
 class SegmentEncoder:
     """Encodes as the tokenizer does, whole where its special tokens are no such boundaries.
 
@@ -58,6 +61,11 @@ class SegmentEncoder:
     def size(self) -> int:
         """Bytes that are kept."""
         return self._bytes
+
+    @property
+    def pattern(self) -> str:
+        """What finds the places to cut at; empty where there are none."""
+        return self._boundaries.pattern if self._boundaries else ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without any that the text does not ask for."""
@@ -131,6 +139,24 @@ def _steps(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
 
 
 def _finder(special_ids: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds special tokens: of those that begin at one place the longest."""
-    longest_first = sorted(special_ids, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    """Finds special tokens: of those that begin at one place the longest.
+
+    A thousand of them are no slower than one: at each character one branch is left.
+    """
+    tree: _Tree = {}
+    for text in special_ids:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_pattern(tree)) if tree else None
+
+
+def _pattern(tree: _Tree) -> str:
+    """Matches what is in a tree of characters; a place where a text may end has the key ''."""
+    branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
+    if "" not in tree and len(branches) == 1:
+        return branches[0]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

@@ -52,7 +52,8 @@ class RouterService:
         compress = config.prompts.compress
         writer = Writer(lambda: self.pipeline, compress.timeout)
         self.condenser = Condenser(compress, self._threads, writer.write, self.metrics.condensed)
-        prompts = Prompts(config.prompts.cleanse, self.condenser, self.engines, self._threads)
+        cleanse, is_cascade = config.prompts.cleanse, config.cascade is not None
+        prompts = Prompts(cleanse, self.condenser, self.engines, self._threads, is_cascade)
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
         admission = Admission(config, self.engines, self.room, self._threads, self.placement)
         self.wakes = Wakes(config, self.engines, admission.policy)

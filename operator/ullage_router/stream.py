@@ -329,7 +329,7 @@ class Pipeline:
 
     async def _prompt(self, model: Model, call: Call) -> Prompt:
         errands = partial(call.visit.errand, self._expected(call))
-        return await self._prompts.make(model, call.request, errands)
+        return await self._prompts.make(model, call.request, errands, call.path)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Whether another engine is asked; what an engine did wrong costs budget."""

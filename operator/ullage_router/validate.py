@@ -20,6 +20,7 @@ from ullage_rpc.limits import (
     MAX_SESSION_ID_BYTES,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
     ROLES,
     SAMPLING_RANGES,
@@ -107,6 +108,8 @@ def _check_stop(stop: inference_pb2.StopConditions) -> None:
         _require(stop.max_tokens >= 1, "max_tokens", stop.max_tokens, "at least 1")
         wanted = f"at most max_tokens, {stop.max_tokens}"
         _require(stop.min_tokens <= stop.max_tokens, "min_tokens", stop.min_tokens, wanted)
+    count, wanted = len(stop.stop_token_ids), f"at most {MAX_STOP_TOKENS} tokens"
+    _require(count <= MAX_STOP_TOKENS, "stop_token_ids", f"{count} tokens", wanted)
     count = len(stop.stop_strings)
     _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", "at most 16 strings")
     for text in stop.stop_strings:

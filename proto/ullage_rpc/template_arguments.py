@@ -12,12 +12,15 @@ MAX_BYTES = 16 << 10
 _USUAL = {"reasoning_effort": "medium"}
 
 
-def read_arguments(text: str, template: ChatTemplate, field: str) -> dict[str, Any]:
+def read_arguments(
+    text: str, template: ChatTemplate, field: str, drops_others: bool = False
+) -> dict[str, Any]:
     """The variables by name.
 
     Args:
         text: of a JSON object; empty for none.
         field: where it stands in the request, for errors.
+        drops_others: whether what the template does not read is left out and not refused.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, it is no such text or names what the template does not read.
@@ -26,7 +29,7 @@ def read_arguments(text: str, template: ChatTemplate, field: str) -> dict[str, A
     for name, value in list(arguments.items()):
         if name in template.variables:
             continue
-        if _USUAL.get(name) != value:
+        if not drops_others and _USUAL.get(name) != value:
             where = name if name in _USUAL else f"{field}.{name}"
             raise invalid(where, f"{where}: {_reads(template)}; leave it out")
         del arguments[name]

@@ -69,7 +69,7 @@ def test_a_pool_that_does_not_serve_tells_the_trouble_of_its_pod() -> None:
 
 def test_further_pods_in_trouble_are_counted() -> None:
     degraded = findings(ROUTER, [SINGLE], [LOOP, UNPLACED, UNPLACED])[-1]
-    assert degraded.message == "pod s-single-0: engine ended (and 2 more pods)"
+    assert degraded.message == "pod s-single-0: engine ended (and 2 more)"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(["A", "B"])), min_size=1, max_size=12))

@@ -94,6 +94,23 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
         ({"rollout": {"stepDuration": "1h"}}, "spec.rollout.stepDuration: rollout.stepDuration"),
         ({"rollout": {"strategy": "bluegreen"}}, "spec.rollout.strategy"),
         (
+            {"router": {"resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}}},
+            "spec.router.resources.requests.cpu: 2500m exceeds the limit 2; lower the request",
+        ),
+        (
+            {
+                "pools": {
+                    "small": {
+                        "resources": {
+                            "requests": {"cpu": 9, "memory": "1Gi"},
+                            "limits": {"memory": "1G"},
+                        }
+                    }
+                }
+            },
+            "spec.pools.small.resources.requests.memory: 1Gi exceeds the limit 1G",
+        ),
+        (
             {"pools": {"engine": {}}},
             "spec.pools: router, engine, canary, rollout and next are names",
         ),

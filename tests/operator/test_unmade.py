@@ -51,7 +51,7 @@ def test_pods_that_nobody_makes_degrade_a_service_after_a_minute(make_plan: Make
     late = make_plan(observed(soon, 600))
     status, reason, message = degraded(late)
     assert (status, reason) == ("True", "PodsNotMade")
-    assert message == f"Deployment demo-router has 0 of 2 pods: {QUOTA} (and 1 more pods)"
+    assert message == f"Deployment demo-router has 0 of 2 pods: {QUOTA} (and 1 more)"
     assert late.again_s is None
 
 
@@ -75,6 +75,19 @@ def test_pods_that_exist_are_no_such_trouble_whatever_their_workload_tells(
     engine["status"]["phase"] = phase
     late = make_plan(observed(soon, 600, pods=[*ROUTERS, engine]))
     assert degraded(late)[1] == "AsExpected"
+
+
+def test_routers_that_were_just_asked_for_are_not_told_of(make_plan: MakePlan) -> None:
+    """In a service that has long progressed: their controller knows of them and then makes them."""
+    soon = make_plan(observed(make_plan(), 20))
+    seen = observed(soon, 600)
+    for item in seen.objects.values():
+        if item["kind"] == "Deployment":
+            item["status"] |= {"replicas": 1, "conditions": []}
+        elif item["kind"] == "StatefulSet":
+            item["status"]["replicas"] = 1
+    soon.status["router"]["replicas"] = 1
+    assert degraded(make_plan(seen))[1] == "AsExpected"
 
 
 def test_a_pod_that_is_just_being_replaced_is_not_told_of(make_plan: MakePlan) -> None:

@@ -40,6 +40,11 @@ def test_the_usual_effort_asks_for_nothing() -> None:
     assert read_arguments("", TEMPLATE, "kwargs") == {}
 
 
+def test_where_models_differ_each_takes_what_it_reads() -> None:
+    told = '{"enable_thinking": false, "other": 1}'
+    assert read_arguments(told, TEMPLATE, "kwargs", drops_others=True) == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [

@@ -263,6 +263,22 @@ async def test_a_lost_worker_of_the_canary_is_counted(pair):
 
 
 @played
+async def test_what_fell_before_the_first_step_counts_in_every_step(pair):
+    """The router hears of the step only when the canary has fallen and serves again."""
+    async with pair as (service, canary, write):
+        write(0)
+        service_ = service.router.service
+        await service.until(lambda: service_.engines.is_ready_on(Side.CANARY), 20)
+        canary.push(worker_restarts=1)
+        await service.until(lambda: service_.engines.workers_lost(Side.CANARY) == 1)
+        for step in (0, 1):
+            await shift(service, write, 10, step=step)
+            assert (await trial(service))["canary"]["restarts"] == 1
+        await shift(service, write, 10, revision="newer")
+        assert (await trial(service))["canary"]["restarts"] == 0
+
+
+@played
 async def test_a_removed_canary_is_forgotten_when_its_requests_have_ended(pair):
     async with pair as (service, canary, write):
         await shift(service, write, 100)

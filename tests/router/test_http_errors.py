@@ -87,6 +87,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "logit_bias['99999999999999999999']",
     ),
     ({"messages": HI, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"messages": HI, "stop_token_ids": [1] * 1025}, "stop_token_ids"),
     ({"messages": HI, "min_tokens": -1}, "min_tokens"),
     ({"messages": HI, "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"messages": HI, "model": 5}, "model"),

@@ -131,6 +131,15 @@ def test_long_requests_do_not_share_a_message_that_is_too_long() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_longer_than_a_message_should_be_has_one_of_its_own() -> None:
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            for name, text in (("a", "x"), ("b", "x" * (5 << 20)), ("c", "x")):
+                assert await text_of(begin(multiplexer, ask(name, 1, text))) == words(name, 1)
+
+    asyncio.run(scenario())
+
+
 def test_a_reader_that_is_slow_holds_up_only_its_own_call() -> None:
     async def scenario() -> None:
         async with multiplexed() as (engine, multiplexer):

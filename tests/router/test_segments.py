@@ -65,6 +65,16 @@ def test_tokens_that_look_around_are_no_boundaries(name: str) -> None:
     assert encoder.size == 0
 
 
+def test_many_special_tokens_are_found_as_fast_as_few() -> None:
+    """No branch of the search begins like another."""
+    names = [f"<special_{number}>" for number in range(1000)] + ["<s>", "[INST]", "<spe"]
+    tokenizer = byte_level(*map(plain, names))
+    encoder = SegmentEncoder(tokenizer)
+    text = "<" * 2000 + "<special_17<special_999><special_9990>[INST][INS<spex<s>"
+    assert encoder.encode(text) == whole(tokenizer, text)
+    assert encoder.pattern.count("<") == 1
+
+
 def test_a_tokenizer_that_knows_the_beginning_gets_the_whole() -> None:
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

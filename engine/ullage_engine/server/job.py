@@ -22,6 +22,7 @@ from ullage_rpc.limits import (
     MAX_SESSION_ID_BYTES,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
     ROLES,
     SAMPLING_RANGES,
@@ -212,6 +213,9 @@ def _check_stop(stop: pb.StopConditions, vocab_size: int) -> None:
     if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
         field, least = "stop.min_tokens", stop.min_tokens
         raise invalid(field, f"{field} is {least}; give at most max_tokens, {stop.max_tokens}")
+    if (count := len(stop.stop_token_ids)) > MAX_STOP_TOKENS:
+        field = "stop.stop_token_ids"
+        raise invalid(field, f"{field} has {count} tokens; give at most {MAX_STOP_TOKENS}")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:
         count = len(stop.stop_strings)
         raise invalid("stop.stop_strings", f"{count} stop strings; give at most {MAX_STOP_STRINGS}")

@@ -17,6 +17,7 @@ from ullage_rpc.limits import (
     MAX_PARTS,
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
 )
 
 MAX_UINT32 = (1 << 32) - 1
@@ -170,7 +171,7 @@ class Common(Unsupported, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop_token_ids: Annotated[list[Token], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)] | None = None

@@ -21,11 +21,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("spec.pools", {"pools": {"large": {"replicas": 1}}}, "single"),
     ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
     (
-        "spec.router.resources.requests",
-        {"router": {"resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}}},
-        "requests must not exceed limits",
-    ),
-    (
         "spec.router.topologySpreadConstraints",
         {
             "router": {

@@ -274,21 +274,6 @@ RULES = [
         {"router.tolerations": [{"key": "k", "tolerationSeconds": 5}]},
     ),
     rule(
-        "pools.single.resources.requests",
-        "requests must not exceed limits",
-        {SINGLE + "resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}},
-    ),
-    rule(
-        "router.resources.requests",
-        "requests must not exceed limits",
-        {
-            "router.resources": {
-                "requests": {"cpu": 1, "memory": "1Gi"},
-                "limits": {"memory": "1G"},
-            }
-        },
-    ),
-    rule(
         "pools.single.topologySpreadConstraints",
         "must differ in topologyKey or whenUnsatisfiable",
         {SINGLE + "topologySpreadConstraints": [ZONE, ZONE | {"maxSkew": 2}]},
