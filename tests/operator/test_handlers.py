@@ -248,8 +248,10 @@ def test_a_watch_whose_history_is_gone_starts_anew(world, operator, played):
     played.compact()
     played.drop_watches()
     path = f"{world.path('statefulsets')}/s-single"
+    lost = world.get(path)["metadata"]["uid"]
     world.client.delete(path)
     until(lambda: world.get(path), "the StatefulSet is made anew")
+    assert world.get(path)["metadata"]["uid"] != lost
 
 
 def test_another_owners_object_is_not_taken_over(world, operator):

@@ -284,7 +284,8 @@ def test_closing_a_stream_ends_the_work(start_service: "StartService") -> None:
                 if chunk.choices[0].delta.content:
                     break
             await stream.close()
-            await service.until(lambda: len(service.engine.cancelled) == 1)
+            await service.until(lambda: bool(service.engine.cancelled))
+            assert len(service.engine.cancelled) == len(service.engine.requests) == 1
 
     asyncio.run(scenario())
 

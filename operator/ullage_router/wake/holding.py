@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
+from ullage_router.errors import draining
 from ullage_router.wake.config import WakeSection
 from ullage_rpc.errors import ServiceError
 
@@ -118,7 +119,7 @@ class Holding:
 
     def _check(self, pool: str, size: int) -> None:
         if self.is_closed:
-            raise _stopping()
+            raise draining()
         is_full = len(self) >= self._section.max_requests
         if is_full or self.held_bytes + size > self._section.max_bytes:
             self.counts["refused"] += 1
@@ -146,7 +147,7 @@ class Holding:
             self._look()
             await asyncio.wait({future}, timeout=min(LOOK_S, left_s))
         if not future.result():
-            raise _stopping()
+            raise draining()
         self.counts["woken"] += 1
 
     def _tell(self) -> None:
@@ -157,12 +158,3 @@ def _answer(futures: "Iterable[asyncio.Future[bool]]", is_awake: bool) -> None:
     for future in futures:
         if not future.done():
             future.set_result(is_awake)
-
-
-def _stopping() -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE,
-        "DRAINING",
-        "this router is stopping; retry, another one will answer",
-        retry_after_s=1,
-    )
