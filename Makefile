@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: install install-dev demo up test check lint faults images e2e clean
+.PHONY: install install-dev demo up test test-fast test-slow check lint faults images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,8 +31,14 @@ demo: install               ## start a service, put it through its paces, stop i
 up: install                 ## serve examples/smollm2.yaml until Ctrl-C
 	$(BIN)/ullage up -f examples/smollm2.yaml $(ARGS)
 
-test: install-dev           ## all tests
+test: install-dev           ## every test that is not slow
 	scripts/test.sh $(BIN)/python $(ARGS)
+
+test-fast: install-dev      ## rules, manifests and formats: no processes, within a minute
+	scripts/test.sh $(BIN)/python fast
+
+test-slow: install-dev      ## what is too heavy for every change; before a release
+	scripts/test.sh $(BIN)/python slow
 
 faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
 	$(BIN)/python benchmarks/faults.py --faults 200
@@ -44,7 +50,6 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
-	$(BIN)/python scripts/readme_tree.py --check
 	$(BIN)/python scripts/api_reference.py --check
 
 check: lint test            ## the gate

@@ -2,7 +2,7 @@
 
 Random weights in the shape of LFM2-8B-A1B, or a fraction of it. Few pairs of token and expert are
 multiplied one by one or sorted by expert; the last line says up to how many the first is faster,
-which is what `FEW_PAIRS` and, on a GPU, `DEVICE_FEW_PAIRS` in layers/expert_matrices.py should be.
+which is what `FEW_PAIRS` of layers/moe.py and, on a GPU, of kernels/triton/matmul.py should be.
 On a GPU sorted rows are multiplied by one grouped product, by a kernel of our own, and by a loop
 over experts that reads their extents back.
 """
@@ -12,26 +12,25 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from ullage_engine.kernels import triton
-from ullage_engine.kernels.buffers import allocate
-from ullage_engine.layers.expert_matrices import (
+from ullage_engine.kernels.arena import StepLimits, step_arena
+from ullage_engine.kernels.kv_pool import allocate
+from ullage_engine.layers.decoder import gate
+from ullage_engine.layers.linear import PlainLinear
+from ullage_engine.layers.moe import (
+    ExpertLinears,
+    Experts,
+    ExpertWeights,
     GroupedExperts,
     LoopedExperts,
-    PickingExperts,
-    SortedExperts,
     can_group,
     packed_experts,
 )
-from ullage_engine.layers.experts import Experts, ExpertWeights
-from ullage_engine.layers.matrix import PlainMatrix
-from ullage_engine.layers.mlp import gate
-from ullage_engine.memory.arena import StepLimits, step_arena
-from ullage_engine.models.dtypes import DTYPES
-from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
+from ullage_engine.model_config.dtypes import DTYPES
+from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16, 64, 256, 1024)
 SORTED = ("sorted", "grouped", "triton")
@@ -76,7 +75,7 @@ def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
 
-    router = PlainMatrix(random(arguments.experts, arguments.hidden))
+    router = PlainLinear(random(arguments.experts, arguments.hidden))
     bias = torch.randn(arguments.experts, device=device) * arguments.skew
     gate_up = random(arguments.experts, 2 * arguments.width, arguments.hidden)
     down = random(arguments.experts, arguments.hidden, arguments.width)
@@ -96,41 +95,31 @@ def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
     return paths
 
 
-class Both(SortedExperts, PickingExperts, Protocol):
-    """Experts by either path."""
-
-
-Kind = Callable[[torch.Tensor], Both]
+Kind = Callable[[torch.Tensor], ExpertLinears]
 
 
 class Forced:
     """Experts by the path that is to be measured."""
 
-    def __init__(self, matrices: Both, few_pairs: int) -> None:
-        self.one, self.multiply = matrices.one, matrices.multiply
-        self.multiply_each, self._few_pairs = matrices.multiply_each, few_pairs
-
-    @property
-    def few_pairs(self) -> int:
-        return self._few_pairs
+    def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
+        self.forward, self.forward_each = matrices.forward, matrices.forward_each
+        self.few_pairs = few_pairs
 
 
-def looped(weights: torch.Tensor) -> Both:
-    return LoopedExperts([PlainMatrix(each) for each in weights])
+def looped(weights: torch.Tensor) -> ExpertLinears:
+    return LoopedExperts([PlainLinear(each) for each in weights])
 
 
-def grouped(weights: torch.Tensor) -> Both:
-    return GroupedExperts(weights, [PlainMatrix(each) for each in weights])
+def grouped(weights: torch.Tensor) -> ExpertLinears:
+    return GroupedExperts(weights, [PlainLinear(each) for each in weights])
 
 
-def packed(weights: torch.Tensor) -> Both:
+def packed(weights: torch.Tensor) -> ExpertLinears:
     return packed_experts(weights, None, "plain")
 
 
-def arena_of(
-    spec: ExpertsSpec, hidden: int, dtype: torch.dtype
-) -> tuple[ModelGeometry, StepLimits]:
-    geometry = ModelGeometry(
+def arena_of(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> tuple[ModelConfig, StepLimits]:
+    model_config = ModelConfig(
         architecture="lfm2_moe",
         layers=(LayerSpec(feed_forward="experts"),),
         hidden=hidden,
@@ -143,18 +132,17 @@ def arena_of(
         rope_theta=1e6,
         rms_eps=1e-5,
         tied=True,
-        eos_token_ids=[],
         experts=spec,
     )
     limits = StepLimits(
         max_tokens=max(TOKENS),
         max_rows=1,
         max_model_len=64,
-        max_gather_tokens=64,
+        decode_max_batch_tokens=64,
         block_tokens=16,
         itemsize=dtype.itemsize,
     )
-    return geometry, limits
+    return model_config, limits
 
 
 def measure_all(

@@ -77,7 +77,7 @@ async def generate(
     Raises:
         AnswerError: it ended too early.
     """
-    found: list[int] = []
+    token_ids: list[int] = []
     request = pb.GenerateRequest(
         text=f"Write about {SUBJECTS[prompt]}, and then about the sea.",
         sampling=pb.SamplingParams(temperature=0.0),
@@ -86,14 +86,14 @@ async def generate(
     )
     finished = pb.Finished()
     async for response in engine.inference.Generate(request):
-        found += response.delta.token_ids
+        token_ids += response.delta.token_ids
         if response.delta.token_ids:
             times.append(time.monotonic())
         if response.HasField("finished"):
             finished = response.finished
-    if finished.reason != pb.FINISH_REASON_LENGTH or len(found) != tokens:
-        raise AnswerError(f"{len(found)} of {tokens} tokens, reason {finished.reason}")
-    return found, finished
+    if finished.reason != pb.FINISH_REASON_LENGTH or len(token_ids) != tokens:
+        raise AnswerError(f"{len(token_ids)} of {tokens} tokens, reason {finished.reason}")
+    return token_ids, finished
 
 
 async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
@@ -105,14 +105,14 @@ async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
         tokens = chooser.randint(longest // 4, longest)
         times = run.arrivals[number] = [time.monotonic()]
         try:
-            found, finished = await generate(engine, prompt, tokens, times)
+            token_ids, finished = await generate(engine, prompt, tokens, times)
         except (grpc.aio.AioRpcError, AnswerError) as error:
             run.errors.append(f"prompt {prompt}: {_reason(error)}")
             return
         run.answers += 1
         run.tokens += tokens
         run.resumes += finished.resumes
-        _compare(run, prompt, found)
+        _compare(run, prompt, token_ids)
 
 
 def _reason(error: Exception) -> str:
@@ -121,13 +121,13 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _compare(run: Run, prompt: int, found: list[int]) -> None:
-    wanted = run.reference[prompt][: len(found)]
-    if found != wanted:
+def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
+    wanted = run.reference[prompt][: len(token_ids)]
+    if token_ids != wanted:
         place = next(
-            i for i, pair in enumerate(zip(found, wanted, strict=True)) if len({*pair}) > 1
+            i for i, pair in enumerate(zip(token_ids, wanted, strict=True)) if len({*pair}) > 1
         )
-        run.errors.append(f"prompt {prompt} differs from token {place} of {len(found)} on")
+        run.errors.append(f"prompt {prompt} differs from token {place} of {len(token_ids)} on")
 
 
 async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) -> None:

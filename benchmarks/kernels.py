@@ -15,32 +15,31 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.core.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.arena import MAX_TILE_ROWS, partial_elements
 from ullage_engine.kernels.attention import DecodeAttention, PrefillAttention, Workspace, fill_mask
-from ullage_engine.kernels.pool import KVPool
+from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.kv_pool import KVPool
 from ullage_engine.kernels.triton import (
     Format,
-    PagedAttention,
     PagedWorkspace,
     paged_attentions,
     quantized_matmul,
     runs_on,
 )
-from ullage_engine.memory.partials import partial_elements
-from ullage_engine.memory.rungs import MAX_TILE_ROWS
-from ullage_engine.models.geometry import LayerSpec, ModelGeometry
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 
 if TYPE_CHECKING:
-    from ullage_engine.kernels.triton.experts import PackedExperts
+    from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
+    from ullage_engine.kernels.triton.matmul import TritonExperts
 
 DEVICE = "cuda"
 BLOCK = 16
 DTYPE = torch.bfloat16
 HIDDEN, EXPERTS, WIDTH = 2048, 32, 1792
-GEOMETRY = ModelGeometry(
+GEOMETRY = ModelConfig(
     architecture="lfm2_moe", layers=(LayerSpec(),), hidden=HIDDEN, num_heads=32, num_kv_heads=8,
     head_dim=64, intermediate=7168, vocab=65536, max_position=128_000, rope_theta=1e6,
-    rms_eps=1e-5, tied=True, eos_token_ids=[7],
+    rms_eps=1e-5, tied=True,
 )  # fmt: skip
 DECODES = [(1, 8192), (8, 4096), (32, 2048), (32, 8192), (128, 2048)]
 PROMPTS = [2048, 4096, 8192]
@@ -174,10 +173,10 @@ def experts_case(tokens: int, plain: torch.Tensor) -> None:
     formats: list[Format] = ["plain", "int8", "mxfp4"]
     for format in formats:
         packed = random_experts(format)
-        took = seconds(partial(packed.multiply, x, ends, len(x), out))
+        took = seconds(partial(packed.forward, x, ends, len(x), out))
         report(format, took, base, len(x), read, matrix)
         if len(chosen) <= EXPERTS:
-            took = seconds(partial(packed.multiply_each, few, chosen, out))
+            took = seconds(partial(packed.forward_each, few, chosen, out))
             report(f"{format}, each", took, base, len(x), len(x) * matrix, matrix)
 
 
@@ -207,7 +206,7 @@ def paged(
     tiles: list[PrefillTile],
     rotated: torch.Tensor,
     attended: torch.Tensor,
-) -> PagedAttention:
+) -> "PagedDecode | PagedPrefill":
     partials = torch.empty(partial_elements(GEOMETRY), device=DEVICE)
     workspace = PagedWorkspace(GEOMETRY, partials)
     return paged_attentions(groups, tiles, rotated, attended, workspace)[0]
@@ -243,17 +242,16 @@ def random_weights(
     return codes.view(torch.int8) if format == "int8" else codes, scales, zeros
 
 
-def random_experts(format: Format) -> "PackedExperts":
+def random_experts(format: Format) -> "TritonExperts":
     """Packed matrices of all experts."""
-    from ullage_engine.kernels.triton.experts import PackedExperts
+    from ullage_engine.kernels.triton.matmul import TritonExperts
 
     packed, scales, zeros = random_weights(format, EXPERTS * 2 * WIDTH, HIDDEN)
     shape = (EXPERTS, 2 * WIDTH, -1)
-    return PackedExperts(
+    return TritonExperts(
         packed.view(shape),
         None if scales is None else scales.view(shape),
         None if zeros is None else zeros.view(shape),
-        (HIDDEN, 2 * WIDTH),
         format,
     )
 

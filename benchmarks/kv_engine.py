@@ -26,8 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_rpc.channels import new_server
-from ullage_rpc.errors import ServiceError, abort
+from ullage_common.wire.channels import new_server
+from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.multiplex import serve_multiplex
 
 MODEL = "tiny"
 BLOCK_TOKENS = 16
@@ -153,6 +154,9 @@ class KVEngine(
             expected_output_tokens=MAX_MODEL_LEN,
             releases=releases,
         )
+
+    async def Multiplex(self, requests: object, context: Any) -> None:
+        await serve_multiplex(self.Generate, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context

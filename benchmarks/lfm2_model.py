@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ullage_engine.models.config import ModelConfig
-from ullage_engine.models.geometry import LayerSpec, ModelGeometry
-from ullage_engine.models.lfm2 import lfm2_moe
+from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.model_config.registry import lfm2_moe
 
 SEED = 20251021
 
@@ -17,6 +17,7 @@ ROUTER_BIAS = 0.3
 """The most and the least wanted expert are so far from the others, in units of the sigmoids."""
 
 _FULL: dict[str, object] = {
+    "model_type": "lfm2_moe",
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "num_attention_heads": 32,
@@ -47,37 +48,37 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def make_geometry(size: str) -> ModelGeometry:
+def make_model_config(size: str) -> ModelConfig:
     """The whole model; `size` is a key of SIZES."""
-    return lfm2_moe(ModelConfig(Path(f"{size}/config.json"), SIZES[size]), [])
+    return lfm2_moe(HFConfig(Path(f"{size}/config.json"), SIZES[size]))
 
 
-def make_prompts(geometry: ModelGeometry, count: int, tokens: int) -> torch.Tensor:
+def make_prompts(model_config: ModelConfig, count: int, tokens: int) -> torch.Tensor:
     """Random token ids [count, tokens]."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, geometry.vocab, (count, tokens), generator=generator)
+    return torch.randint(0, model_config.vocab, (count, tokens), generator=generator)
 
 
 class SeededWeights:
-    """Prepared tensors as `ullage_engine.weights.layout` names them."""
+    """Prepared tensors as `ullage_engine.model_loader.tensor_plan` names them."""
 
-    def __init__(self, whole: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
-        self._geometry, self._dtype, self._device = whole, dtype, device
+    def __init__(self, whole: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._model_config, self._dtype, self._device = whole, dtype, device
 
     def ends(self) -> dict[str, torch.Tensor]:
         """What is before the first layer and after the last."""
-        geometry, random = self._geometry, self._source(0)
+        model_config, random = self._model_config, self._source(0)
         return {
-            "embedding": random(geometry.vocab, geometry.hidden),
-            "norm": 1 + random(geometry.hidden),
+            "embedding": random(model_config.vocab, model_config.hidden),
+            "norm": 1 + random(model_config.hidden),
         }
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        geometry, random = self._geometry, self._source(index + 1)
-        spec = geometry.layers[index]
+        model_config, random = self._model_config, self._source(index + 1)
+        spec = model_config.layers[index]
         # As in GPT-2, so that the residual stream does not grow with the layers.
-        down_scale = (2 * geometry.num_layers) ** -0.5
-        hidden = geometry.hidden
+        down_scale = (2 * model_config.num_layers) ** -0.5
+        hidden = model_config.hidden
         tensors = {
             "mixer_norm": 1 + random(hidden),
             "mlp_norm": 1 + random(hidden),
@@ -89,26 +90,26 @@ class SeededWeights:
     def _mixer(
         self, spec: LayerSpec, random: "_Source", down_scale: float
     ) -> dict[str, torch.Tensor]:
-        geometry, hidden = self._geometry, self._geometry.hidden
+        model_config, hidden = self._model_config, self._model_config.hidden
         if spec.mixer == "conv":
             return {
                 "conv_in": random(3 * hidden, hidden),
-                "conv": random(hidden, geometry.conv_kernel),
+                "conv": random(hidden, model_config.conv_kernel),
                 "conv_out": random(hidden, hidden).mul_(down_scale),
             }
         return {
-            "qkv": random(geometry.qkv_width, hidden),
-            "output": random(hidden, geometry.query_width).mul_(down_scale),
-            "q_norm": 1 + random(geometry.head_dim),
-            "k_norm": 1 + random(geometry.head_dim),
+            "qkv": random(model_config.qkv_width, hidden),
+            "output": random(hidden, model_config.query_width).mul_(down_scale),
+            "q_norm": 1 + random(model_config.head_dim),
+            "k_norm": 1 + random(model_config.head_dim),
         }
 
     def _mlp(
         self, spec: LayerSpec, random: "_Source", down_scale: float
     ) -> dict[str, torch.Tensor]:
-        hidden, experts = self._geometry.hidden, self._geometry.experts
+        hidden, experts = self._model_config.hidden, self._model_config.experts
         if spec.feed_forward == "dense" or experts is None:
-            width = self._geometry.intermediate
+            width = self._model_config.intermediate
             return {
                 "gate_up": random(2 * width, hidden),
                 "down": random(hidden, width).mul_(down_scale),

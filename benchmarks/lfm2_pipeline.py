@@ -25,17 +25,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lfm2_model import SIZES, SeededWeights, make_geometry, make_prompts
+from lfm2_model import SIZES, SeededWeights, make_model_config, make_prompts
 from lfm2_reference import Reference, compute_reference
 from lfm2_stage import load_stage, make_plan, make_runner
 
-from ullage_engine.core.plan import StepPlan
-from ullage_engine.core.runner import ModelRunner
-from ullage_engine.models.dtypes import DTYPES
-from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.parallel.group import RankGroup
+from ullage_engine.model_config.dtypes import DTYPES
+from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.parallel.layout import RankLayout, device_map
-from ullage_engine.parallel.neighbours import Alone, Connected, Neighbours
+from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
+from ullage_engine.protocol.step_plan import StepPlan
+from ullage_engine.runner.model_runner import ModelRunner
 
 PUBLISHED = 358.56
 """Samples a second of the same work in float32 on four GPUs, as the requirements give it."""
@@ -125,7 +124,7 @@ def parse_job() -> Job:
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} is not positive")
     given.size = given.size or ("full" if given.device == "cuda" else "small")
-    if given.stages > (most := make_geometry(given.size).num_layers):
+    if given.stages > (most := make_model_config(given.size).num_layers):
         parser.error(f"--stages {given.stages} is more than the model's {most} layers")
     if given.tokens < 2:
         parser.error(f"--tokens {given.tokens} is not a prompt; give 2 or more")
@@ -154,16 +153,15 @@ def run_rank(rank: int, job: Job, store: Path | None) -> int:
 
 def run_stage(rank: int, job: Job, layout: RankLayout, group: RankGroup | None) -> int:
     device, dtype = job.device_of(rank), DTYPES[job.dtype]
-    whole = make_geometry(job.size)
+    whole = make_model_config(job.size)
     weights = SeededWeights(whole, dtype, device)
     chosen = choose_samples(job, whole, weights, device) if layout.is_last(rank) else None
     prompts = share_prompts(job, chosen, device)
     say(str(device_map(whole, layout, device.type)[rank]))
-    near: Neighbours = Alone()
-    if group is not None:
-        near = Connected(group, job.samples * job.tokens, whole.hidden, dtype, job.micro_batches)
+    rows = job.samples * job.tokens
+    pipeline_rank = PipelineRank(group, rows, whole.hidden, dtype, job.micro_batches)
     loaded = load_stage(whole, weights, layout, rank)
-    runner = make_runner(loaded, job.samples, job.tokens, device, dtype, near)
+    runner = make_runner(loaded, job.samples, job.tokens, device, dtype, pipeline_rank)
     plan = make_plan(prompts.tolist())
     run_step(runner, plan)  # Libraries prepare themselves.
     seconds = []
@@ -186,12 +184,12 @@ class Chosen:
 
 
 def choose_samples(
-    job: Job, whole: ModelGeometry, weights: SeededWeights, device: torch.device
+    job: Job, whole: ModelConfig, weights: SeededWeights, device: torch.device
 ) -> Chosen:
     """The first samples of the random prompts whose routing does not hang on rounding."""
     prompts = make_prompts(whole, int(job.samples * (1 + job.spare)), job.tokens)
-    found = run_reference(whole, weights, prompts, torch.float32)
-    safe = (found.margins > SAFE_MARGIN).nonzero()[: job.samples, 0]
+    reference = run_reference(whole, weights, prompts, torch.float32)
+    safe = (reference.margins > SAFE_MARGIN).nonzero()[: job.samples, 0]
     if len(safe) < job.samples:
         raise SystemExit(
             f"--spare {job.spare}: only {len(safe)} of {len(prompts)} prompts have routing that "
@@ -202,11 +200,11 @@ def choose_samples(
     prompts, plain = prompts[safe], None
     if job.dtype != "float32":
         plain = run_reference(whole, weights, prompts, DTYPES[job.dtype]).logits
-    return Chosen(prompts, found.logits[safe], found.load, replaced, plain)
+    return Chosen(prompts, reference.logits[safe], reference.load, replaced, plain)
 
 
 def run_reference(
-    whole: ModelGeometry, weights: SeededWeights, prompts: torch.Tensor, dtype: torch.dtype
+    whole: ModelConfig, weights: SeededWeights, prompts: torch.Tensor, dtype: torch.dtype
 ) -> Reference:
     name = f"reference in {str(dtype).removeprefix('torch.')}"
     return compute_reference(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from lfm2_model import SeededWeights
 
-from ullage_engine.models.geometry import ExpertsSpec, ModelGeometry
+from ullage_engine.model_config.model_config import ExpertsSpec, ModelConfig
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,35 +30,35 @@ class Reference:
 
 @torch.inference_mode()
 def compute_reference(
-    geometry: ModelGeometry,
+    model_config: ModelConfig,
     weights: SeededWeights,
     prompts: torch.Tensor,
     progress: Callable[[int], None],
     dtype: torch.dtype = torch.float32,
 ) -> Reference:
     """Runs prompts [samples, tokens] in `dtype`; `progress` is told each layer's index."""
-    assert geometry.experts is not None
+    assert model_config.experts is not None
     ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
     x = ends["embedding"][prompts.to(device)]
     margins = torch.full((len(prompts),), float("inf"), device=device)
-    load = torch.zeros(geometry.experts.num_experts, dtype=torch.int64, device=device)
-    for index, spec in enumerate(geometry.layers):
+    load = torch.zeros(model_config.experts.num_experts, dtype=torch.int64, device=device)
+    for index, spec in enumerate(model_config.layers):
         progress(index)
         prefix = f"layers.{index}."
         layer = _cast(weights.layer(index), dtype)
         own = {name.removeprefix(prefix): tensor for name, tensor in layer.items()}
         mixer = _conv if spec.mixer == "conv" else _attention
-        x = x + mixer(geometry, own, _norm(x, own["mixer_norm"], geometry.rms_eps))
-        normed = _norm(x, own["mlp_norm"], geometry.rms_eps)
+        x = x + mixer(model_config, own, _norm(x, own["mixer_norm"], model_config.rms_eps))
+        normed = _norm(x, own["mlp_norm"], model_config.rms_eps)
         if spec.feed_forward == "dense":
             x = x + _mlp(normed, own["gate_up"], own["down"])
             continue
-        routing = _route(geometry.experts, own, normed)
+        routing = _route(model_config.experts, own, normed)
         x = x + _experts(own, normed, routing)
         margins = torch.minimum(margins, routing.margins.amin(dim=1))
         load += torch.bincount(routing.chosen.flatten(), minlength=len(load))
-    last = _norm(x[:, -1], ends["norm"], geometry.rms_eps)
+    last = _norm(x[:, -1], ends["norm"], model_config.rms_eps)
     logits = (last @ ends["embedding"].t()).float()
     return Reference(logits.cpu(), margins.cpu(), load.cpu())
 
@@ -76,19 +76,19 @@ def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Te
     return F.linear(F.silu(gate) * up, down)
 
 
-def _conv(geometry: ModelGeometry, own: Tensors, x: torch.Tensor) -> torch.Tensor:
+def _conv(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Tensor:
     b, c, u = F.linear(x, own["conv_in"]).chunk(3, dim=-1)
-    padded = F.pad((b * u).transpose(1, 2), (geometry.conv_kernel - 1, 0))
-    mixed = F.conv1d(padded, own["conv"][:, None], groups=geometry.hidden)
+    padded = F.pad((b * u).transpose(1, 2), (model_config.conv_kernel - 1, 0))
+    mixed = F.conv1d(padded, own["conv"][:, None], groups=model_config.hidden)
     return F.linear(c * mixed.transpose(1, 2), own["conv_out"])
 
 
-def _attention(geometry: ModelGeometry, own: Tensors, x: torch.Tensor) -> torch.Tensor:
-    heads, kv_heads, size = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+def _attention(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Tensor:
+    heads, kv_heads, size = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
     qkv = F.linear(x, own["qkv"]).unflatten(-1, (-1, size)).transpose(1, 2)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    q = _rotate(_norm(q, own["q_norm"], geometry.rms_eps), geometry.rope_theta)
-    k = _rotate(_norm(k, own["k_norm"], geometry.rms_eps), geometry.rope_theta)
+    q = _rotate(_norm(q, own["q_norm"], model_config.rms_eps), model_config.rope_theta)
+    k = _rotate(_norm(k, own["k_norm"], model_config.rms_eps), model_config.rope_theta)
     k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
     scores = q @ k.transpose(2, 3) * size**-0.5
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)

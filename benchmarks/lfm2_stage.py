@@ -5,23 +5,24 @@ from collections.abc import Sequence
 import torch
 from lfm2_model import SeededWeights
 
-from ullage_engine.core.plan import Chunk, StepPlan
-from ullage_engine.core.request import SamplingParams
-from ullage_engine.core.runner import ModelRunner, RunnerSettings
-from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.parallel.layout import RankLayout, rank_geometry
-from ullage_engine.parallel.neighbours import Neighbours
-from ullage_engine.weights.store import LoadedModel
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.parallel.layout import RankLayout, rank_model_config
+from ullage_engine.parallel.pipeline import PipelineRank
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.runner.model_runner import ModelRunner
 
 BLOCK_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def load_stage(
-    whole: ModelGeometry, weights: SeededWeights, layout: RankLayout, rank: int
+    whole: ModelConfig, weights: SeededWeights, layout: RankLayout, rank: int
 ) -> LoadedModel:
     """The layers that the engine gives to this rank; weights are made layer by layer."""
-    own = rank_geometry(whole, layout, rank)
+    own = rank_model_config(whole, layout, rank)
     has_ends = layout.is_first(rank) or layout.is_last(rank)
     tensors = weights.ends() if has_ends else {}
     for index in range(own.num_layers):
@@ -35,17 +36,18 @@ def make_runner(
     tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-    neighbours: Neighbours,
+    pipeline_rank: PipelineRank,
 ) -> ModelRunner:
     """For one step of so many samples; everything it needs is allocated here."""
-    settings = RunnerSettings(
-        max_step_tokens=samples * tokens,
-        max_sequences=samples,
+    limits = StepLimits(
+        max_tokens=samples * tokens,
+        max_rows=samples,
         max_model_len=tokens,
         decode_max_batch_tokens=tokens,
+        itemsize=dtype.itemsize,
         block_tokens=BLOCK_TOKENS,
     )
-    runner = ModelRunner(loaded, device, dtype, settings, neighbours)
+    runner = ModelRunner(loaded, device, dtype, limits, pipeline_rank)
     runner.allocate_arena()
     runner.allocate_kv(samples * blocks_of(tokens))
     return runner

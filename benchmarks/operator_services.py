@@ -31,8 +31,8 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from ullage_operator.kinds import OWNED, SERVICE, kind_of
-from ullage_operator.transport import connection
+from ullage_operator.api.naming import OWNED, SERVICE, kind_of
+from ullage_operator.kube.connection import Connection
 
 ROOT = Path(__file__).resolve().parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -45,18 +45,18 @@ PATIENCE_S = 1800.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--services", type=int, default=1000)
-    made.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
-    made.add_argument(
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--services", type=int, default=1000)
+    options.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
+    options.add_argument(
         "--settle",
         type=float,
         default=5.0,
         help="seconds of peace before rest is measured; a real cluster's controllers need minutes",
     )
-    made.add_argument("--edits", type=int, default=20)
-    made.add_argument("--quick", action="store_true", help="20 services, 3 s, 3 edits")
-    return made
+    options.add_argument("--edits", type=int, default=20)
+    options.add_argument("--quick", action="store_true", help="20 services, 3 s, 3 edits")
+    return options
 
 
 def manifest(number: int) -> dict[str, Any]:
@@ -110,10 +110,12 @@ def free_port() -> int:
 @contextlib.asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     """With the namespace and the definition; the namespace goes at the end."""
-    info = connection()
-    verify, headers = info.as_ssl_context(), info.as_http_headers()
+    connection = Connection()
+    api, headers = await connection.api(), await connection.headers()
+    await connection.close()
+    verify = api.rest_client.ssl_context
     async with httpx.AsyncClient(
-        base_url=info.server, verify=verify, headers=headers, timeout=60
+        base_url=api.configuration.host, verify=verify, headers=headers, timeout=60
     ) as opened:
         await opened.post("/api/v1/namespaces", json={"metadata": {"name": NAMESPACE}})
         await opened.post(CRDS, json=yaml.safe_load(CRD.read_text()))
@@ -137,8 +139,8 @@ async def create(api: httpx.AsyncClient, count: int) -> None:
 
     async def work() -> None:
         for number in numbers:
-            made = await api.post(SERVICE.path(NAMESPACE), json=manifest(number))
-            made.raise_for_status()
+            response = await api.post(SERVICE.path(NAMESPACE), json=manifest(number))
+            response.raise_for_status()
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
 
@@ -187,9 +189,9 @@ async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncI
         yield "memory", process.memory_info().rss / 2**20, "MiB"
         async for figure in edits(api, options):
             yield figure
-        told = (await api.get(metrics)).text
-        yield "mean reconciliation", 1000 * mean_s(told), "ms"
-        yield "objects watched", watched(told), ""
+        metrics_text = (await api.get(metrics)).text
+        yield "mean reconciliation", 1000 * mean_s(metrics_text), "ms"
+        yield "objects watched", watched(metrics_text), ""
 
 
 async def edits(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncIterator[Figure]:
@@ -212,9 +214,9 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def mean_s(text: str) -> float:
-    found = {name: value for name, _, value in samples(text)}
+    values = {name: value for name, _, value in samples(text)}
     name = "ullage_operator_reconcile_seconds"
-    return found[f"{name}_sum"] / max(1.0, found[f"{name}_count"])
+    return values[f"{name}_sum"] / max(1.0, values[f"{name}_count"])
 
 
 def watched(text: str) -> float:

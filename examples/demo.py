@@ -250,7 +250,7 @@ def tally(words: Any) -> str:
 def worker_pid(engine_pid: int) -> int:
     """The process that holds the model, a child of the engine's server process."""
     children = psutil.Process(engine_pid).children()
-    return next(c.pid for c in children if "ullage_engine.core.worker" in c.cmdline())
+    return next(c.pid for c in children if "ullage_engine.worker.main" in c.cmdline())
 
 
 # Starting and stopping ---------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Image:
 
 
 IMAGES = {
-    "operator": Image("operator,router", limit_bytes=300 * MB),
+    "operator": Image("operator,router", limit_bytes=350 * MB),
     "engine": Image("engine", (DEMO_MODEL,)),
     "engine-cuda": Image("gpu", (DEMO_MODEL,)),
 }

@@ -1,62 +1,75 @@
 #!/usr/bin/env bash
-# Runs all tests: those that mostly wait beside those that only compute, then, by themselves, those
-# that do both and have deadlines. What fails is run once more with nothing beside it, so that a
-# busy moment of the machine is told from a fault; a test that fails twice fails the run.
-# With arguments: pytest with these, and nothing else.
+# Runs the tests in three lanes side by side, never more, so that two cores are always at work and
+# nobody waits long for them: what computes and then whole services, what talks over sockets and
+# then groups of processes, and the operator. Every test runs once: one that fails, fails the run.
 #
-# usage: scripts/test.sh PYTHON [pytest argument ...]
+#   scripts/test.sh PYTHON                 every test that is not slow
+#   scripts/test.sh PYTHON fast            those that start no processes, within a minute
+#   scripts/test.sh PYTHON slow            those marked slow
+#   scripts/test.sh PYTHON ARGUMENT ...    pytest with these arguments
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-if [ $# -gt 0 ]; then
-    exec "$python" -m pytest "$@"
-fi
 
-talking=(tests/router tests/proto tests/engine/server)
+engine=tests/engine
+fast_operator=(
+    tests/test_*.py tests/operator/{api,conditions,manifests,rollout}
+    tests/operator/controller/test_{plan,rolls}.py
+    --ignore=tests/operator/api/test_wrong_manifests.py
+)
+fast_rest=(
+    tests/router/policy tests/router/prompts/test_*.py
+    "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
+)
+talking=(tests/router tests/common "$engine/server")
 operating=(tests/operator tests/kubeapi tests/charts)
-alone=(tests/e2e tests/engine/worker tests/engine/parallel)
-ignored=("${talking[@]/#/--ignore=}" "${operating[@]/#/--ignore=}" "${alone[@]/#/--ignore=}")
+services=(tests/e2e tests/benchmarks)
+processes=("$engine/worker/process" "$engine/worker/ranks")
+elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}")
+computing=("${elsewhere[@]/#/--ignore=}")
 
 logs=$(mktemp -d)
-failed=0
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
+export ULLAGE_TEST_WEIGHTS=$logs/weights # every model is prepared once for all lanes
+mkdir "$ULLAGE_TEST_WEIGHTS"
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
 
-# lane NAME PYTEST-ARGUMENT ...: one run of pytest, which notes in $logs/NAME what failed.
+# lane NAME PYTEST-ARGUMENT ...
 lane() {
-    "$python" -m pytest -o cache_dir="$logs/$1" "${@:2}"
+    "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
 }
 
-# once_more NAME STATUS PYTEST-ARGUMENT ...: what failed in the lane, by itself.
-once_more() {
-    [ "$2" = 0 ] && return
-    if [ "$2" != 1 ]; then # pytest itself broke off, and has no list of what failed
-        failed=1
-        return
-    fi
-    echo "the tests that failed in the lane '$1', once more:"
-    lane "$1" --last-failed --last-failed-no-failures none "${@:3}" || failed=1
-}
+case "${1:-}" in
+    "") ;;
+    fast)
+        lane operator "${fast_operator[@]}" > "$logs/operator.log" 2>&1 &
+        lane rest "${fast_rest[@]}"
+        status=$?
+        wait "$!" || status=1
+        cat "$logs/operator.log"
+        exit "$status"
+        ;;
+    slow) "$python" -m pytest -m slow; exit ;;
+    *) "$python" -m pytest "$@"; exit ;;
+esac
 
 lane talking "${talking[@]}" > "$logs/talking.log" 2>&1 &
-talks=$!
+talking_pid=$!
 lane operating "${operating[@]}" > "$logs/operating.log" 2>&1 &
-operates=$!
-trap 'kill "$talks" "$operates" 2> /dev/null; rm -rf "$logs"' EXIT
+operating_pid=$!
 
-echo "tests that compute, and beside them tests that wait:"
-lane computing "${ignored[@]}"
-computing=$?
-wait "$talks"
-talking_status=$?
-wait "$operates"
-operating_status=$?
-cat "$logs/talking.log" "$logs/operating.log"
-echo "tests of whole services and groups of processes:"
-lane alone "${alone[@]}"
-alone_status=$?
-
-once_more computing "$computing" "${ignored[@]}"
-once_more talking "$talking_status" "${talking[@]}"
-once_more operating "$operating_status" "${operating[@]}"
-once_more alone "$alone_status" "${alone[@]}"
+failed=0
+echo "tests that compute:"
+lane computing "${computing[@]}" || failed=1
+echo "tests of whole services:"
+lane services "${services[@]}" || failed=1
+echo "tests of workers and groups of ranks:"
+lane processes "${processes[@]}" || failed=1
+for name in talking operating; do
+    pid=${name}_pid
+    wait "${!pid}" || failed=1
+    echo "tests of the lane $name:"
+    cat "$logs/$name.log"
+done
 exit "$failed"

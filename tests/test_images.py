@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -15,9 +16,10 @@ from types import ModuleType
 
 import pytest
 
-from ullage_operator import main, naming
-from ullage_operator.settings import Settings
-from ullage_operator.templates import USER
+from ullage_operator import main
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Settings
+from ullage_operator.manifests.pod_templates import USER
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -180,3 +182,44 @@ def test_a_step_that_fails_ends_the_build_without_a_traceback():
 def test_an_unknown_image_is_named(capsys):
     assert images.main(["router"]) == 2
     assert "no image router: operator, engine, engine-cuda" in capsys.readouterr().err
+
+
+BLOCKED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+import {program}
+"""
+
+
+@pytest.mark.parametrize("program", ["ullage_router.main", "ullage_operator.main"])
+def test_a_program_needs_nothing_beyond_its_images_extras(program: str) -> None:
+    absent = [
+        "torch",
+        "numpy",
+        "psutil",
+        "zmq",
+        "gguf",
+        "safetensors",
+        "llguidance",
+        "transformers",
+    ]
+    absent += ["celpy", "jsonschema", "kubernetes_validate", "rich", "httpx", "pytest"]
+    code = BLOCKED.format(absent=set(absent), program=program)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_benchmarks_explain_themselves() -> None:
+    wrong = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        if "ArgumentParser" in path.read_text(encoding="utf-8"):
+            command = [sys.executable, str(path), "--help"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode or not done.stdout.startswith("usage: "):
+                wrong[path.name] = done.stderr
+    assert wrong == {}

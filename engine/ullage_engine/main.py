@@ -1,4 +1,4 @@
-"""`ullage-engine`: serves one model until it is told to stop."""
+"""`ullage-engine`: serves one model until it receives SIGTERM or SIGINT."""
 
 import argparse
 import asyncio
@@ -11,15 +11,14 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from ullage_engine.config import EngineConfig, read_config
-from ullage_engine.core.worker_env import worker_env
-from ullage_engine.cores import usable_cores
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process import logs
+from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
+from ullage_engine.protocol.messages import usable_cores
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
-from ullage_engine.server.ipc import EndpointError
-from ullage_engine.server.policy import RestartPolicy
+from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
-from ullage_rpc import logs
-from ullage_rpc.config import ConfigError, warn_unknown
+from ullage_engine.server.worker_process import EndpointError, worker_env
 
 EXAMPLES = """\
 examples:
@@ -63,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> EngineConfig:
-    config = read_config(options.config)
+    config = read_file(options.config, EngineConfig)
     given = {name: getattr(options, name) for name in ("engine_id", "grpc_port", "metrics_port")}
     changes = {name: value for name, value in given.items() if value is not None}
     server = msgspec.structs.replace(config.server, **changes)
@@ -85,7 +84,7 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
-    base = [sys.executable, "-m", "ullage_engine.core.worker", "--config", str(config_path)]
+    base = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(config_path)]
     return WorkerLaunch(
         command=lambda endpoint: [*base, "--endpoint", endpoint],
         environment=worker_env(threads, config.gpus, config.parallelism.nccl),

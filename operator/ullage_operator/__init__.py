@@ -1,1 +1,6 @@
-"""Kubernetes operator of Ullage."""
+"""The Kubernetes operator of Ullage and the `ullage` command: plans what a service needs and
+applies it.
+
+Its rooms stand one above the other (`docs/code-map.md`); it meets routers and engines only on the
+wire.
+"""

@@ -1,14 +1,34 @@
-"""Which pods to make anew: pure.
+"""Decides which engine pods to restart, from pods, nodes and headroom reports, and words the
+restarts for the status, conditions and Events. Pure.
 
 The engine's own supervisor restarts workers, and the kubelet restarts containers that end or fail
-their liveness probe. What is left is a pod that started, no longer serves, and stays like that:
-it is deleted, so that its StatefulSet makes another. Whatever is done is bounded: by a budget an
-hour, by a backoff that doubles, by one pod of a pool at a time, and never the last that serves.
+their liveness probe. What neither covers is a pod that started, no longer serves, and stays like
+that: it is deleted, so that its StatefulSet creates another. Restarts are bounded: by a budget an
+hour, by a backoff that doubles, by one pod of a pool at a time, and the last pod that serves is
+never deleted.
+
+The headroom of a pool is added up here as well, from the same reports.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
+
+from ullage.headroom.v1 import headroom_pb2
+from ullage_operator.api import naming
+from ullage_operator.api.spec import HealingSpec
+from ullage_operator.conditions.conditions import timestamp
+from ullage_operator.conditions.events import EventNote
+from ullage_operator.conditions.pod_problems import (
+    PodProblem,
+    has_started,
+    is_ready,
+    node_of,
+    parse_time,
+    pool_of,
+    ready_since,
+)
 
 HOUR = timedelta(hours=1)
 FORCE_AFTER_S = 60.0
@@ -16,20 +36,7 @@ FORCE_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """`spec.healing`, in seconds."""
-
-    enabled: bool
-    not_ready_after: float
-    silent_after: float
-    min_health: float
-    restarts_per_hour: int
-    first_backoff: float
-    max_backoff: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class EnginePod:
     """An engine's pod, as healing sees it."""
 
     name: str
@@ -39,20 +46,20 @@ class Patient:
     """Its startup probe passed: a pod that still loads is never touched."""
     is_ready: bool
     not_ready_s: float = 0.0
-    """How long it has not been ready since it started, as far as the operator saw."""
-    was_heard: bool = False
-    """It has reported headroom before."""
+    """Seconds for which the pod was not ready since it started, as far as the operator saw."""
+    has_reported: bool = False
+    """Whether it has reported headroom since it started."""
     silent_s: float = 0.0
     unhealthy_s: float = 0.0
-    is_leaving: bool = False
+    is_terminating: bool = False
     overdue_s: float = 0.0
-    """How long ago it should have been gone."""
+    """Seconds since the pod should have been gone."""
     is_on_lost_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A restart that was done."""
+class RestartEvent:
+    """A restart that happened."""
 
     pool: str
     pod: str
@@ -61,10 +68,10 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Cure:
-    """A pod to delete."""
+class Restart:
+    """A pod to delete, so that its StatefulSet creates another."""
 
-    pod: Patient
+    pod: EnginePod
     reason: str
     message: str
     by_force: bool = False
@@ -72,166 +79,153 @@ class Cure:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A pod that should be made anew, and why it is not yet."""
+class RestartDecision:
+    """Which pods of a service to restart now, and which later."""
 
-    pod: Patient
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What to do now."""
-
-    cures: tuple[Cure, ...] = ()
-    held: tuple[Held, ...] = ()
-    again_s: float | None = None
-    """When to decide anew, though nothing is heard until then."""
+    restarts: tuple[Restart, ...] = ()
+    deferred: tuple[Restart, ...] = ()
+    """Pods that should be restarted; the message says why they are not yet."""
+    recheck_s: float | None = None
+    """Seconds until the next decision is due, whatever happens meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ailment:
-    pod: Patient
-    reason: str
-    message: str
-    serves: bool
-    """The kubelet calls it ready, so that its end may cost something."""
-
-
-def decide(
-    policy: Policy,
-    patients: Sequence[Patient],
-    past: Iterable[Past],
+def decide_restarts(
+    policy: HealingSpec,
+    pods: Sequence[EnginePod],
+    history: Iterable[RestartEvent],
     now: datetime,
-    cut_off: frozenset[str],
-) -> Verdict:
-    """What to do about a service's engine pods.
+    is_unreachable: frozenset[str],
+) -> RestartDecision:
+    """Decides which of a service's engine pods to restart.
 
     Args:
-        past: restarts of the last hour at least.
+        history: restarts of the last hour at least.
         now: in UTC.
-        cut_off: pools that no router reaches, so that an engine of theirs that is silent to the
-            operator is silent to others too, and it is not just the operator that hears nothing.
+        is_unreachable: pools that no router reaches, so that an engine of theirs that is silent to
+            the operator is silent to others too, and not the operator alone gets no reports.
     """
-    forced = tuple(map(_forced, filter(_is_lost, patients)))
-    waits = [_until_forced(patient) for patient in patients]
+    forced = tuple(map(_forced, filter(_is_lost, pods)))
+    waits = [_until_forced(pod) for pod in pods]
     if not policy.enabled:
-        return Verdict(forced, (), _soonest(waits))
-    pools = sorted({patient.pool for patient in patients})
-    recent = [each for each in past if each.at > now - HOUR]
-    verdicts = [
-        _pool_verdict(
+        return RestartDecision(forced, (), _soonest(waits))
+    pools = sorted({pod.pool for pod in pods})
+    recent = [each for each in history if each.at > now - HOUR]
+    decisions = [
+        _decide_for_pool(
             policy,
-            [patient for patient in patients if patient.pool == pool],
+            [pod for pod in pods if pod.pool == pool],
             [each.at for each in recent if each.pool == pool],
             now,
-            pool in cut_off,
+            pool in is_unreachable,
         )
         for pool in pools
     ]
-    return Verdict(
-        forced + tuple(cure for verdict in verdicts for cure in verdict.cures),
-        tuple(held for verdict in verdicts for held in verdict.held),
-        _soonest([*waits, *(verdict.again_s for verdict in verdicts)]),
+    return RestartDecision(
+        forced + tuple(restart for decision in decisions for restart in decision.restarts),
+        tuple(deferred for decision in decisions for deferred in decision.deferred),
+        _soonest([*waits, *(decision.recheck_s for decision in decisions)]),
     )
 
 
-def _is_lost(pod: Patient) -> bool:
-    return pod.is_leaving and pod.is_on_lost_node and pod.overdue_s >= FORCE_AFTER_S
+def _is_lost(pod: EnginePod) -> bool:
+    return pod.is_terminating and pod.is_on_lost_node and pod.overdue_s >= FORCE_AFTER_S
 
 
-def _until_forced(pod: Patient) -> float | None:
-    is_coming = pod.is_leaving and pod.is_on_lost_node and not _is_lost(pod)
+def _until_forced(pod: EnginePod) -> float | None:
+    is_coming = pod.is_terminating and pod.is_on_lost_node and not _is_lost(pod)
     return FORCE_AFTER_S - pod.overdue_s if is_coming else None
 
 
-def _forced(pod: Patient) -> Cure:
+def _forced(pod: EnginePod) -> Restart:
     message = f"its node is lost and it should have been gone {pod.overdue_s:.0f} s ago"
-    return Cure(pod, "NodeLost", message, by_force=True)
+    return Restart(pod, "NodeLost", message, by_force=True)
 
 
-def _pool_verdict(
-    policy: Policy, pods: Sequence[Patient], past: Sequence[datetime], now: datetime, cut_off: bool
-) -> Verdict:
-    """At most one cure: the next waits for the backoff."""
-    ailing = [ailment for pod in pods if (ailment := _ailment(policy, pod))]
-    waits = [_until_ill(policy, pod) for pod in pods]
-    if not ailing:
-        return Verdict(again_s=_soonest(waits))
-    ailment = min(ailing, key=lambda each: (each.serves, each.pod.name))
-    wait_s, reason = _wait(policy, past, now)
-    others = [pod for pod in pods if pod is not ailment.pod]
-    if why := _spares(ailment, others, {each.pod.uid for each in ailing}, cut_off):
+def _decide_for_pool(
+    policy: HealingSpec,
+    pods: Sequence[EnginePod],
+    history: Sequence[datetime],
+    now: datetime,
+    is_unreachable: bool,
+) -> RestartDecision:
+    """Restarts at most one pod of a pool: the next waits for the backoff."""
+    diagnoses = [diagnosis for pod in pods if (diagnosis := _diagnose(policy, pod))]
+    waits = [_due_s(policy, pod) for pod in pods]
+    if not diagnoses:
+        return RestartDecision(recheck_s=_soonest(waits))
+    diagnosis = min(diagnoses, key=lambda each: (each.pod.is_ready, each.pod.name))
+    wait_s, reason = _wait(policy, history, now)
+    others = [pod for pod in pods if pod is not diagnosis.pod]
+    if why := _why_spared(diagnosis, others, {each.pod.uid for each in diagnoses}, is_unreachable):
         reason, wait_s = why, policy.silent_after
     if not wait_s:
-        return Verdict((Cure(ailment.pod, ailment.reason, ailment.message),))
-    held = Held(ailment.pod, reason, f"{ailment.message}; {_why(reason, policy)}")
-    return Verdict((), (held,), _soonest([*waits, wait_s]))
+        return RestartDecision((diagnosis,))
+    message = f"{diagnosis.message}; {_explanation(reason, policy)}"
+    deferred = Restart(diagnosis.pod, reason, message)
+    return RestartDecision((), (deferred,), _soonest([*waits, wait_s]))
 
 
-def _ailment(policy: Policy, pod: Patient) -> _Ailment | None:
-    """Why a pod should be made anew; None while it starts, ends or serves."""
-    if pod.is_leaving or not pod.has_started or pod.is_on_lost_node:
+def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
+    """Returns the restart that a pod needs; None while it starts, ends or serves."""
+    if pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
         if pod.not_ready_s < policy.not_ready_after:
             return None
-        return _Ailment(
-            pod, "NotReady", f"not ready for more than {policy.not_ready_after:g} s", False
-        )
-    if pod.was_heard and pod.silent_s >= policy.silent_after:
-        return _Ailment(
-            pod, "Silent", f"no headroom report for more than {policy.silent_after:g} s", True
-        )
+        return Restart(pod, "NotReady", f"not ready for more than {policy.not_ready_after:g} s")
+    if pod.has_reported and pod.silent_s >= policy.silent_after:
+        message = f"no headroom report for more than {policy.silent_after:g} s"
+        return Restart(pod, "Silent", message)
     if pod.unhealthy_s >= policy.not_ready_after:
         message = f"health below {policy.min_health:g} for more than {policy.not_ready_after:g} s"
-        return _Ailment(pod, "Unhealthy", message, True)
+        return Restart(pod, "Unhealthy", message)
     return None
 
 
-def _until_ill(policy: Policy, pod: Patient) -> float | None:
-    """Seconds until a pod that ails already may be due for a cure; None for one that is well."""
-    if pod.is_leaving or not pod.has_started or pod.is_on_lost_node:
+def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
+    """Seconds until a pod that does not serve may be due for a restart; None if it serves."""
+    if pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
         return max(0.0, policy.not_ready_after - pod.not_ready_s) or None
     spans = []
-    if pod.was_heard and pod.silent_s > policy.silent_after / 2:
+    if pod.has_reported and pod.silent_s > policy.silent_after / 2:
         spans.append(policy.silent_after - pod.silent_s)
     if pod.unhealthy_s:
         spans.append(policy.not_ready_after - pod.unhealthy_s)
     return min((span for span in spans if span > 0), default=None)
 
 
-def _spares(
-    ailment: _Ailment, others: Sequence[Patient], ailing: set[str], cut_off: bool
+def _why_spared(
+    diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Why a pod that is called ready is left alone; it may be the last that serves."""
-    if not ailment.serves:
+    """Says why a ready pod is left alone, such as being the last that serves."""
+    if not diagnosis.pod.is_ready:
         return None
-    if any(pod.is_leaving or not pod.has_started for pod in others):
+    if any(pod.is_terminating or not pod.has_started for pod in others):
         return "OthersNotBack"
-    # Of two that are silent, or that the operator never heard, it may be the operator who is deaf.
-    well = [pod for pod in others if pod.is_ready and pod.was_heard and pod.uid not in ailing]
-    if well or (ailment.reason == "Silent" and cut_off):
+    # Where none reports, it may be the operator that is cut off, and not the pods.
+    healthy = [
+        pod for pod in others if pod.is_ready and pod.has_reported and pod.uid not in diagnoses
+    ]
+    if healthy or (diagnosis.reason == "Silent" and is_unreachable):
         return None
     return "LastServing"
 
 
-def _wait(policy: Policy, past: Sequence[datetime], now: datetime) -> tuple[float, str]:
+def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
     """Seconds until the pool may have its next restart, and what it waits for."""
-    if not past:
+    if not history:
         return 0.0, ""
-    if len(past) >= policy.restarts_per_hour:
-        budget_s = (sorted(past)[-policy.restarts_per_hour] + HOUR - now).total_seconds()
+    if len(history) >= policy.restarts_per_hour:
+        budget_s = (sorted(history)[-policy.restarts_per_hour] + HOUR - now).total_seconds()
         return budget_s, "RestartBudgetSpent"
-    pause_s = min(policy.max_backoff, policy.first_backoff * 2.0 ** (len(past) - 1))
-    return max(0.0, pause_s - (now - max(past)).total_seconds()), "RestartBackoff"
+    pause_s = min(policy.backoff.max, policy.backoff.first * 2.0 ** (len(history) - 1))
+    return max(0.0, pause_s - (now - max(history)).total_seconds()), "RestartBackoff"
 
 
-def _why(reason: str, policy: Policy) -> str:
-    """The same words each time, so that what is told of it is one Event."""
+def _explanation(reason: str, policy: HealingSpec) -> str:
+    """Words what a restart waits for, the same each time, so that it makes one Event."""
     match reason:
         case "RestartBudgetSpent":
             number = policy.restarts_per_hour
@@ -246,3 +240,246 @@ def _why(reason: str, policy: Policy) -> str:
 
 def _soonest(waits: Iterable[float | None]) -> float | None:
     return min((wait for wait in waits if wait is not None), default=None)
+
+
+NEWS_SHARE = 0.01
+"""A change of headroom below this share of the whole is not worth a status update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """Reports of one engine, with ages in seconds that the operator itself was running."""
+
+    pool: str
+    report: headroom_pb2.Headroom | None = None
+    """The last report; None before the first since the operator follows it."""
+    known_s: float = 0.0
+    """Since the operator first saw it started."""
+    silent_s: float = 0.0
+    """Since its last report, or since the operator follows it."""
+    unhealthy_s: float = 0.0
+    """Since when its health is below what the service asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeadroom:
+    """Headroom of all engines of a pool that report, added up."""
+
+    engines: int
+    free_bytes: int
+    total_bytes: int
+    free_tokens: int
+    total_tokens: int
+    pressure_level: int
+    """The highest of them."""
+
+    def status(self) -> dict[str, Any]:
+        """Returns the headroom in the form of `status.pools.*.headroom`."""
+        return {
+            "engines": self.engines,
+            "freeBytes": self.free_bytes,
+            "totalBytes": self.total_bytes,
+            "freeTokens": self.free_tokens,
+            "totalTokens": self.total_tokens,
+            "pressureLevel": self.pressure_level,
+        }
+
+
+Headroom = Mapping[str, PoolHeadroom]
+"""Headroom by pool."""
+
+
+def headroom_by_pool(
+    reports: Iterable[tuple[str, headroom_pb2.Headroom]],
+) -> dict[str, PoolHeadroom]:
+    """The pools' headroom of (pool, report); engines that do not serve offer none."""
+    pools: dict[str, list[headroom_pb2.Headroom]] = {}
+    for pool, report in reports:
+        pools.setdefault(pool, []).append(report)
+    return {pool: _pool_headroom(own) for pool, own in sorted(pools.items())}
+
+
+def _pool_headroom(reports: list[headroom_pb2.Headroom]) -> PoolHeadroom:
+    serving = [report for report in reports if report.ready and not report.draining]
+    described = [report for report in reports if report.kv_bytes_per_token]
+    return PoolHeadroom(
+        engines=len(reports),
+        free_bytes=sum(report.headroom_bytes for report in serving),
+        total_bytes=sum(report.kv_pool_bytes for report in reports),
+        free_tokens=sum(
+            report.headroom_bytes // report.kv_bytes_per_token
+            for report in serving
+            if report.kv_bytes_per_token
+        ),
+        total_tokens=sum(report.kv_pool_bytes // report.kv_bytes_per_token for report in described),
+        pressure_level=max(report.pressure_level for report in reports),
+    )
+
+
+def is_worth_reporting(before: Headroom, now: Headroom) -> bool:
+    """Whether the difference is worth a status update."""
+    return before.keys() != now.keys() or any(_differs(before[pool], now[pool]) for pool in now)
+
+
+def _differs(before: PoolHeadroom, now: PoolHeadroom) -> bool:
+    def whole(each: PoolHeadroom) -> tuple[int, ...]:
+        return each.engines, each.total_bytes, each.total_tokens, each.pressure_level
+
+    change = abs(now.free_bytes - before.free_bytes)
+    is_end = now.free_bytes != before.free_bytes and now.free_bytes in (0, now.total_bytes)
+    return whole(before) != whole(now) or is_end or change >= NEWS_SHARE * max(1, now.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """An engine to follow."""
+
+    pool: str
+    address: str
+    min_health: float
+
+
+Pod = Mapping[str, Any]
+DOUBT_AFTER_S = 20.0
+"""A pod that was ready and is not for so long may have lost its node."""
+NODE_CHECK_S = 15.0
+"""Seconds between two requests for a node in doubt."""
+_UNKNOWN = EngineHealth(pool="")
+
+
+def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
+    """Engines whose headroom to follow, by uid: those that have started and do not end."""
+    return {
+        pod["metadata"]["uid"]: EngineTarget(
+            pool_of(pod), _address(pod["status"]["podIP"]), min_health
+        )
+        for pod in pods
+        if pool_of(pod) and has_started(pod) and not _is_terminating(pod) and _has_address(pod)
+    }
+
+
+def _has_address(pod: Pod) -> bool:
+    return bool(pod.get("status", {}).get("podIP"))
+
+
+def _address(ip: str) -> str:
+    return f"[{ip}]:{naming.PROBE_PORT}" if ":" in ip else f"{ip}:{naming.PROBE_PORT}"
+
+
+def _is_terminating(pod: Pod) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def engine_pods(
+    pods: Iterable[Pod],
+    engine_health: Mapping[str, EngineHealth],
+    lost_nodes: frozenset[str],
+    now: datetime,
+) -> list[EnginePod]:
+    """The engines' pods as healing sees them.
+
+    Args:
+        engine_health: by uid.
+        now: in UTC.
+    """
+    engines = (pod for pod in pods if pool_of(pod))
+    return [
+        _engine_pod(pod, engine_health.get(pod["metadata"]["uid"]), lost_nodes, now)
+        for pod in engines
+    ]
+
+
+def _engine_pod(
+    pod: Pod, health: EngineHealth | None, lost: frozenset[str], now: datetime
+) -> EnginePod:
+    health, ready = health or _UNKNOWN, is_ready(pod)
+    return EnginePod(
+        name=str(pod["metadata"]["name"]),
+        uid=str(pod["metadata"]["uid"]),
+        pool=pool_of(pod),
+        has_started=has_started(pod),
+        is_ready=ready,
+        # A pod that has only just started was "not ready" all the time that it loaded.
+        not_ready_s=0.0 if ready else min(health.known_s, _since(ready_since(pod), now)),
+        has_reported=health.report is not None,
+        silent_s=health.silent_s,
+        unhealthy_s=health.unhealthy_s,
+        is_terminating=_is_terminating(pod),
+        overdue_s=_since(parse_time(pod["metadata"].get("deletionTimestamp")), now),
+        is_on_lost_node=node_of(pod) in lost,
+    )
+
+
+def _since(at: datetime | None, now: datetime) -> float:
+    return max(0.0, (now - at).total_seconds()) if at else 0.0
+
+
+def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
+    """Pools with an engine of which routers are to be asked whether they hear it."""
+    return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)
+
+
+def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
+    """Nodes worth asking for: pods of theirs should be gone, or are not ready though started."""
+    return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
+
+
+def node_wait_s(pod: Pod, now: datetime) -> float | None:
+    """Seconds until its node should be asked for; None while the pod is well."""
+    wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
+    return NODE_CHECK_S if wait_s == 0 else wait_s
+
+
+def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
+    if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
+        return max(0.0, (ends - now).total_seconds())
+    if has_started(pod) and not is_ready(pod):
+        return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
+    return None
+
+
+def is_lost(node: Mapping[str, Any] | None) -> bool:
+    """Whether a node is gone, or does not answer."""
+    if node is None:
+        return True
+    listed = node.get("status", {}).get("conditions", ())
+    ready = next((each["status"] for each in listed if each["type"] == "Ready"), "Unknown")
+    return bool(ready != "True")
+
+
+def restart_history(status: Mapping[str, Any]) -> list[RestartEvent]:
+    """The restarts that a service's status lists."""
+    listed = status.get("healing", {}).get("restarts", ())
+    return [RestartEvent(r["pool"], r["pod"], r["reason"], _at(r["time"])) for r in listed]
+
+
+def _at(text: str) -> datetime:
+    time = parse_time(text)
+    assert time is not None, "the schema requires it"
+    return time
+
+
+def restarts_status(
+    history: Iterable[RestartEvent], restarts: Sequence[Restart], now: datetime
+) -> list[dict[str, str]]:
+    """`status.healing.restarts`: written before a pod is deleted, so that none is uncounted."""
+    new = [RestartEvent(c.pod.pool, c.pod.name, c.reason, now) for c in restarts if not c.by_force]
+    kept = [each for each in history if each.at > now - HOUR]
+    return [
+        {"pool": each.pool, "pod": each.pod, "reason": each.reason, "time": timestamp(each.at)}
+        for each in [*kept, *new]
+    ]
+
+
+def deferred_problems(deferred: Iterable[Restart]) -> list[PodProblem]:
+    """Pods whose restart is deferred, for the condition Degraded."""
+    return [PodProblem(each.pod.name, each.reason, each.message, blocks=False) for each in deferred]
+
+
+def restart_note(restart: Restart) -> EventNote:
+    if restart.by_force:
+        return EventNote(
+            "PodForgotten", "Delete", f"pod {restart.pod.name}: {restart.message}", True
+        )
+    message = f"pod {restart.pod.name}: {restart.reason}: {restart.message}; it is made anew"
+    return EventNote("PodRestarted", "Restart", message, True)

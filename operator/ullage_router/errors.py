@@ -1,4 +1,5 @@
-"""Errors of the router: all are ServiceError (`ullage_rpc.errors`); here is what HTTP says of them.
+"""Errors of the router: all are ServiceError (`ullage_common.wire.errors`); here is what HTTP says
+of them.
 
 gRPC status         HTTP  type
 INVALID_ARGUMENT    400   invalid_request_error
@@ -17,10 +18,10 @@ import math
 
 import grpc
 
-from ullage_router.decide import Refuse
-from ullage_router.quota import Shortage
-from ullage_router.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
-from ullage_rpc.errors import ServiceError
+from ullage_common.wire.errors import ServiceError
+from ullage_router.policy.decide import Refuse
+from ullage_router.policy.quota import Shortage
+from ullage_router.policy.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
 
 CLIENT_CLOSED = 499
 RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
@@ -44,10 +45,13 @@ _STATUSES_BY_REASON = {
     "REQUEST_TIMEOUT": 408,
     "LENGTH_REQUIRED": 411,
     "BODY_TOO_LARGE": 413,
+    "CONTENT_ENCODING_NOT_SUPPORTED": 415,
     "EXPECTATION_FAILED": 417,
     "HEADERS_TOO_LARGE": 431,
+    "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
+    "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
-"""Where HTTP has a word of its own."""
+"""HTTP statuses that say more than the gRPC status does."""
 _KINDS = {
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -56,19 +60,19 @@ _KINDS = {
 
 
 def http_status(error: ServiceError) -> int:
-    """The HTTP status that says the same."""
+    """Returns the HTTP status of an error."""
     return _STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_type(error: ServiceError) -> str:
-    """`type` of the OpenAI envelope."""
+    """Returns `type` of the OpenAI envelope."""
     if error.reason == RATE_LIMIT_EXCEEDED:
         return "tokens" if error.metadata.get("limit") == "tokens_per_minute" else "requests"
     return _STATUSES.get(error.code, (500, "server_error"))[1]
 
 
 def retry_after_s(error: ServiceError) -> int | None:
-    """Whole seconds for Retry-After; a refusal that may pass always has one."""
+    """Returns whole seconds for Retry-After; a refusal that may pass always has one."""
     if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
         return max(1, math.ceil(error.retry_after_s))  # a bucket's time is known, not a forecast
     if error.retry_after_s is not None:
@@ -82,7 +86,7 @@ def retry_after_s(error: ServiceError) -> int | None:
 LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
 _NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
 OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-"""How an engine refuses the router and its ticket: clients show engines no keys."""
+"""Statuses with which an engine refuses the router or its ticket: clients show engines no keys."""
 _FAULTS = OF_THE_ROUTER | frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -130,6 +134,12 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
     )
 
 
+def no_stream(engine: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
+    )
+
+
 def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -140,13 +150,13 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
 
 
 def refusal(refuse: Refuse) -> ServiceError:
-    """A decision to refuse, as an error."""
+    """Converts a decision to refuse to an error."""
     metadata = {}
     if refuse.kind == "invalid":
         metadata["field"] = "input"
     if refuse.demand:
         metadata |= {
-            "needed_bytes": str(refuse.demand.total),
+            "needed_bytes": str(refuse.demand.kv_bytes),
             "available_bytes": str(max(0, refuse.available)),
         }
     return ServiceError(
@@ -207,7 +217,7 @@ def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Which limit, how large it is and when there is room again."""
+    """Returns an error with the limit, its size and when there is room again."""
     what = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -227,4 +237,67 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
         f"the prompt has {prompt_tokens} tokens, more than the tokens per minute of this key "
         f"({allowed:g}); shorten it",
         metadata={"field": "input", "limit": "tokens_per_minute", "allowed": f"{allowed:g}"},
+    )
+
+
+def internal(request_id: str = "") -> ServiceError:
+    """A failure of the router itself; what failed is only in its log."""
+    where = f"its log names request {request_id}" if request_id else "its log says why"
+    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
+
+
+def unknown_path(path: str, see: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"there is no {path}; see {see}")
+
+
+def method_not_allowed(path: str, allowed: str) -> ServiceError:
+    return invalid_head("METHOD_NOT_ALLOWED", f"{path} takes {allowed}")
+
+
+def invalid_head(reason: str, message: str) -> ServiceError:
+    """An error in a request's method, version or headers."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message)
+
+
+def malformed(what: str) -> ServiceError:
+    """An error for bytes that are no request."""
+    return invalid_head("MALFORMED_REQUEST", f"this is no HTTP/1.1 request: {what}")
+
+
+def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
+    return invalid_head(
+        "HEADERS_TOO_LARGE",
+        f"request line and headers are too long; send at most {max_bytes} bytes and "
+        f"{max_headers} headers",
+    )
+
+
+def late(part: str, limit_s: float) -> ServiceError:
+    """An error for a request of which a part did not arrive in time."""
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "REQUEST_TIMEOUT",
+        f"the {part} did not arrive within {limit_s:g} s; send it at once",
+    )
+
+
+def length_required() -> ServiceError:
+    return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
+
+
+def body_too_large(size: str, limit: int) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "BODY_TOO_LARGE",
+        f"the body has {size}; send at most {limit}",
+        metadata={"field": "body"},
+    )
+
+
+def bodies_full() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "BODIES_FULL",
+        "requests that arrive fill the memory for their bodies; retry",
+        retry_after_s=1,
     )

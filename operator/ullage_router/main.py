@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib.metadata
 import logging
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -13,33 +15,38 @@ import msgspec
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_router.config import GRPCSection, ProbesSection, RouterConfig, read_config
-from ullage_router.grpc.service import InferenceServicer
+from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
+from ullage_common.process import logs
+from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
+from ullage_common.wire.channels import Health, bind, new_server
+from ullage_router.grpc import InferenceServicer
 from ullage_router.http.app import App
-from ullage_router.http.reader import Limits
+from ullage_router.http.messages import Limits
+from ullage_router.http.monitoring import ANSWER_TIMEOUT_S, Pages, Siblings, own_pages
 from ullage_router.http.server import HTTPServer
-from ullage_router.listening import CannotListen, listen
-from ullage_router.monitoring import Pages, own_pages
-from ullage_router.processes import Place, Supervisor, config_of, longest_request_s, watch_parent
-from ullage_router.service import RouterService
-from ullage_router.siblings import ANSWER_TIMEOUT_S, Siblings
-from ullage_rpc import logs
-from ullage_rpc.channels import bind, new_server
-from ullage_rpc.config import ConfigError, warn_unknown
-from ullage_rpc.health import Health
+from ullage_router.server.processes import (
+    CannotListen,
+    ProcessSlot,
+    Supervisor,
+    config_of,
+    listen,
+    longest_request_s,
+    watch_parent,
+)
+from ullage_router.server.service import RouterService
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
 MAX_HELD_BYTES = 256 << 20
-"""Of bodies, in all processes of a router together."""
+"""Bytes of bodies that arrive, in all processes of a router together."""
 LEAST_BODIES = 4
-"""Of the largest, that one process has room for however many processes there are."""
+"""Number of the largest bodies that one process has room for, however many processes there are."""
 LEAVE_S = 2.0
 """Time for clients to take their connections elsewhere."""
 
 EPILOG = """examples:
   ullage-router --config router.yaml
-  curl localhost:8000/stats
+  curl localhost:9090/stats
 
 The configuration names the model, the pools and their targets:
   model: smollm2-135m
@@ -60,22 +67,25 @@ class Router:
         place: among the processes that share its ports; None when it is the only one.
     """
 
-    def __init__(self, config: RouterConfig, place: Place | None = None) -> None:
+    def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
         self._config = config if place is None else config_of(config, place)
         self._place = place
         self.service = RouterService(self._config)
+        pages = own_pages(self.service.metrics.registry, self.service.load_reporter)
         self._siblings: Siblings | None = None
         if place:
-            pages = own_pages(self.service.metrics.registry, self.service.measures)
-            self._siblings = Siblings(pages, Path(place.folder), place.index, config.processes)
+            folder = Path(place.folder)
+            self._siblings = Siblings(pages, self._stats, folder, place.index, config.processes)
+        monitoring = self._siblings.pages if self._siblings else Pages(pages, self._stats)
         self._health = Health()
         self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
         share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
         limits = Limits(max_held_bytes=max(share, least))
-        self._http = HTTPServer(App(self.service, self._siblings), limits)
+        app = App(self.service, monitoring if config.http.public_stats else None)
+        self._http = HTTPServer(app, limits)
         self._readiness: asyncio.Task[None] | None = None
-        self._monitoring: HTTPServer | None = None
+        self._monitoring = None if self._siblings else HTTPServer(monitoring)
         self.http_port = 0
         self.grpc_port = 0
         self.probe_port = 0
@@ -95,8 +105,9 @@ class Router:
         self.http_port = listener.getsockname()[1]
         servicer = InferenceServicer(
             self.service.pipeline,
+            self.service.engines,
             self.service.tenants,
-            self.service.picker,
+            self.service.issuer,
             config.limits.request_timeout,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
@@ -125,11 +136,11 @@ class Router:
         self.service.leave()
         await self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
-        self.service.wakes.holding.close()
+        self.service.scale_to_zero.queue.close()
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
         grace_s = longest_request_s(self._config) + DRAIN_MARGIN_S
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
-        self.service.wakes.holding.end()
+        self.service.scale_to_zero.queue.end()
         self.service.pipeline.drain()
         await self.service.close()
         if self._probes:
@@ -139,15 +150,21 @@ class Router:
         if self._monitoring:
             await self._monitoring.stop(ANSWER_TIMEOUT_S)
 
+    def _stats(self, authorization: str | None) -> bytes:
+        """The state of this process, and which of the router's processes it is."""
+        self.service.tenants.check_stats(authorization)
+        place: dict[str, object] = {}
+        if self._place:
+            place = {"process": self._place.index, "processes": self._config.processes}
+        return msgspec.json.encode({**self.service.snapshot(), **place})
+
     async def _serve_metrics(self) -> None:
         section, is_shared = self._config.metrics, self._siblings is not None
         listener = listen(section.host, section.port, is_shared, name="metrics")
         self.metrics_port = listener.getsockname()[1]
         if self._siblings:
             await self._siblings.start(listener)
-        else:
-            pages = own_pages(self.service.metrics.registry, self.service.measures)
-            self._monitoring = HTTPServer(Pages(pages))
+        if self._monitoring:
             await self._monitoring.start(listener)
 
     async def _serve_probes(self) -> None:
@@ -164,7 +181,7 @@ class Router:
             await asyncio.sleep(READY_INTERVAL_S)
 
 
-async def serve(config: RouterConfig, place: Place | None = None) -> None:
+async def serve(config: RouterConfig, place: ProcessSlot | None = None) -> None:
     """Serves until SIGINT or SIGTERM, or the end of its parent, then drains."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -198,23 +215,31 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="router.yaml")
-    parser.add_argument("--place", help=argparse.SUPPRESS)  # told by the parent of several
+    parser.add_argument("--place", help=argparse.SUPPRESS)  # set by the parent of several
     version = f"%(prog)s {importlib.metadata.version('ullage')}"
     parser.add_argument("--version", action="version", version=version)
     return parser.parse_args(argv)
+
+
+def raise_open_files() -> None:
+    """Allows as many connections as the system does; shells and containers often allow 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where "unlimited" is more than may be asked
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 after a clean stop, 2 when the configuration cannot be used."""
     options = _arguments(argv)
     try:
-        config = read_config(options.config)
-        place = msgspec.json.decode(options.place, type=Place) if options.place else None
+        config = read_file(options.config, RouterConfig)
+        place = msgspec.json.decode(options.place, type=ProcessSlot) if options.place else None
         logs.configure(config.log_level, fields={"process": place.index} if place else {})
         if place is None:
             warn_unknown(options.config, config)
         if place is None and config.processes > 1:
             return uvloop.run(Supervisor(options.config, config).run())
+        raise_open_files()
         uvloop.run(serve(config, place))
     except (ConfigError, CannotListen) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,45 +1,446 @@
-"""A rollout as the router takes part in it: sides drawn, answers tagged, outcomes counted."""
+"""The router's part in a canary rollout: it draws a side for each request, tags answers with the
+revision, and counts outcomes.
 
-from ullage_router.canary import Canary, Side
-from ullage_router.config import PoolSection
-from ullage_router.engines import Engines
-from ullage_router.outcomes import Observation, Outcomes
-from ullage_router.stats import Record
+The operator writes a small file that says which engines are the canary's and which percentage of
+requests it gets; the router looks at it once a second, so that a step of a rollout restarts
+nothing.
+
+A trial is one canary at one step. Both sides are counted over the same time and start from zero
+with it, so that they can be compared as they are; the counts are bounded.
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import msgspec
+from msgspec.structs import replace
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ullage_common.config.router import PoolSection
+from ullage_common.process.config_file import ConfigError, Strict, Text, read_file
+from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
+from ullage_common.wire.errors import ServiceError
+from ullage_router.admission.admission import NotOnCanary, Reservation
+from ullage_router.call import Call, Event, Handler, ResponseStream
+from ullage_router.engines.engines import Engines
+from ullage_router.errors import LEAVING, is_failure
+from ullage_router.policy.decision import Side
+from ullage_router.prompts.prompts import PromptBuilder
+
+GOLDEN = 0.6180339887498949
+"""(√5 - 1) / 2: its multiples fall into [0, 1) more evenly than those of any other number."""
+
+log = logging.getLogger(__name__)
+
+
+class CanarySection(Strict, frozen=True, kw_only=True):
+    revision: Text
+    weight: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    """Percentage of new requests that the canary gets."""
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The rollout's step; outcomes are counted anew for each."""
+    pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
+    """The canary's pools, each named like the configured pool that it belongs to."""
+
+
+class RolloutFile(Strict, frozen=True, kw_only=True):
+    revision: str = ""
+    """Revision of the stable engines; empty when it is not known."""
+    canary: CanarySection | None = None
+
+
+class SideDraw:
+    """Draws sides.
+
+    Sessions are drawn by their name: the same in every router, and one that is the canary's stays
+    so while the weight grows. Other requests follow a low-discrepancy sequence, the fractional
+    parts of multiples of the golden ratio: the count of n draws is exact to a request or two
+    however they are grouped, and no period in the traffic can hide from it.
+    """
+
+    def __init__(self, start: float) -> None:
+        self._point = start
+
+    def draw(self, weight: int, session: str, salt: str) -> Side:
+        """The side of a new request.
+
+        Args:
+            weight: the canary's requests of a hundred.
+            session: empty when the request belongs to none.
+            salt: draws sessions anew when it changes.
+        """
+        if session:
+            digest = hashlib.blake2b(f"{salt}\0{session}".encode(), digest_size=8).digest()
+            point = int.from_bytes(digest) / 2**64
+        else:
+            point = self._point = (self._point + GOLDEN) % 1.0
+        return Side.CANARY if 100 * point < weight else Side.STABLE
+
+
+class Canary:
+    """The canary that the file names now.
+
+    Args:
+        path: the file; None: there never is a canary.
+        on_change: called with the canary's pools, none when there is no canary, and a name that
+            changes whenever outcomes are to be counted from zero.
+    """
+
+    def __init__(
+        self, path: str | None, on_change: Callable[[tuple[PoolSection, ...], str], None]
+    ) -> None:
+        self._path = Path(path) if path else None
+        self._on_change = on_change
+        self._file = RolloutFile()
+        self._split = SideDraw(random.random())
+        self._task: asyncio.Task[None] | None = None
+        self.problem = ""
+        """Why the file cannot be used; what it said before holds."""
+
+    async def start(self) -> None:
+        if self._path is None:
+            return
+        folder = self._path.parent
+        seen: Fingerprint = fingerprint([folder])
+        await self._read()
+        self._task = asyncio.create_task(follow([folder], seen, self._read), name="follow rollout")
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def draw(self, session: str) -> Side:
+        """The side of a new request."""
+        if (canary := self._file.canary) is None:
+            return Side.STABLE
+        return self._split.draw(canary.weight, session, canary.revision)
+
+    def revision(self, side: Side) -> str:
+        """Empty when it is not known."""
+        if side is Side.STABLE:
+            return self._file.revision
+        return self._file.canary.revision if self._file.canary else ""
+
+    @property
+    def weight(self) -> int:
+        return self._file.canary.weight if self._file.canary else 0
+
+    @property
+    def step(self) -> int:
+        return self._file.canary.step if self._file.canary else 0
+
+    async def _read(self) -> None:
+        assert self._path is not None
+        try:
+            content = await asyncio.to_thread(self._load, self._path)
+        except ConfigError as error:
+            self.problem = str(error)
+            log.error("rollout file cannot be used", extra={"reason": self.problem})
+            return
+        self.problem = ""
+        if content != self._file:
+            self._on_change_of_file(content)
+
+    def _load(self, path: Path) -> RolloutFile:
+        return read_file(path, RolloutFile) if path.exists() else RolloutFile()
+
+    def _on_change_of_file(self, content: RolloutFile) -> None:
+        self._file = content
+        canary = content.canary
+        self._on_change(canary.pools if canary else (), trial(canary))
+        log.info(
+            "rollout",
+            extra={
+                "stable": content.revision,
+                "canary": canary.revision if canary else "",
+                "weight": self.weight,
+            },
+        )
+
+
+def trial(canary: CanarySection | None) -> str:
+    """Names what is being tried; nothing is while the canary gets no requests.
+
+    The weight is no part of it: it follows the pools' sizes, and may change in the midst of a step.
+    """
+    return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""
+
+
+Send = Callable[[Call, Reservation], Awaitable[ResponseStream]]
+"""Sends a request to the engine that is reserved and waits for its first token."""
+
+BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
+"""Upper ends of the buckets, 10 ms to 116 s, two for every doubling."""
+
+
+@dataclass(slots=True)
+class DurationHistogram:
+    """Durations by bucket; the last bucket has no upper end."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+
+
+@dataclass(slots=True)
+class SideCounts:
+    """Counts of one side of a trial."""
+
+    succeeded: int = 0
+    failed: int = 0
+    """Requests that failed through the engine, or that the canary refused and stable engines
+    served."""
+    declined: int = 0
+    """Drawn for the canary, which had no room for them at once."""
+    ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    """Histogram of the times from sending to the first token: the wait before is the pool's, not
+    the revision's."""
+    e2e: DurationHistogram = field(default_factory=DurationHistogram)
+    """Histogram of the times from sending to the last token."""
+
+
+class Observation:
+    """One request on an engine; counts for the trial in which it was sent."""
+
+    def __init__(self, tally: SideCounts) -> None:
+        self._tally = tally
+        self._sent = time.monotonic()
+
+    def on_first_token(self) -> None:
+        """Its first token came."""
+        self._tally.ttft.add(time.monotonic() - self._sent)
+
+    def on_success(self) -> None:
+        self._tally.succeeded += 1
+        self._tally.e2e.add(time.monotonic() - self._sent)
+
+    def on_failure(self, error: ServiceError) -> None:
+        """Counts a failure that is the engine's."""
+        self._tally.failed += is_failure(error)
+
+    def on_timeout(self) -> None:
+        """No token came in the request's whole time."""
+        self._tally.failed += 1
+
+
+class Outcomes:
+    """Both sides of the present trial.
+
+    Args:
+        falls: how often engines of a side lost their worker or process, since the router follows
+            them.
+    """
+
+    def __init__(self, falls: Callable[[Side], int]) -> None:
+        self._falls = falls
+        self._falls_before = dict.fromkeys(Side, 0)
+        self._tallies = {side: SideCounts() for side in Side}
+        self._canary = self.trial = ""
+
+    def follow(self, trial: str, canary: str) -> None:
+        """Counts anew where the trial is another one.
+
+        Falls are counted from the canary's beginning, over all its steps: a router hears of a step
+        up to a minute late, and what fell meanwhile would belong to none.
+
+        Args:
+            trial: a step of a canary; empty while it gets no requests.
+            canary: its revision; empty without one.
+        """
+        if canary != self._canary:
+            self._canary = canary
+            self._falls_before = {side: self._falls(side) for side in Side}
+        if trial != self.trial:
+            self.trial = trial
+            self._tallies = {side: SideCounts() for side in Side}
+
+    def observe(self, side: Side) -> "Observation":
+        """Begins to observe a request that is sent now."""
+        return Observation(self._tallies[side])
+
+    def on_declined(self) -> None:
+        """The canary had no room for a request at once."""
+        self._tallies[Side.CANARY].declined += 1
+
+    def on_contradicted(self, error: ServiceError) -> None:
+        """Stable engines served what the canary answered so; its failures are counted already."""
+        tally, code = self._tallies[Side.CANARY], error.code
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            tally.declined += 1
+        elif not is_failure(error) and error.reason not in LEAVING:
+            tally.failed += 1
+
+    def falls(self, side: Side) -> int:
+        return max(0, self._falls(side) - self._falls_before[side])
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the counts for /stats."""
+        return {"trial": self.trial} | {
+            side.value: {
+                "succeeded": tally.succeeded,
+                "failed": tally.failed,
+                "declined": tally.declined,
+                "restarts": self.falls(side),
+                "ttft_counts": list(tally.ttft.counts),
+                "e2e_counts": list(tally.e2e.counts),
+            }
+            for side, tally in self._tallies.items()
+        }
+
+    def samples(self) -> Iterator[tuple[Side, str, str, int]]:
+        """(side, what, upper end of the bucket, count)."""
+        for side, tally in self._tallies.items():
+            yield side, "succeeded", "", tally.succeeded
+            yield side, "failed", "", tally.failed
+            yield side, "declined", "", tally.declined
+            yield side, "restarts", "", self.falls(side)
+            ends = [*map(str, BOUNDS_S), "+Inf"]
+            for what, times in (("ttft", tally.ttft), ("e2e", tally.e2e)):
+                for end, count in zip(ends, times.counts, strict=True):
+                    yield side, what, end, count
+
+
+class TrialCollector(Collector):
+    """Exports the present trial to Prometheus, and so to the operator; nothing without one."""
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        if not self._outcomes.trial:
+            return
+        family = GaugeMetricFamily(
+            "ullage_router_trial",
+            "Requests of the canary's present trial by side: outcomes, and times by bucket",
+            labels=["trial", "side", "what", "le"],
+        )
+        for side, what, end, count in self._outcomes.samples():
+            family.add_metric([self._outcomes.trial, side.value, what, end], count)
+        yield family
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+
+class ObservedStream:
+    """An answer of an engine whose end is counted."""
+
+    def __init__(self, stream: ResponseStream, observation: Observation) -> None:
+        self.accepted = stream.accepted
+        self._stream = stream
+        self._observation = observation
+
+    @property
+    def output_tokens(self) -> int:
+        return self._stream.output_tokens
+
+    async def events(self) -> AsyncIterator[Event]:
+        try:
+            async for event in self._stream.events():
+                yield event
+        except ServiceError as error:
+            self._observation.on_failure(error)
+            raise
+        self._observation.on_success()
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class Rollout:
-    """Args:
-    path: the file that says which engines are the canary's; None: there is never one.
-    engines: told about the canary's.
+    """Draws sides for requests, tries canaries, and counts how each side does.
+
+    Args:
+        path: the file that says which engines are the canary's; None: there is never one.
+        engines: where the canary's are followed.
+        prompts: render a request anew for the stable engines' model.
     """
 
-    def __init__(self, path: str | None, engines: Engines) -> None:
+    def __init__(self, path: str | None, engines: Engines, prompts: PromptBuilder) -> None:
         self._engines = engines
-        self.canary = Canary(path, self._changed)
+        self._prompts = prompts
+        self.canary = Canary(path, self._on_canary_change)
         self.outcomes = Outcomes(engines.workers_lost)
 
-    def _changed(self, pools: tuple[PoolSection, ...], trial: str) -> None:
+    def _on_canary_change(self, pools: tuple[PoolSection, ...], trial: str) -> None:
         self._engines.set_canary(pools)
         self.outcomes.follow(trial, self.canary.revision(Side.CANARY))
 
-    def side_of(self, session: str) -> Side:
-        """Where a new request goes: where it is drawn, or where an engine is ready."""
-        drawn = self.canary.draw(session)
+    async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Sends a request where it is drawn, or where an engine is ready."""
+        drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = self._engines.is_ready_on
-        return other if not is_ready(drawn) and is_ready(other) else drawn
+        call.side = other if not is_ready(drawn) and is_ready(other) else drawn
+        return await proceed(call)
 
-    def is_trial(self, side: Side) -> bool:
-        """Whether stable engines stand by for a request of that side."""
-        return side is Side.CANARY and self._engines.is_ready_on(Side.STABLE)
+    async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
+        """Gives the canary one try at once; stable engines have the request otherwise.
 
-    def observe(self, side: Side, record: Record) -> Observation:
-        """A request is sent to an engine of that side."""
-        record.side, record.revision = side.value, self.canary.revision(side)
-        return self.outcomes.observe(side)
+        Args:
+            once: one attempt on one engine.
+        """
+        if call.side is Side.STABLE or not self._engines.is_ready_on(Side.STABLE):
+            return await proceed(call)
+        call.is_trial, failure = True, None
+        try:
+            return await once(call)
+        except NotOnCanary:
+            self.outcomes.on_declined()
+        except ServiceError as error:
+            if call.deadline.remaining_s <= 0:
+                raise
+            call.decision = call.decision.after("engine", error.reason)
+            failure = error
+        stream = await proceed(await self._for_stable(call))
+        if failure:
+            self.outcomes.on_contradicted(failure)
+        return stream
+
+    async def _for_stable(self, call: Call) -> Call:
+        """Returns the call for the stable engines, with the tokens of their model."""
+        call.side, call.is_trial = Side.STABLE, False
+        call.refused_by.clear()
+        model = self._engines.served_model(call.request.model)
+        if model.fingerprint != call.prompt.model.fingerprint:
+            call.prompt = await self._prompts.build(
+                model, call.request, call.tenant.name, call.path
+            )
+        call.decision = replace(call.decision, degraded=call.prompt.degraded)
+        call.decision = call.decision.after("stable", "CANARY")
+        return call
+
+    async def observe(self, call: Call, reservation: Reservation, send: Send) -> ResponseStream:
+        """Counts what becomes of a request on the engine that it is sent to."""
+        side = reservation.engine.side
+        call.decision = replace(call.decision, revision=self.canary.revision(side))
+        observation = self.outcomes.observe(side)
+        try:
+            stream = await send(call, reservation)
+        except ServiceError as error:
+            observation.on_failure(error)
+            raise
+        except BaseException:
+            if call.deadline.remaining_s <= 0:
+                observation.on_timeout()
+            raise
+        observation.on_first_token()
+        return ObservedStream(stream, observation)
 
     def as_json(self) -> dict[str, object]:
-        """For /stats."""
+        """Returns the state for /stats."""
         canary = self.canary
         return {
             "stable_revision": canary.revision(Side.STABLE),

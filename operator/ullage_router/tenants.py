@@ -1,39 +1,192 @@
-"""Tenants: who sends a request, what they may do, and what they have used.
+"""Tenants: who sends a request, what they may do, and what they have used since the start.
 
-Without `tenants` in the configuration everybody is the same unlimited tenant without a name.
+A folder of keys has one file a tenant. Each line of a file is one key or one entry
+(`ullage_common.process.config_file`), so that a new key works before the old one is removed. Only
+the digests of keys are kept. Without `tenants` in the configuration all requests belong to one
+unlimited tenant, which has no name.
 """
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import math
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from msgspec.structs import replace
+from types import MappingProxyType
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import TenantRules, TenantsSection
+from ullage_common.process.config_file import MAX_KEY, TENANT_NAME, ConfigError, digest, read_entry
+from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
+from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router import errors
-from ullage_router.accounts import Account, nobodys_account, open_account
-from ullage_router.config import TenantRules, TenantsSection
-from ullage_router.keys import KeyRing, Loaded, load
-from ullage_router.metrics import TenantMetrics
-from ullage_router.quota import MINUTE_S, Shortage
-from ullage_router.stats import Record
-from ullage_rpc.config import ConfigError
-from ullage_rpc.errors import ServiceError
-from ullage_rpc.watch import Fingerprint, fingerprint, follow
+from ullage_router.policy.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
+from ullage_router.telemetry.metrics import TenantMetrics
+from ullage_router.telemetry.record import RequestRecord
+
+MAX_FILE_BYTES = 1 << 20
+"""A Secret is no larger."""
+
+Digests = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The tenants and keys that a folder holds."""
+
+    keys: Mapping[str, Digests] = field(default_factory=lambda: MappingProxyType({}))
+    """Digests by tenant."""
+    problems: tuple[str, ...] = ()
+    """Files that could not be read, with the reason; their tenants keep what they had."""
+
+
+def load(folder: Path, last: Mapping[str, Digests]) -> Loaded:
+    """Reads the folder; a file that is broken leaves its tenant the keys of `last`."""
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
+    except OSError as error:
+        return Loaded(last, (f"{folder}: {error.strerror}; mount the Secret with the keys",))
+    keys: dict[str, Digests] = {}
+    problems: list[str] = []
+    for path in paths:
+        try:
+            keys[path.name] = _read(path)
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+            if path.name in last:
+                keys[path.name] = last[path.name]
+    return Loaded(keys, (*problems, *_shared(keys)))
+
+
+def _read(path: Path) -> Digests:
+    """Raises ValueError with the line and no key."""
+    if not TENANT_NAME.fullmatch(path.name):
+        raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None  # the error would show the bytes
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    digests: list[bytes] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            digests.append(read_entry(line))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return tuple(digests)
+
+
+def _shared(keys: Mapping[str, Digests]) -> list[str]:
+    """Keys that two tenants have; they belong to the first by name."""
+    owners: dict[bytes, str] = {}
+    problems = []
+    for tenant in sorted(keys):
+        for key in keys[tenant]:
+            owner = owners.setdefault(key, tenant)
+            if owner != tenant:
+                problems.append(f"{tenant} has a key that {owner} has; it counts as {owner}'s")
+    return problems
+
+
+class KeyRing:
+    """Finds a key's tenant in a time that says nothing about other keys.
+
+    Digests are indexed by a keyed hash whose secret is this object's own, so what the index
+    compares cannot be steered from outside; the digest found is then compared in constant time.
+    """
+
+    def __init__(self, keys: Mapping[str, Digests]) -> None:
+        self._pepper = secrets.token_bytes(32)
+        self._nobody = secrets.token_bytes(32)
+        self._owners: dict[bytes, tuple[bytes, str]] = {}
+        for tenant in sorted(keys):
+            for entry in keys[tenant]:
+                self._owners.setdefault(self._place(entry), (entry, tenant))
+
+    def owner(self, key: str) -> str | None:
+        """The tenant of a key; None when nobody has it."""
+        given = digest(key[: MAX_KEY + 1])
+        entry, tenant = self._owners.get(self._place(given), (self._nobody, ""))
+        return tenant if hmac.compare_digest(entry, given) else None
+
+    def _place(self, key: bytes) -> bytes:
+        return hmac.digest(self._pepper, key, "sha256")
+
+
+UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
+
+
+@dataclass(slots=True)
+class Account:
+    """One tenant's rules, quota and sums since the start."""
+
+    name: str
+    rules: TenantRules
+    quota: Quota
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    limited: Counter[str] = field(default_factory=Counter)
+    """Refusals by the limit that was reached."""
+
+    def as_json(self, now: float) -> dict[str, object]:
+        remaining = {
+            name: bucket and math.floor(bucket.refilled(now).level)
+            for name, bucket in (("requests", self.quota.requests), ("tokens", self.quota.tokens))
+        }
+        return {
+            "name": self.name,
+            "enabled": self.rules.enabled,
+            "active": self.quota.active,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "limited": dict(self.limited),
+            "requests_left": remaining["requests"],
+            "tokens_left": remaining["tokens"],
+        }
+
+
+def open_account(name: str, rules: TenantRules, share: float, now: float) -> Account:
+    """A tenant with full buckets, of which this router has its share."""
+    requests, tokens, most = rules.requests_per_minute, rules.tokens_per_minute, rules.concurrency
+    quota = Quota(
+        requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
+        tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
+        concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
+    )
+    return Account(name, rules, quota)
+
+
+def shared_account() -> Account:
+    """Returns the account of all requests where there are no tenants."""
+    return Account("", UNLIMITED, Quota())
+
 
 ANONYMOUS = "anonymous"
 
 log = logging.getLogger(__name__)
 
 
-class Visit:
+class TenantSession:
     """One request of a tenant, or several like ones, from the check of its key to their end.
 
-    begin, charge and end each do their part once; a visit that never began needs no end.
+    open_request, charge and close_request each do their part once; a session without an open
+    request needs no close.
+
+    limit_headers
+        x-ratelimit-* headers: what remains of the tenant's quota
     """
 
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
@@ -43,38 +196,40 @@ class Visit:
         """Requests that began and have not ended."""
         self._charged = 0.0
         """Tokens of each."""
+        self.limit_headers: Mapping[str, str] = {}
 
-    def another(self) -> "Visit":
-        """A visit of the same tenant."""
-        return Visit(self._account, self._metrics)
+    def new_session(self) -> "TenantSession":
+        """Another session of the same tenant."""
+        return TenantSession(self._account, self._metrics)
 
     @property
-    def tenant(self) -> str:
-        """Empty where no tenants are configured."""
+    def name(self) -> str:
+        """The tenant's name; empty where no tenants are configured."""
         return self._account.name
 
     @property
     def rules(self) -> TenantRules:
         return self._account.rules
 
-    def session(self, name: str) -> str:
-        """What engines call a session, so that tenants' sessions of one name are several."""
-        if not (name and self.tenant):
+    def scoped_session(self, name: str) -> str:
+        """Returns the session id for engines, different for equal ids of different tenants."""
+        if not (name and self.name):
             return name
-        return hashlib.blake2b(f"{self.tenant}\0{name}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
 
-    def room(self, wanted: int, tokens: int) -> int:
-        """How many of so many like requests, of so many tokens each, the tenant may send now."""
-        return self._account.quota.room(wanted, tokens, time.monotonic())
+    def num_allowed(self, count: int, tokens: int) -> int:
+        """Returns how many of that many equal requests, of that many tokens each, the tenant may
+        send now."""
+        return self._account.quota.room(count, tokens, time.monotonic())
 
-    def begin(
-        self, request: inference_pb2.GenerateRequest, served: str, record: Record, count: int = 1
+    def open_request(
+        self, request: inference_pb2.GenerateRequest, served: str, count: int = 1
     ) -> None:
         """Checks what the tenant may do, counts the request and gives it its priority.
 
         Args:
             served: model that a request without a name means.
-            count: like requests; more than one only where there is `room`.
+            count: like requests; more than one only where `num_allowed` says so.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
@@ -85,13 +240,13 @@ class Visit:
         request.priority = self._priority(request.priority)
         quota = self._account.quota.enter(time.monotonic(), count)
         if isinstance(quota, Shortage):
-            raise self._short(quota, record)
+            raise self._shortage_error(quota)
         self._account.quota = quota
         self._account.requests += count
         self._active = count
-        record.limits = self._headers()
+        self.limit_headers = self._headers()
 
-    def charge(self, prompt_tokens: int, output_tokens: int, record: Record) -> None:
+    def charge(self, prompt_tokens: int, output_tokens: int) -> None:
         """Takes a request's tokens in advance; of several like ones each one's.
 
         Args:
@@ -109,14 +264,14 @@ class Visit:
         tokens = float(prompt_tokens + output_tokens)
         quota = self._account.quota.charge(self._active * tokens, time.monotonic())
         if isinstance(quota, Shortage):
-            raise self._short(quota, record)
+            raise self._shortage_error(quota)
         self._account.quota, self._charged = quota, tokens
-        record.limits = self._headers()
+        self.limit_headers = self._headers()
 
-    def end(self, record: Record) -> None:
+    def close_request(self, record: RequestRecord) -> None:
         """Puts what was used in the place of what was charged."""
         if _was_served(record):
-            self.settle(record.prompt_tokens, record.output_tokens, record.status)
+            self.settle(record.decision.prompt_tokens, record.output_tokens, record.status)
         else:
             self.settle(0, 0, record.status)
 
@@ -124,35 +279,26 @@ class Visit:
         """Ends so many of its requests, each of which used so much."""
         prompt, output, active = prompt_tokens * count, output_tokens * count, self._active
         if active:
-            gone, account = min(count, active), self._account
-            self._active -= gone
-            charged, now = gone * self._charged, time.monotonic()
-            account.quota = account.quota.leave(charged, prompt + output, now, gone)
+            ended, account = min(count, active), self._account
+            self._active -= ended
+            charged, now = ended * self._charged, time.monotonic()
+            account.quota = account.quota.leave(charged, prompt + output, now, ended)
             account.prompt_tokens += prompt
             account.output_tokens += output
         if self._metrics:
-            self._metrics.ended(self.tenant, status, prompt, output, count)
+            self._metrics.on_end(self.name, status, prompt, output, count)
 
-    def turn_away(self, status: int, count: int) -> None:
+    def count_refusals(self, status: int, count: int) -> None:
         """Counts requests that are refused before they begin."""
         if self._metrics:
-            self._metrics.ended(self.tenant, status, 0, 0, count)
-
-    def errand(self, output_tokens: int, prompt_tokens: int) -> "Errand":
-        """Work for this request that takes tokens, too.
-
-        Args:
-            output_tokens, prompt_tokens: that the request itself is charged, if it is not yet.
-        """
-        spare = 0 if self._charged else prompt_tokens + output_tokens
-        return Errand(self._account, self._metrics, spare)
+            self._metrics.on_end(self.name, status, 0, 0, count)
 
     def _check_model(self, name: str) -> None:
         allowed = self.rules.models
         if allowed and name not in allowed:
             raise errors.forbidden(
                 "MODEL_NOT_ALLOWED",
-                f"tenant {self.tenant} may not use model {name!r}; allowed: {', '.join(allowed)}",
+                f"tenant {self.name} may not use model {name!r}; allowed: {', '.join(allowed)}",
                 "model",
             )
 
@@ -163,17 +309,17 @@ class Visit:
         if asked > most:
             raise errors.forbidden(
                 "PRIORITY_NOT_ALLOWED",
-                f"tenant {self.tenant} may not ask for priority {asked}; at most {most}",
+                f"tenant {self.name} may not ask for priority {asked}; at most {most}",
                 "priority",
             )
         return asked or rules.priority
 
-    def _short(self, shortage: Shortage, record: Record) -> ServiceError:
+    def _shortage_error(self, shortage: Shortage) -> ServiceError:
         self._account.limited[shortage.limit] += 1
-        record.limits = self._headers()
+        self.limit_headers = self._headers()
         if self._metrics:
-            self._metrics.limited(self.tenant, shortage.limit)
-        return errors.over_quota(self.tenant, shortage)
+            self._metrics.on_limit(self.name, shortage.limit)
+        return errors.over_quota(self.name, shortage)
 
     def _headers(self) -> Mapping[str, str]:
         """OpenAI's: https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers."""
@@ -183,71 +329,22 @@ class Visit:
         now = time.monotonic()
         for name, bucket in (("requests", quota.requests), ("tokens", quota.tokens)):
             if bucket is not None:
-                left = max(0, math.floor(bucket.refilled(now).level))
+                remaining = max(0, math.floor(bucket.refilled(now).level))
                 headers[f"x-ratelimit-limit-{name}"] = f"{bucket.capacity:.0f}"
-                headers[f"x-ratelimit-remaining-{name}"] = str(left)
+                headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
                 reset_s = bucket.wait_s(bucket.capacity, now)
                 headers[f"x-ratelimit-reset-{name}"] = duration(reset_s)
         return headers
 
 
-class Errand(Visit):
-    """Work for a request, such as a summary of its conversation: the tenant's tokens pay for it,
-    and it is no request of the tenant's.
-
-    is_unpaid
-        the tokens do not suffice
-    """
-
-    def __init__(self, account: Account, metrics: TenantMetrics | None, spare: int) -> None:
-        super().__init__(account, metrics)
-        self._spare = spare
-        self.is_unpaid = False
-
-    @property
-    def rules(self) -> TenantRules:
-        """Length and pace of answers are those of what the client reads."""
-        return replace(self._account.rules, max_tokens=None, tokens_per_second=None)
-
-    def begin(
-        self, request: inference_pb2.GenerateRequest, served: str, record: Record, count: int = 1
-    ) -> None:
-        self._active = count
-        request.priority = self._account.rules.priority
-
-    def charge(self, prompt_tokens: int, output_tokens: int, record: Record) -> None:
-        """Raises ServiceError RESOURCE_EXHAUSTED when the request itself could not pay then."""
-        bucket, now = self._account.quota.tokens, time.monotonic()
-        tokens = prompt_tokens + output_tokens + self._spare
-        if bucket and not self._charged and bucket.refilled(now).level < tokens:
-            self.is_unpaid = True
-            shortage = Shortage("tokens_per_minute", bucket.capacity, bucket.wait_s(tokens, now))
-            raise errors.over_quota(self.tenant, shortage)
-        super().charge(prompt_tokens, output_tokens, record)
-
-    def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
-        """Only tokens: what ends was no request."""
-        used, account, now = prompt_tokens + output_tokens, self._account, time.monotonic()
-        self._active = 0
-        account.quota = account.quota.leave(self._charged, used, now, count=0)
-        account.prompt_tokens += prompt_tokens
-        account.output_tokens += output_tokens
-        if self._metrics:
-            self._metrics.ended(self.tenant, status, prompt_tokens, output_tokens, count=0)
-
-
-Errands = Callable[[int], Errand]
-"""Makes one for a request with a prompt of so many tokens."""
-
-
-def _was_served(record: Record) -> bool:
+def _was_served(record: RequestRecord) -> bool:
     """Tokens came, or the client left an engine that was working for it."""
-    has_left = record.status == errors.CLIENT_CLOSED and bool(record.engine)
+    has_left = record.status == errors.CLIENT_CLOSED and bool(record.decision.engine)
     return record.ttft_s is not None or has_left
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes them: 20ms, 7s, 6m0s."""
+    """Formats seconds as OpenAI does: 20ms, 7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)
@@ -255,16 +352,16 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def everybody() -> Visit:
-    """A request where there are no tenants."""
-    return Visit(nobodys_account())
+def anonymous_session() -> TenantSession:
+    """The session of a request where there are no tenants."""
+    return TenantSession(shared_account())
 
 
 class Tenants:
     """Knows tenants by their keys and keeps their accounts.
 
     Args:
-        section: None where everybody may do everything.
+        section: None where all clients may do everything.
         metrics: counts by tenant; those not listed are one.
     """
 
@@ -273,8 +370,8 @@ class Tenants:
         self._metrics = metrics
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
-        self._shared = nobodys_account()
-        """Of all requests where there are no tenants."""
+        self._shared = shared_account()
+        """Account of all requests where there are no tenants."""
         self._loaded = Loaded()
         self._ring = KeyRing({})
         self._loaded_unix = 0.0
@@ -302,10 +399,10 @@ class Tenants:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What keeps the newest keys from being used."""
+        """Problems that keep the newest keys from being used."""
         return self._loaded.problems
 
-    def visit(self, authorization: str | None) -> Visit:
+    def open_session(self, authorization: str | None) -> TenantSession:
         """The tenant of a request, by its header or metadata `authorization`.
 
         Raises:
@@ -313,14 +410,14 @@ class Tenants:
                 the tenant is disabled.
         """
         if self._section is None:
-            return Visit(self._shared)
+            return TenantSession(self._shared)
         account = self._account(self._authenticate(authorization))
         if not account.rules.enabled:
             raise self._refused(
                 "disabled",
                 errors.forbidden("TENANT_DISABLED", f"tenant {account.name} is disabled"),
             )
-        return Visit(account, self._metrics)
+        return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
         """Raises ServiceError when /stats is not for everybody and the key is nobody's."""
@@ -364,7 +461,7 @@ class Tenants:
 
     def _refused(self, why: str, error: ServiceError) -> ServiceError:
         if self._metrics:
-            self._metrics.refused(why)
+            self._metrics.on_auth_failure(why)
         return error
 
     def _account(self, name: str) -> Account:

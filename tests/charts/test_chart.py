@@ -10,13 +10,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from ullage_operator.kinds import OWNED
-from ullage_operator.main import parser
-from ullage_operator.metrics import LeadMetrics, ReconcileMetrics
-from ullage_operator.naming import operator_selector, selector
-from ullage_operator.plan import Observed, plan
-from ullage_operator.settings import Settings
-from ullage_operator.spec import parse
+from ullage_operator.api.naming import OWNED, operator_selector, selector
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.controller.controller import OperatorMetrics
+from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.main import arguments_parser
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -145,7 +143,7 @@ def planned():
         "spec": {
             "model": {"source": "file:///m", "name": "m"},
             "pools": {
-                "single": {"autoscaling": {"maxReplicas": 2, "provider": "hpa"}},
+                "single": {"autoscaling": {"maxReplicas": 2}},
                 "large": pool
                 | {
                     "autoscaling": {
@@ -218,7 +216,7 @@ def test_the_operator_understands_its_arguments(render, values):
     (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["ullage-operator"]
-    assert parser().parse_args(container["args"])
+    assert arguments_parser().parse_args(container["args"])
 
 
 def images(render, *values):
@@ -270,8 +268,7 @@ def test_the_definition_goes_with_the_chart_only_where_asked(render):
 
 def test_alerts_are_about_metrics_that_the_operator_has(render):
     registry = CollectorRegistry()
-    ReconcileMetrics(registry).total.labels(result="ok").inc()
-    LeadMetrics(registry, lambda: 0.0)
+    OperatorMetrics(registry, lambda: 0.0).total.labels(result="ok").inc()
     known = {sample.name for metric in registry.collect() for sample in metric.samples}
     (rule,) = by_kind(render("prometheusRule.enabled=true"), "PrometheusRule")
     alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]

@@ -12,7 +12,7 @@ import yaml
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, MERGE
 
-from ullage_operator import naming
+from ullage_operator.api import naming
 
 CHART = Path(__file__).parents[2] / "charts" / "ullage"
 

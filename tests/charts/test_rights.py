@@ -16,11 +16,15 @@ from ullage_kubeapi.trial import CRD, CRDS, Operator, World, quiet, until
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 
 
+EVERYBODYS = ("selfsubjectaccessreviews",)
+"""By the cluster role system:basic-user."""
+
+
 def right(method, path_and_query):
     """(group, resource, verb) that a request needs; None for what everybody may ask."""
     path, query = urlsplit(path_and_query).path, parse_qs(urlsplit(path_and_query).query)
     found = re.match(r"/(?:api|apis/([^/]+))/v[^/]*/(?:namespaces/[^/]+/)?(.+)$", path)
-    if found is None:
+    if found is None or found[2] in EVERYBODYS:
         return None
     resource, _, rest = found[2].partition("/")
     name, _, subresource = rest.partition("/")

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 CHART = Path(__file__).parents[2] / "charts" / "ullage"
@@ -125,14 +124,15 @@ def test_there_is_a_sample_of_every_value():
     assert sorted(SAMPLES) == sorted(leaves(VALUES))
 
 
-@pytest.mark.parametrize("path", sorted(SAMPLES))
-def test_every_value_changes_what_is_rendered(path, render_values, validate):
-    needed = NEEDED.get(path, {})
-    before = render_values(nested(needed))
-    after = render_values(nested({**needed, path: SAMPLES[path]}))
-    assert before != after
-    for obj in after:
-        validate(obj)
+def test_every_value_changes_what_is_rendered(render_values, validate, subtests):
+    for path, sample in SAMPLES.items():
+        with subtests.test(path):
+            needed = NEEDED.get(path, {})
+            before = render_values(nested(needed))
+            after = render_values(nested({**needed, path: sample}))
+            assert before != after
+            for obj in after:
+                validate(obj)
 
 
 def test_all_samples_together_make_valid_objects(render_values, validate):
@@ -210,38 +210,39 @@ def test_the_schema_knows_every_value_and_no_other():
     compare(SCHEMA, VALUES, "")
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong"),
-    [
-        ("nonsense", 1),
-        ("image.tga", "x"),
-        ("image.digest", "sha256:short"),
-        ("image.pullPolicy", "Sometimes"),
-        ("image.repository", ""),
-        ("replicas", 0),
-        ("leaderElection.leaseSeconds", 0.5),
-        ("logLevel", "loud"),
-        ("watch.namespaces", ["A_B"]),
-        ("watch.namespaces", ["a", "a"]),
-        ("imagePullSecrets", ["registry"]),
-        ("extraEnv", [{"name": "A", "valeu": "b"}]),
-        ("podLabels", {"app.kubernetes.io/name": "mine"}),
-        ("podSecurityContext.runAsRoot", True),
-        ("securityContext.capabilities", {"keep": ["ALL"]}),
-        ("resources.limit", {"memory": "1Gi"}),
-        ("resources.limits", {"memory": "1GiB"}),
-        ("tolerations", [{"key": "a", "operator": "Sometimes"}]),
-        ("affinity.podAffinity.required", []),
-        ("topologySpreadConstraints", [{"topologyKey": "zone"}]),
-        ("podDisruptionBudget.maxUnavailable", 0),
-        ("networkPolicy.metricsFrom", [{"podSelectors": {}}]),
-        ("networkPolicy.egress.apiServerPorts", []),
-        ("podMonitor.interval", "soon"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_its_name(helm, tmp_path, path, wrong):
+WRONG: list[tuple[str, Any]] = [
+    ("nonsense", 1),
+    ("image.tga", "x"),
+    ("image.digest", "sha256:short"),
+    ("image.pullPolicy", "Sometimes"),
+    ("image.repository", ""),
+    ("replicas", 0),
+    ("leaderElection.leaseSeconds", 0.5),
+    ("logLevel", "loud"),
+    ("watch.namespaces", ["A_B"]),
+    ("watch.namespaces", ["a", "a"]),
+    ("imagePullSecrets", ["registry"]),
+    ("extraEnv", [{"name": "A", "valeu": "b"}]),
+    ("podLabels", {"app.kubernetes.io/name": "mine"}),
+    ("podSecurityContext.runAsRoot", True),
+    ("securityContext.capabilities", {"keep": ["ALL"]}),
+    ("resources.limit", {"memory": "1Gi"}),
+    ("resources.limits", {"memory": "1GiB"}),
+    ("tolerations", [{"key": "a", "operator": "Sometimes"}]),
+    ("affinity.podAffinity.required", []),
+    ("topologySpreadConstraints", [{"topologyKey": "zone"}]),
+    ("podDisruptionBudget.maxUnavailable", 0),
+    ("networkPolicy.metricsFrom", [{"podSelectors": {}}]),
+    ("networkPolicy.egress.apiServerPorts", []),
+    ("podMonitor.interval", "soon"),
+]
+
+
+def test_a_wrong_value_is_refused_by_its_name(helm, tmp_path, subtests):
     values = tmp_path / "values.yaml"
-    values.write_text(yaml.safe_dump(nested({path: wrong})))
-    done = helm("template", "release", str(CHART), "--values", str(values))
-    assert done.returncode != 0
-    assert path.split(".")[0] in done.stderr, done.stderr
+    for path, wrong in WRONG:
+        values.write_text(yaml.safe_dump(nested({path: wrong})))
+        done = helm("template", "release", str(CHART), "--values", str(values))
+        with subtests.test(path, value=wrong):
+            assert done.returncode != 0
+            assert path.split(".")[0] in done.stderr, done.stderr

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Engine:
     @property
     def worker_pid(self) -> int:
         children = psutil.Process(self.process.pid).children()
-        return next(c.pid for c in children if "ullage_engine.core.worker" in c.cmdline())
+        return next(c.pid for c in children if "ullage_engine.worker.main" in c.cmdline())
 
     def kill_worker(self) -> int:
         pid = self.worker_pid
@@ -46,16 +47,8 @@ class Engine:
 StartEngine = Callable[..., Engine]
 
 
-@pytest.fixture(scope="session")
-def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
-def start_engine(
-    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
-) -> Iterator[StartEngine]:
-    """Starts engines; sections given by keyword replace fields of the default configuration."""
+@contextlib.contextmanager
+def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[StartEngine]:
     with contextlib.ExitStack() as stack:
 
         def start(**sections: dict[str, Any]) -> Engine:
@@ -78,6 +71,28 @@ def start_engine(
             return engine
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def start_engine(
+    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[StartEngine]:
+    """Starts engines; sections given by keyword replace fields of the default configuration."""
+    with _engines(tmp_path_factory, weights_dir) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Engine]:
+    """One engine of the whole session, in float32, which takes prompts in small chunks.
+
+    Tests may kill its worker: it comes back.
+    """
+    with _engines(tmp_path_factory, weights_dir) as start:
+        yield start(
+            batching={"max_sequences": 20, "prefill_chunk_tokens": 48},
+            server={"engine_id": "engine-1"},
+        )
 
 
 def default_config(
@@ -119,6 +134,7 @@ def wait_serving(engine: Engine, log: Path) -> None:
                 answer = stub.Check(request, wait_for_ready=True, timeout=1.0)
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
+            time.sleep(0.1)  # asked without a pause, it would burn what the engine starts with
     raise AssertionError(f"engine not ready:\n{log.read_text()[-4000:]}")
 
 
@@ -140,9 +156,10 @@ class Service:
 StartService = Callable[[Path], Service]
 
 
-@pytest.fixture(scope="module")
-def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartService]:
-    """Starts `ullage up -f MANIFEST` on free ports."""
+@contextlib.contextmanager
+def _services(
+    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[StartService]:
     with contextlib.ExitStack() as stack:
 
         def start(manifest: Path) -> Service:
@@ -152,6 +169,7 @@ def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
             command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
             command += ["-f", str(manifest), "--state-file", str(state_file)]
             command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+            command += ["--run-dir", str(stack.enter_context(run_dir(weights_dir)))]
             with (folder / "log").open("w") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
             stack.callback(end, process)
@@ -167,9 +185,38 @@ def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
 
 
 @pytest.fixture(scope="module")
-def service(start_service: StartService) -> Service:
-    """`ullage up -f examples/smollm2.yaml`."""
-    return start_service(ROOT / "examples" / "smollm2.yaml")
+def start_service(
+    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[StartService]:
+    """Starts `ullage up -f MANIFEST` on free ports."""
+    with _services(tmp_path_factory, weights_dir) as start:
+        yield start
+
+
+@pytest.fixture
+def service_folder(weights_dir: Path) -> Iterator[Path]:
+    """For `ullage up --run-dir`."""
+    with run_dir(weights_dir) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Service]:
+    """`ullage up -f examples/smollm2.yaml`, one for the whole session.
+
+    Tests may kill its workers: they come back.
+    """
+    with _services(tmp_path_factory, weights_dir) as start:
+        yield start(ROOT / "examples" / "smollm2.yaml")
+
+
+@contextlib.contextmanager
+def run_dir(weights_dir: Path) -> Iterator[Path]:
+    """A folder with a short path, for sockets, in which models are prepared already."""
+    with tempfile.TemporaryDirectory(prefix="ull", dir="/tmp") as path:
+        folder = Path(path)
+        (folder / "weights").symlink_to(weights_dir, target_is_directory=True)
+        yield folder
 
 
 def end(process: "subprocess.Popen[Any]") -> None:

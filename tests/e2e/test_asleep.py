@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 @pytest.fixture(scope="module")
 def sleepy(start_service: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     manifest = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text(encoding="utf-8"))
-    scaling = {"minReplicas": 0, "maxReplicas": 1, "idleAfter": "4s"}
+    scaling = {"minReplicas": 0, "maxReplicas": 1, "idleAfter": "2s"}
     spec = manifest["spec"]
     spec["pools"] = {"single": spec["pools"]["single"] | {"replicas": 0, "autoscaling": scaling}}
     spec["model"]["maxModelLen"] = 1024

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_rpc.channels import open_channel
+from ullage_common.wire.channels import open_channel
 
 if TYPE_CHECKING:
     Engine = Any
 
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 14
 PROMPTS = [
     [20 + (number * 7919 + index * 104_729) % 49_000 for index in range(length)]
     for number, length in enumerate([3, 17, 40, 64, 130, 250, 300, 12])

@@ -24,7 +24,7 @@ async def routed(tmp_path: Path, engines: list["Engine"]) -> AsyncIterator[httpx
     host = {"host": "127.0.0.1", "port": 0}
     document = {
         "model": "smollm2-135m",
-        "http": host,
+        "http": {**host, "public_stats": True},
         "grpc": host,
         "metrics": host,
         "pools": [{"name": "single", "targets": [engine.target for engine in engines]}],
@@ -64,7 +64,7 @@ async def stream(
     http: httpx.AsyncClient, word: str, begun: Callable[[str], None]
 ) -> tuple[str, str, str]:
     """(engine, text, reason of the end) of one streamed completion."""
-    body = {"prompt": f"A story about {word}:", "max_tokens": 48, "stream": True, "temperature": 0}
+    body = {"prompt": f"A story about {word}:", "max_tokens": 20, "stream": True, "temperature": 0}
     text, reason = "", ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -79,9 +79,9 @@ async def stream(
 
 
 def test_no_stream_is_lost_when_an_engine_ends(
-    start_engine: Callable[..., "Engine"], tmp_path: Path
+    start_engine: Callable[..., "Engine"], engine: "Engine", tmp_path: Path
 ) -> None:
-    engines = {f"engine-{i}": start_engine(server={"engine_id": f"engine-{i}"}) for i in range(2)}
+    engines = {"engine-0": start_engine(batching={"prefill_chunk_tokens": 48}), "engine-1": engine}
 
     async def scenario() -> None:
         async with routed(tmp_path, list(engines.values())) as http:

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
 RESTART_S = 30.0
 
 
+@pytest.mark.slow
 def test_ten_faults_in_a_row_change_nothing_that_clients_see(weights_dir: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--faults", "10", "--prompts", "6"]
     command += ["--tokens", "48", "--weights-dir", str(weights_dir)]

@@ -44,7 +44,7 @@ def check(text: str) -> None:
 
 
 def kill_workers(service: "Service") -> int:
-    workers = [each for each in service.family() if "core.worker" in " ".join(each.cmdline())]
+    workers = [each for each in service.family() if "ullage_engine.worker.main" in each.cmdline()]
     for worker in workers:
         os.kill(worker.pid, signal.SIGKILL)
     return len(workers)

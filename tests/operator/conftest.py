@@ -16,12 +16,11 @@ import httpx
 import pytest
 import yaml
 from ullage_kubeapi.server import ApiServer, running
-from ullage_kubeapi.trial import CRD, CRDS, Operator, World, until
+from ullage_kubeapi.trial import CRD, CRDS, Operator, World, login, until
 
-from ullage_operator.plan import Observed, Plan, plan
-from ullage_operator.settings import Settings
-from ullage_operator.spec import parse
-from ullage_operator.transport import connection
+from ullage_operator.api.schema import complete, load_schema
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.controller.plan import Observed, ServicePlan, plan
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "serving.ullage.dev/v1alpha1",
@@ -47,10 +46,22 @@ def manifest() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def make_plan(manifest: Callable[..., dict[str, Any]]) -> Callable[..., Plan]:
+def stored(manifest: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same, with its defaults, as an API server stores it."""
+
+    def make(**spec: Any) -> dict[str, Any]:
+        completed, problems = complete(load_schema(), manifest(**spec))
+        assert not problems
+        return completed
+
+    return make
+
+
+@pytest.fixture
+def make_plan(manifest: Callable[..., dict[str, Any]]) -> Callable[..., ServicePlan]:
     """The plan of a minimal manifest; keywords add fields to its spec."""
 
-    def make(observed: Observed | None = None, **spec: Any) -> Plan:
+    def make(observed: Observed | None = None, **spec: Any) -> ServicePlan:
         return plan(parse(manifest(**spec)), observed or Observed(now=NOW), Settings())
 
     return make
@@ -65,15 +76,8 @@ def world(tmp_path: Path) -> Iterator[World]:
             stack.enter_context(pytest.MonkeyPatch.context()).setenv(
                 "KUBECONFIG", str(api.kubeconfig(tmp_path))
             )
-        info = connection()
-        client = stack.enter_context(
-            httpx.Client(
-                base_url=info.server,
-                headers={"User-Agent": "tester/1.0", **info.as_http_headers()},
-                verify=info.as_ssl_context(),
-                timeout=60,
-            )
-        )
+        client = stack.enter_context(httpx.Client(**login(), timeout=60))
+        client.headers["User-Agent"] = "tester/1.0"
         namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"
         client.post("/api/v1/namespaces", json={"metadata": {"name": namespace}})
         stack.callback(client.delete, f"/api/v1/namespaces/{namespace}")

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.core.batch import DecodeGroup, PrefillTile
-from ullage_engine.kernels.buffers import shaped
-from ullage_engine.kernels.pages import gather
-from ullage_engine.kernels.pool import LayerCache
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.kv_pool import LayerCache, gather, shaped
+from ullage_engine.model_config.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Buffers that all sequences share, one after another, and what sizes views of them."""
 
-    geometry: ModelGeometry
+    model_config: ModelConfig
     block_tokens: int
     queries: torch.Tensor
     gathered: torch.Tensor
@@ -32,16 +30,16 @@ class Workspace:
     """Bytes of gathered KV, if it is stored as float8."""
 
     def gather_view(self, num_blocks: int) -> torch.Tensor:
-        """Room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
-        width = self.block_tokens * self.geometry.head_dim
-        return shaped(self.gathered, 2 * self.geometry.num_kv_heads, num_blocks, width)
+        """Returns room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
+        width = self.block_tokens * self.model_config.head_dim
+        return shaped(self.gathered, 2 * self.model_config.num_kv_heads, num_blocks, width)
 
     def gather(self, cache: LayerCache, block_ids: torch.Tensor, out: torch.Tensor) -> None:
         """Fills a `gather_view` with blocks of one layer."""
         gather(cache, slice(None), block_ids, self.codes, out)
 
     def mask_view(self, rows: int, context: int) -> torch.Tensor:
-        """Causal mask of the last `rows` of `context` tokens, [rows, context]."""
+        """Returns the causal mask of the last `rows` of `context` tokens, [rows, context]."""
         end = self.mask.shape[1] - self.mask.shape[0] + rows
         return self.mask[:rows, end - context : end]
 
@@ -58,7 +56,7 @@ def fill_mask(mask: torch.Tensor) -> None:
 
 
 class DecodeAttention:
-    """One token each of several sequences."""
+    """Attention of one token each of several sequences."""
 
     def __init__(
         self,
@@ -68,8 +66,8 @@ class DecodeAttention:
         workspace: Workspace,
         window: int,
     ) -> None:
-        geometry = workspace.geometry
-        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        model_config = workspace.model_config
+        kv_heads, size, head_dim = model_config.head_shape
         rows, padded = group.end - group.start, group.padded_rows
         length = group.num_blocks * workspace.block_tokens
         self._workspace, self._scale = workspace, head_dim**-0.5
@@ -77,7 +75,7 @@ class DecodeAttention:
         self._gathered = workspace.gather_view(len(group.block_ids))
         keys, values = self._gathered.view(2, kv_heads * padded, length, head_dim)
         self._keys, self._values = keys.transpose(1, 2), values
-        heads = rotated[: geometry.num_heads, group.start : group.end]
+        heads = rotated[: model_config.num_heads, group.start : group.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim).transpose(1, 2)
         queries = shaped(workspace.queries, kv_heads, padded, size, head_dim)
         self._queries = queries[:, :rows]
@@ -88,7 +86,7 @@ class DecodeAttention:
         out = attended[group.start : group.end].view(rows, kv_heads, size, head_dim)
         self._out = out.transpose(0, 1)
 
-    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         torch.mul(self._heads, self._scale, out=self._queries)
@@ -104,7 +102,7 @@ class DecodeAttention:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Softmax over the last dimension, in place, of scores and one sink each that gets a share.
+    """Computes the softmax over the last dimension, in place, of scores and one sink each.
 
     sinks broadcasts to scores without their last dimension. With m the largest score and p its
     weight in the plain softmax, log(sum(exp(scores))) is m - log(p), so the scores' share of the
@@ -117,7 +115,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def _length_mask(lengths: list[int], padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Zero on what each row sees of its context, minus infinity elsewhere; [rows, 1, padded]."""
+    """Returns zero on what each row sees of its context, else minus infinity; [rows, 1, padded]."""
     columns = torch.arange(padded, device=like.device)
     ends = torch.tensor(lengths, device=like.device)[:, None, None]
     outside = columns >= ends
@@ -127,7 +125,7 @@ def _length_mask(lengths: list[int], padded: int, window: int, like: torch.Tenso
 
 
 class PrefillAttention:
-    """Consecutive tokens of one sequence, after any number of cached ones."""
+    """Attention of consecutive tokens of one sequence, after any number of cached ones."""
 
     def __init__(
         self,
@@ -137,14 +135,14 @@ class PrefillAttention:
         workspace: Workspace,
         window: int,
     ) -> None:
-        geometry = workspace.geometry
-        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        model_config = workspace.model_config
+        kv_heads, size, head_dim = model_config.head_shape
         rows = tile.end - tile.start
         self._workspace, self._tile = workspace, tile
         self._block_ids = torch.tensor(tile.block_ids, device=rotated.device)
         self._gathered = workspace.gather_view(len(tile.block_ids))
         self._keys, self._values = self._gathered.view(2, kv_heads, -1, head_dim)
-        heads = rotated[: geometry.num_heads, tile.start : tile.end]
+        heads = rotated[: model_config.num_heads, tile.start : tile.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim)
         out = attended[tile.start : tile.end].view(rows, kv_heads, size, head_dim)
         self._out = out.permute(1, 2, 0, 3)
@@ -154,7 +152,7 @@ class PrefillAttention:
         fused = rotated.device.type != "cpu" or rotated.dtype == torch.float32
         self._is_fused = fused and not window
 
-    def run(self, cache: LayerCache, sinks: torch.Tensor | None) -> None:
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
         self._workspace.gather(cache, self._block_ids, self._gathered)
         if self._is_fused and sinks is None:
@@ -163,7 +161,7 @@ class PrefillAttention:
             self._multiplied(sinks)
 
     def _fused(self) -> None:
-        grouped = (-1, self._workspace.geometry.group_size, -1, -1)
+        grouped = (-1, self._workspace.model_config.group_size, -1, -1)
         context = self._mask.shape[1]
         self._out.copy_(
             F.scaled_dot_product_attention(
@@ -175,8 +173,8 @@ class PrefillAttention:
         )
 
     def _multiplied(self, sinks: torch.Tensor | None) -> None:
-        geometry, earlier = self._workspace.geometry, self._tile.earlier
-        kv_heads, size, head_dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+        model_config, earlier = self._workspace.model_config, self._tile.earlier
+        kv_heads, size, head_dim = model_config.head_shape
         rows, padded = self._heads.shape[2], self._tile.padded_rows
         context, length = earlier + rows, self._keys.shape[1]
         queries = shaped(self._workspace.queries, kv_heads, size, padded, head_dim)
@@ -200,7 +198,7 @@ class PrefillAttention:
 def _hidden_by_window(
     rows: int, earlier: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """What has slid out of each row's window, [rows, earlier + rows]; None: nothing has."""
+    """Returns what has slid out of each row's window, [rows, earlier + rows]; None: nothing."""
     if not window or earlier + rows <= window:
         return None
     columns = torch.arange(earlier + rows, device=device)

@@ -1,29 +1,298 @@
-"""The attention layer: projections, head norms, rotation, paged KV, and what a step shares."""
+"""The layers that mix tokens: attention with its backends, and LFM2's gated short convolution.
 
+Attention is projections, head norms, rotation and paged KV. Rotary position embedding rotates
+halves (Su et al., 2021, in GPT-NeoX's order); norms are root mean square norms (Zhang and Sennrich,
+2019). `DefaultBackend` gathers KV pages on any device, `DeterministicBackend` gives a token the
+same bits in every batch, and `PagedBackend` reads pages where they lie, by Triton kernels.
+
+The convolution runs over a flat batch of sequences:
+
+    B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-k+1+j};  hidden += out(y)
+
+A sequence's state is the last k - 1 rows of B·u. All rows that a step's taps read lie in one
+matrix: those the step computes, then each chunk's state (see `ConvPlan`).
+
+`ForwardContext` holds a step's rows and hands out views of the arena's buffers.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from ullage_engine.kernels.pages import write_kv
-from ullage_engine.kernels.pool import LayerCache
-from ullage_engine.layers.compute import Compute
-from ullage_engine.layers.matrix import Matrix
-from ullage_engine.layers.norm import head_norm
-from ullage_engine.layers.rotary import fill_tables, rotate
-from ullage_engine.layers.step import Step
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.kernels import triton
+from ullage_engine.kernels.arena import (
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    SPAN_TOKENS,
+    UNIT_ROWS,
+    StepLimits,
+    mask_width,
+    pad_rows,
+    span_mask_width,
+)
+from ullage_engine.kernels.attention import (
+    DecodeAttention,
+    PrefillAttention,
+    Workspace,
+    fill_mask,
+)
+from ullage_engine.kernels.batch import ConvPlan, StepBatch
+from ullage_engine.kernels.deterministic import (
+    RowProducts,
+    SplitWorkspace,
+    fill_random,
+    fill_span_mask,
+    split_decodes,
+    split_prefill,
+)
+from ullage_engine.kernels.kv_pool import LayerCache, shaped, write_kv
+from ullage_engine.kernels.triton import PagedWorkspace, fused_convolution, paged_attentions
+from ullage_engine.layers.linear import Linear, PlainLinear, RowInvariantLinear
+from ullage_engine.model_config.model_config import ModelConfig
+
+
+class Attention(Protocol):
+    """Attention of some rows of a step."""
+
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already.
+
+        sinks [heads]: of each head's softmax, the logit of one more entry with nothing behind it.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """The operations that a model's layers are computed with."""
+
+    def linear(self, rows: torch.Tensor) -> Linear:
+        """Makes a matrix of the computing type; `rows` is [out, in], as it is stored."""
+        ...
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+    ) -> Sequence[Attention]:
+        """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
+        into attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
+        ...
+
+    def verify_row_invariance(self, head: Linear | None) -> str | None:
+        """Makes sure of what the class promises for all matrices made so far; what is wrong, else
+        None. Only rows that are sampled are multiplied by `head`."""
+        ...
+
+
+class DefaultBackend:
+    """Computes whole products, and attention in whatever shapes are fastest."""
+
+    def __init__(
+        self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
+    ) -> None:
+        mask = shaped(arena["mask"], MAX_TILE_ROWS, mask_width(limits.max_model_len))
+        fill_mask(mask)
+        buffers = (arena["queries"], arena["gathered"], arena["scores"])
+        codes = arena.get("gathered_codes")
+        self._workspace = Workspace(model_config, limits.block_tokens, *buffers, mask, codes)
+
+    def linear(self, rows: torch.Tensor) -> Linear:
+        return PlainLinear(rows)
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+    ) -> Sequence[Attention]:
+        parts = (rotated, attended, self._workspace, window)
+        decodes = [DecodeAttention(group, *parts) for group in batch.decodes]
+        return [*decodes, *(PrefillAttention(tile, *parts) for tile in batch.prefills)]
+
+    def verify_row_invariance(self, head: Linear | None) -> str | None:
+        return None
+
+
+class DeterministicBackend:
+    """Computes each row from its token's context alone: independent of the other rows of the step,
+    and of how the context was cut into steps."""
+
+    def __init__(
+        self, model_config: ModelConfig, limits: StepLimits, arena: dict[str, torch.Tensor]
+    ) -> None:
+        products = RowProducts()
+        mask = shaped(arena["mask"], MAX_TILE_ROWS, span_mask_width())
+        fill_span_mask(mask)
+        self._matrices: list[RowInvariantLinear] = []
+        self._products, self._limits, self._model_config = products, limits, model_config
+        self._workspace = SplitWorkspace(
+            model_config=model_config,
+            block_tokens=limits.block_tokens,
+            products=products,
+            queries=arena["queries"],
+            gathered=arena["gathered"],
+            scores=arena["scores"],
+            merged=arena["merged"],
+            scaled=arena["scaled"],
+            mask=mask,
+            codes=arena.get("gathered_codes"),
+        )
+
+    def linear(self, rows: torch.Tensor) -> Linear:
+        self._matrices.append(RowInvariantLinear(rows, self._products))
+        return self._matrices[-1]
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+    ) -> Sequence[Attention]:
+        parts = (rotated, attended, self._workspace, window)
+        decodes = [split_decodes(group, *parts) for group in batch.decodes]
+        return [*decodes, *(split_prefill(tile, *parts) for tile in batch.prefills)]
+
+    def verify_row_invariance(self, head: Linear | None) -> str | None:
+        model_config, limits = self._model_config, self._limits
+        if model_config.has_sinks or any(layer.window for layer in model_config.layers):
+            return f"{model_config.architecture} has windows and sinks, which have no such path"
+        steps = {limits.product_rows(tokens) for tokens in range(1, limits.max_tokens + 1)}
+        samples = {limits.product_rows(rows) for rows in range(1, limits.max_rows + 1)}
+        # Matrices of one shape are multiplied alike, so one of each is enough.
+        for matrix in {each.shape: each for each in self._matrices}.values():
+            if not matrix.verify_row_invariance(samples if matrix is head else steps):
+                return (
+                    f"products of {UNIT_ROWS} rows with {list(matrix.shape)} weights give a row "
+                    "other bits in another place"
+                )
+        for sequences, rows in self._attended_shapes():
+            self._verify_attention(sequences, rows)
+        return None
+
+    def _attended_shapes(self) -> list[tuple[int, int]]:
+        """Lists (sequences, rows of queries a KV head) of every product of attention."""
+        size, limits = self._model_config.group_size, self._limits
+        max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
+        decodes = [(1 << power, pad_rows(size)) for power in range(max_sequences.bit_length())]
+        tiles = [MIN_TILE_ROWS << power for power in range(3)]
+        return [*decodes, *((1, size * rows) for rows in tiles if rows <= MAX_TILE_ROWS)]
+
+    def _verify_attention(self, sequences: int, rows: int) -> None:
+        batch, head_dim = sequences * self._model_config.num_kv_heads, self._model_config.head_dim
+        context = shaped(self._workspace.gathered, batch, SPAN_TOKENS, head_dim)
+        fill_random(context)
+        self._products.verify_batched((batch, rows, head_dim), context.transpose(1, 2))
+        self._products.verify_batched((batch, rows, SPAN_TOKENS), context)
+
+
+def can_page(model_config: ModelConfig, block_tokens: int, device: torch.device) -> bool:
+    """Whether `PagedBackend` computes such a model there."""
+    return triton.runs_on(device) and triton.attends(model_config.head_dim, block_tokens)
+
+
+class PagedBackend:
+    """Computes attention without gathering: of the arena's attention buffers it needs only
+    "partials"."""
+
+    def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
+        """`partials`: float32, `ullage_engine.kernels.arena.partial_elements`."""
+        self._workspace = PagedWorkspace(model_config, partials)
+
+    def linear(self, rows: torch.Tensor) -> Linear:
+        return PlainLinear(rows)
+
+    def attentions(
+        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+    ) -> Sequence[Attention]:
+        parts = (rotated, attended, self._workspace, window)
+        return paged_attentions(batch.decodes, batch.prefills, *parts)
+
+    def verify_row_invariance(self, head: Linear | None) -> str | None:
+        return None
+
+
+class ForwardContext:
+    """The rows of a step and views of the arena, made once so that a layer is only its
+    operations."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        model_config: ModelConfig,
+        limits: StepLimits,
+        arena: dict[str, torch.Tensor],
+    ) -> None:
+        self.batch = batch
+        self.device = arena["hidden"].device
+        self.tokens = len(batch.token_ids)
+        self.rows = limits.product_rows(self.tokens)
+        """Number of rows of every matrix product: tokens and padding."""
+        self.hidden = shaped(arena["hidden"], self.rows, model_config.hidden)
+        self.normed = shaped(arena["normed"], self.rows, model_config.hidden)
+        self._arena = arena
+
+    def view(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns the start of a buffer, in this shape."""
+        return shaped(self._arena[name], *shape)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """Returns a flat buffer that only some steps have."""
+        return self._arena.get(name)
+
+    def indices(self, values: list[int]) -> torch.Tensor:
+        """Returns numbers as a tensor on the device."""
+        return torch.tensor(values, device=self.device)
+
+
+def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Writes the tables of every position; both are [positions, head_dim].
+
+    The first half of `sin` is negated: rotating is then x * cos + swap_halves(x) * sin.
+    """
+    exponents = torch.arange(0, model_config.head_dim, 2, dtype=torch.int64).float()
+    frequencies = 1.0 / model_config.rope_theta ** (exponents / model_config.head_dim)
+    if model_config.rope_factors is not None:
+        frequencies = frequencies / torch.tensor(model_config.rope_factors)
+    angles = torch.outer(torch.arange(cos.shape[0]).float(), frequencies)
+    half = model_config.head_dim // 2
+    cosine, sine = angles.cos() * model_config.rope_scale, angles.sin() * model_config.rope_scale
+    cos[:, :half], cos[:, half:] = cosine, cosine
+    sin[:, :half], sin[:, half:] = -sine, sine
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Rotates heads x [heads, tokens, head_dim] by tables [tokens, head_dim] into `out`."""
+    half = x.shape[-1] // 2
+    torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(x[..., half:], sin[:, :half])
+    out[..., half:].addcmul_(x[..., :half], sin[:, half:])
+
+
+ROWS = 512
+"""Rows normalised at once, which bounds the temporary."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Writes x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
+    shape = (x.shape[-1],)
+    for start in range(0, x.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        out[rows].copy_(F.rms_norm(x[rows], shape, weight, eps))
+
+
+def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Normalises each head of [tokens, heads, head_dim] by itself, in place."""
+    size = max(1, ROWS // heads.shape[1])
+    for start in range(0, heads.shape[0], size):
+        rows = heads[start : start + size]
+        rows.copy_(F.rms_norm(rows, (rows.shape[-1],), weight, eps))
 
 
 class RotaryTables:
-    """Cosine and sine of every position."""
+    """Tables of cosine and sine for every position."""
 
-    def __init__(self, geometry: ModelGeometry, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Fills tables of [positions, head_dim]."""
-        fill_tables(geometry, cos, sin)
+        fill_tables(model_config, cos, sin)
         self._cos, self._sin = cos, sin
 
-    def at(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of both for the step's positions."""
+    def at(self, step: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of both tables for the step's positions."""
         positions = step.indices(step.batch.positions)
         shape = (positions.shape[0], self._cos.shape[1])
         cos, sin = step.view("step_cos", *shape), step.view("step_sin", *shape)
@@ -33,17 +302,21 @@ class RotaryTables:
 
 
 class AttentionStep:
-    """What all attention layers share in one step."""
+    """The tensors that all attention layers share in one step."""
 
     def __init__(
-        self, step: Step, geometry: ModelGeometry, tables: RotaryTables, compute: Compute
+        self,
+        step: ForwardContext,
+        model_config: ModelConfig,
+        tables: RotaryTables,
+        backend: AttentionBackend,
     ) -> None:
-        tokens, heads = step.tokens, geometry.num_heads
-        self.qkv = step.view("qkv", step.rows, geometry.qkv_width)
-        self.attended = step.view("attended", step.rows, geometry.query_width)
-        rotated_heads = heads + geometry.num_kv_heads
-        self.rotated = step.view("rotated", rotated_heads, tokens, geometry.head_dim)
-        by_token = self.qkv[:tokens].view(tokens, -1, geometry.head_dim)
+        tokens, heads = step.tokens, model_config.num_heads
+        self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
+        self.attended = step.view("attended", step.rows, model_config.query_width)
+        rotated_heads = heads + model_config.num_kv_heads
+        self.rotated = step.view("rotated", rotated_heads, tokens, model_config.head_dim)
+        by_token = self.qkv[:tokens].view(tokens, -1, model_config.head_dim)
         self.queries, self.keys = by_token[:, :heads], by_token[:, heads:rotated_heads]
         by_head = by_token.transpose(0, 1)
         self.unrotated, self._values = by_head[:rotated_heads], by_head[rotated_heads:]
@@ -52,8 +325,10 @@ class AttentionStep:
         self.cos, self.sin = tables.at(step)
         # Each window is prepared once, however many layers have it.
         self._attentions = {
-            window: compute.attentions(step.batch, self.rotated, self.attended, window)
-            for window in {layer.window for layer in geometry.layers if layer.mixer == "attention"}
+            window: backend.attentions(step.batch, self.rotated, self.attended, window)
+            for window in {
+                layer.window for layer in model_config.layers if layer.mixer == "attention"
+            }
         }
 
     def store(self, cache: LayerCache) -> None:
@@ -69,20 +344,20 @@ class AttentionStep:
 class AttentionLayer:
     """hidden += out(softmax(rotate(q) rotate(k)ᵀ / √d) v), with what the family adds to it."""
 
-    qkv: Matrix
-    output: Matrix
+    qkv: Linear
+    output: Linear
     window: int = 0
     eps: float = 0.0
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    """A logit for each query head."""
+    """Logits of the sinks, one for each query head."""
     qkv_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
 
-    def run(self, step: Step, shared: AttentionStep, cache: LayerCache) -> None:
+    def run(self, step: ForwardContext, shared: AttentionStep, cache: LayerCache) -> None:
         """Adds the layer's result for `step.normed` to `step.hidden`; writes every token's KV."""
-        self.qkv.multiply(step.normed, shared.qkv)
+        self.qkv.forward(step.normed, shared.qkv)
         if self.qkv_bias is not None:
             shared.qkv.add_(self.qkv_bias)
         if self.q_norm is not None and self.k_norm is not None:
@@ -91,6 +366,88 @@ class AttentionLayer:
         rotate(shared.unrotated, shared.cos, shared.sin, shared.rotated)
         shared.store(cache)
         shared.attend(cache, self.window, self.sinks)
-        self.output.add(shared.attended, step.hidden)
+        self.output.forward_add(shared.attended, step.hidden)
         if self.output_bias is not None:
             step.hidden.add_(self.output_bias)
+
+
+class ConvStep:
+    """The tensors that all convolution layers share in one step."""
+
+    def __init__(
+        self, step: ForwardContext, model_config: ModelConfig, plan: ConvPlan, *, fused: bool
+    ) -> None:
+        """`fused`: by one kernel, which needs no buffers of the arena."""
+        channels = model_config.conv_channels
+        self.projected = step.view("conv_in", step.rows, 3 * channels)
+        self.mixed = step.view("conv_mixed", step.rows, channels)
+        rows, out = self.projected[: step.tokens], self.mixed[: step.tokens]
+        self.convolution = (
+            fused_convolution(plan, rows, out)
+            if fused
+            else GatheredConvolution(step, model_config, plan, rows, out)
+        )
+
+
+class GatheredConvolution:
+    """Rows are gathered once a tap; for any device."""
+
+    def __init__(
+        self,
+        step: ForwardContext,
+        model_config: ModelConfig,
+        plan: ConvPlan,
+        projected: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """projected [tokens, 3 * channels] into out [tokens, channels]."""
+        tokens, channels = out.shape
+        state_rows = len(plan.slots) * (model_config.conv_kernel - 1)
+        self._b, self._c, self._u = projected.chunk(3, dim=1)
+        self._out = out
+        self._source = step.view("conv_source", tokens + state_rows, channels)
+        self._tapped = step.view("conv_tapped", tokens, channels)
+        self._kept = step.view("conv_kept", state_rows, channels)
+        self._products = self._source[:tokens]
+        self._states = self._source[tokens:].view(len(plan.slots), -1, channels)
+        # The last tap is the row itself.
+        self._taps = [step.indices(rows) for rows in plan.taps[:-1]]
+        self._tails = step.indices(plan.tails)
+        self._slots = step.indices(plan.slots)
+        self._next_slots = step.indices(plan.next_slots)
+        self._fresh = step.indices(plan.fresh) if plan.fresh else None
+
+    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
+        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step.
+
+        taps [kernel, channels], the oldest first; state [slots, kernel - 1, channels].
+        """
+        torch.mul(self._b, self._u, out=self._products)
+        torch.index_select(state, 0, self._slots, out=self._states)
+        if self._fresh is not None:
+            self._states.index_fill_(0, self._fresh, 0)
+        torch.mul(self._products, taps[-1], out=self._out)
+        for rows, weight in zip(self._taps, taps, strict=False):
+            torch.index_select(self._source, 0, rows, out=self._tapped)
+            self._out.addcmul_(self._tapped, weight)
+        torch.index_select(self._source, 0, self._tails, out=self._kept)
+        state.index_copy_(0, self._next_slots, self._kept.view_as(self._states))
+        self._out.mul_(self._c)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvLayer:
+    """The weights of one layer; `taps` is [kernel, channels], the oldest first."""
+
+    project: Linear
+    taps: torch.Tensor
+    output: Linear
+
+    def run(self, step: ForwardContext, shared: ConvStep, state: torch.Tensor) -> None:
+        """Adds the layer's result for `step.normed` to `step.hidden`.
+
+        state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
+        """
+        self.project.forward(step.normed, shared.projected)
+        shared.convolution.run(self.taps, state)
+        self.output.forward_add(shared.mixed, step.hidden)

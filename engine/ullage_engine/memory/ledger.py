@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ullage_engine.messages import ReservationState
+from ullage_engine.protocol.messages import ReservationState
 
 _MIB = 1 << 20
 
@@ -13,7 +13,8 @@ admit by wrong figures."""
 
 
 class LedgerError(Exception):
-    """A reservation does not fit the device; one line with the figures and the field to change."""
+    """A reservation does not fit the device; the message names the figures and the field to
+    change."""
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ def mib(num_bytes: int) -> str:
 
 
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
-    """One line on the first reservation whose allocation is not what the formula says, in bytes.
+    """Returns one line on the first reservation whose allocation is not what the formula says.
 
     None: all of them agree within `PRICE_TOLERANCE`.
     """

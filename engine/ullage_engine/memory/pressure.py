@@ -1,13 +1,13 @@
-"""How short KV memory is, as a level with hysteresis (docs/decisions/0009-pressure-levels.md).
+"""How short KV memory is, as a level with hysteresis (docs/kv-cache.md).
 
 The worker keeps the level, since only it sees every step; the server lowers what new requests ask
-for (`ullage_engine.server.degrade`) and the scheduler the size of the batch.
+for (`ullage_engine.server.request`) and the scheduler the size of the batch.
 """
 
 import msgspec
 
-from ullage_engine.config import DegradeLevel, DegradeSection
-from ullage_engine.messages import WorkerState
+from ullage_common.config.engine import DegradeLevel, DegradeSection
+from ullage_engine.protocol.messages import WorkerState
 
 
 def headroom_share(state: WorkerState) -> float:

@@ -1,16 +1,84 @@
-"""Which rank computes what: pure arithmetic, so the map is the same after every restart.
+"""The layout of ranks: which computes what, and how many bytes they take for one another.
 
-Rank = stage * tensor + tensor rank: the ranks that share a layer are neighbours, because they speak
-to each other twice a layer and stages only once a step.
+Pure arithmetic, so the map is the same after every restart and the ledger reserves transfers before
+they are allocated. Rank = stage * tensor + tensor rank: ranks that share a layer are neighbours,
+because they communicate twice a layer and stages only once a step. Layers are cut into stages whose
+largest is smallest, by several measures in turn.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import inf
 
 import msgspec
 
-from ullage_engine.models.geometry import LayerSpec, ModelGeometry
-from ullage_engine.parallel.split import Criterion, split_runs
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.protocol.messages import RankPlace
+
+Criterion = Callable[[int, int, int], int]
+"""Function that returns the cost of run `index`, from `start` to `end`; never less when the run is
+longer."""
+
+
+def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
+    """Cuts `count` things into `parts` runs, none empty.
+
+    The first criterion's largest cost is least; of such cuts the second's is, and so on. Of cuts
+    that are alike in all of them it takes the one whose first runs are shortest.
+    """
+    assert 0 < parts <= count, f"{count} things cannot make {parts} runs"
+    limits: list[tuple[Criterion, float]] = []
+    for criterion in criteria:
+        limits.append((criterion, _least_largest(count, parts, criterion, limits)))
+    return _first_cut(count, parts, limits)
+
+
+def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, int]) -> bool:
+    return all(criterion(*run) <= limit for criterion, limit in limits)
+
+
+def _least_largest(
+    count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
+) -> float:
+    """Finds the smallest value that the criterion's largest cost can have within the limits."""
+
+    @cache
+    def best(index: int, start: int) -> float:
+        if index == parts:
+            return 0 if start == count else inf
+        options = (
+            max(criterion(index, start, end), best(index + 1, end))
+            for end in range(start + 1, count + 1)
+            if _is_within(limits, (index, start, end))
+        )
+        return min(options, default=inf)
+
+    return best(0, 0)
+
+
+def _first_cut(
+    count: int, parts: int, limits: Sequence[tuple[Criterion, float]]
+) -> list[tuple[int, int]]:
+    @cache
+    def is_possible(index: int, start: int) -> bool:
+        if index == parts:
+            return start == count
+        ends = range(start + 1, count + 1)
+        return any(
+            _is_within(limits, (index, start, end)) and is_possible(index + 1, end) for end in ends
+        )
+
+    runs, start = [], 0
+    for index in range(parts):
+        end = next(
+            end
+            for end in range(start + 1, count + 1)
+            if _is_within(limits, (index, start, end)) and is_possible(index + 1, end)
+        )
+        runs.append((start, end))
+        start = end
+    return runs
 
 
 class LayoutError(ValueError):
@@ -30,7 +98,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How a group of ranks is arranged."""
+    """The arrangement of a group of ranks."""
 
     tensor: int = 1
     """Ranks that share each layer."""
@@ -64,30 +132,8 @@ class RankLayout:
         return self.rank(self.pipeline - 1, 0)
 
 
-class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the device map."""
-
-    rank: int
-    stage: int
-    tensor_rank: int
-    device: str
-    first_layer: int
-    num_layers: int
-    num_attention_layers: int
-    num_heads: int
-    num_kv_heads: int
-
-    def __str__(self) -> str:
-        last = self.first_layer + self.num_layers - 1
-        return (
-            f"rank {self.rank}  stage {self.stage}  tensor rank {self.tensor_rank}  "
-            f"{self.device}  layers {self.first_layer}-{last} "
-            f"({self.num_attention_layers} attend)  heads {self.num_heads}/{self.num_kv_heads}"
-        )
-
-
 def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
-    """The layout that a configuration asks for.
+    """Returns the layout that a configuration asks for.
 
     Raises:
         LayoutError: its numbers do not agree.
@@ -103,7 +149,7 @@ def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
     return RankLayout(tensor, pipeline)
 
 
-def check_model(pool: str, geometry: ModelGeometry, layout: RankLayout) -> None:
+def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> None:
     """Makes sure that every rank gets a part of the model.
 
     KV heads are shared out, unevenly if need be (SmolLM2's 9 query and 3 KV heads on two tensor
@@ -113,12 +159,12 @@ def check_model(pool: str, geometry: ModelGeometry, layout: RankLayout) -> None:
     Raises:
         LayoutError: some rank would have none.
     """
-    if layout.pipeline > geometry.num_layers:
+    if layout.pipeline > model_config.num_layers:
         raise LayoutError(
             f"pools.{pool}.parallelism.pipeline: {layout.pipeline} is more than the model's "
-            f"{geometry.num_layers} layers; set {geometry.num_layers} or less"
+            f"{model_config.num_layers} layers; set {model_config.num_layers} or less"
         )
-    tensor, heads, kv_heads = layout.tensor, geometry.num_heads, geometry.num_kv_heads
+    tensor, heads, kv_heads = layout.tensor, model_config.num_heads, model_config.num_kv_heads
     if tensor > kv_heads and (tensor % kv_heads or heads % tensor):
         fitting = [
             n for n in range(1, heads + 1) if n <= kv_heads or not (n % kv_heads or heads % n)
@@ -131,79 +177,79 @@ def check_model(pool: str, geometry: ModelGeometry, layout: RankLayout) -> None:
 
 
 def share(count: int, parts: int, index: int) -> Share:
-    """The index-th of `parts` runs of `count` things, as even as they can be."""
+    """Returns the index-th of `parts` runs of `count` things, as even as they can be."""
     return Share(count * index // parts, count * (index + 1) // parts)
 
 
-def kv_heads(geometry: ModelGeometry, layout: RankLayout, rank: int) -> Share:
-    """The KV heads of a rank; with more tensor ranks than heads, one that several keep."""
+def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
+    """Returns the KV heads of a rank; with more tensor ranks than heads, one that several keep."""
     tensor, index = layout.tensor, layout.tensor_rank(rank)
-    if tensor <= geometry.num_kv_heads:
-        return share(geometry.num_kv_heads, tensor, index)
-    kept = index * geometry.num_kv_heads // tensor
+    if tensor <= model_config.num_kv_heads:
+        return share(model_config.num_kv_heads, tensor, index)
+    kept = index * model_config.num_kv_heads // tensor
     return Share(kept, kept + 1)
 
 
-def query_heads(geometry: ModelGeometry, layout: RankLayout, rank: int) -> Share:
-    """The query heads of a rank: all that share its KV heads, or its part of them."""
-    if layout.tensor > geometry.num_kv_heads:
-        return share(geometry.num_heads, layout.tensor, layout.tensor_rank(rank))
-    held = kv_heads(geometry, layout, rank)
-    return Share(held.start * geometry.group_size, held.end * geometry.group_size)
+def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
+    """Returns the query heads of a rank: all that share its KV heads, or its part of them."""
+    if layout.tensor > model_config.num_kv_heads:
+        return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
+    held = kv_heads(model_config, layout, rank)
+    return Share(held.start * model_config.group_size, held.end * model_config.group_size)
 
 
-def stage_layers(geometry: ModelGeometry, pipeline: int) -> list[Share]:
-    """The layers of each stage.
+def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
+    """Returns the layers of each stage.
 
     The most attention layers of a stage are fewest, for blocks of KV are as many as the stage
     allows that has the least room for them; of such splits the slowest stage works least; of those
     the largest weights are smallest.
     """
     if pipeline == 1:
-        return [Share(0, geometry.num_layers)]
-    edges = split_runs(geometry.num_layers, pipeline, list(_criteria(geometry, pipeline)))
+        return [Share(0, model_config.num_layers)]
+    edges = split_runs(model_config.num_layers, pipeline, list(_criteria(model_config, pipeline)))
     return [Share(start, end) for start, end in edges]
 
 
-def rank_layers(geometry: ModelGeometry, layout: RankLayout, rank: int) -> Share:
-    return stage_layers(geometry, layout.pipeline)[layout.stage(rank)]
+def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
+    return stage_layers(model_config, layout.pipeline)[layout.stage(rank)]
 
 
-def rank_geometry(geometry: ModelGeometry, layout: RankLayout, rank: int) -> ModelGeometry:
-    """The part of a model that one rank computes."""
-    layers = rank_layers(geometry, layout, rank)
+def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) -> ModelConfig:
+    """Returns the part of a model that one rank computes."""
+    layers = rank_layers(model_config, layout, rank)
 
     def part(count: int) -> int:
         return share(count, layout.tensor, layout.tensor_rank(rank)).count
 
-    experts = geometry.experts
+    experts = model_config.experts
     if experts is not None:
         experts = msgspec.structs.replace(experts, intermediate=part(experts.intermediate))
     return msgspec.structs.replace(
-        geometry,
-        layers=geometry.layers[layers.start : layers.end],
+        model_config,
+        layers=model_config.layers[layers.start : layers.end],
         first_layer=layers.start,
-        num_heads=query_heads(geometry, layout, rank).count,
-        num_kv_heads=kv_heads(geometry, layout, rank).count,
-        intermediate=part(geometry.intermediate),
-        conv_channels=part(geometry.conv_channels),
+        num_heads=query_heads(model_config, layout, rank).count,
+        num_kv_heads=kv_heads(model_config, layout, rank).count,
+        intermediate=part(model_config.intermediate),
+        conv_channels=part(model_config.conv_channels),
         experts=experts,
     )
 
 
-def device_map(geometry: ModelGeometry, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """What every rank computes and where."""
-    return [_place(geometry, layout, rank, device_type) for rank in range(layout.world)]
+def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
+    """Lists what every rank computes and where."""
+    return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
-def _place(geometry: ModelGeometry, layout: RankLayout, rank: int, device_type: str) -> RankPlace:
-    own = rank_geometry(geometry, layout, rank)
+def _place(model_config: ModelConfig, layout: RankLayout, rank: int, device_type: str) -> RankPlace:
+    own = rank_model_config(model_config, layout, rank)
     return RankPlace(
         rank=rank,
         stage=layout.stage(rank),
         tensor_rank=layout.tensor_rank(rank),
         device=device_type if device_type == "cpu" else f"{device_type}:{rank}",
-        first_layer=rank_layers(geometry, layout, rank).start,
+        first_layer=rank_layers(model_config, layout, rank).start,
         num_layers=own.num_layers,
         num_attention_layers=own.num_attention_layers,
         num_heads=own.num_heads,
@@ -211,39 +257,50 @@ def _place(geometry: ModelGeometry, layout: RankLayout, rank: int, device_type: 
     )
 
 
-def _criteria(geometry: ModelGeometry, pipeline: int) -> Iterator[Criterion]:
-    embedding = geometry.vocab * geometry.hidden
+def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
+    embedding = model_config.vocab * model_config.hidden
 
     def attention(stage: int, start: int, end: int) -> int:
-        return sum(layer.mixer == "attention" for layer in geometry.layers[start:end])
+        return sum(layer.mixer == "attention" for layer in model_config.layers[start:end])
 
     def work(stage: int, start: int, end: int) -> int:
-        return sum(_active_numbers(geometry, layer) for layer in geometry.layers[start:end])
+        layers = model_config.layers[start:end]
+        return sum(_numbers(model_config, layer, is_active=True) for layer in layers)
 
     def weights(stage: int, start: int, end: int) -> int:
         ends = (stage == 0) + (stage == pipeline - 1)
-        layers = (_stored_numbers(geometry, layer) for layer in geometry.layers[start:end])
-        return sum(layers) + ends * embedding
+        layers = model_config.layers[start:end]
+        stored = sum(_numbers(model_config, layer, is_active=False) for layer in layers)
+        return stored + ends * embedding
 
     yield from (attention, work, weights)
 
 
-def _mixer_numbers(geometry: ModelGeometry, layer: LayerSpec) -> int:
+def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
+    """Counts a layer's weights: all of them, or those that one token is multiplied by."""
+    hidden, width, experts = model_config.hidden, model_config.intermediate, model_config.experts
+    mixer = hidden * (model_config.qkv_width + model_config.query_width)
     if layer.mixer == "conv":
-        return 4 * geometry.hidden * geometry.conv_channels
-    return geometry.hidden * (geometry.qkv_width + geometry.query_width)
-
-
-def _active_numbers(geometry: ModelGeometry, layer: LayerSpec) -> int:
-    """Weights that one token is multiplied by."""
-    width, experts = geometry.intermediate, geometry.experts
+        mixer = 4 * hidden * model_config.conv_channels
     if layer.feed_forward == "experts" and experts is not None:
-        width = experts.experts_per_token * experts.intermediate
-    return _mixer_numbers(geometry, layer) + 3 * geometry.hidden * width
+        count = experts.experts_per_token if is_active else experts.num_experts
+        width = count * experts.intermediate
+    return mixer + 3 * hidden * width
 
 
-def _stored_numbers(geometry: ModelGeometry, layer: LayerSpec) -> int:
-    width, experts = geometry.intermediate, geometry.experts
-    if layer.feed_forward == "experts" and experts is not None:
-        width = experts.num_experts * experts.intermediate
-    return _mixer_numbers(geometry, layer) + 3 * geometry.hidden * width
+def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, itemsize: int) -> int:
+    """Returns the bytes of the buffers of one rank: partial sums, rows received and rows sent."""
+    buffers = (layout.tensor > 1) + (not layout.is_first(rank)) + (not layout.is_last(rank))
+    return buffers * max_rows * hidden * itemsize
+
+
+def group_kv_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
+    """Sums the KV bytes of a token on all ranks; heads that several keep count each time."""
+    parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
+    return sum(part.kv_bytes_per_token(itemsize) for part in parts)
+
+
+def group_state_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
+    """Sums the bytes of one sequence's convolution state on all ranks together."""
+    parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
+    return sum(part.state_bytes(itemsize) for part in parts)

@@ -1,59 +1,102 @@
-"""Hidden rows between stages: received one micro-batch ahead, sent while the next is computed."""
+"""Pipeline parallelism: process groups, micro-batches, and the transfers of hidden rows.
+
+Groups are NCCL between GPUs and gloo between processes on a CPU. Every rank makes every group, in
+one order. There are two kinds: the ranks that share a layer, and for each of them the pair it makes
+with its successor in the next stage. A pair has a communicator of its own, so that what a stage
+receives never waits behind what it sends. A step is split into micro-batches that flow through the
+stages one behind the other; hidden rows are received one micro-batch ahead and sent while the next
+is computed.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import distributed
 
-from ullage_engine.kernels.buffers import shaped
-from ullage_engine.parallel.group import RankGroup
+from ullage_engine.kernels.kv_pool import shaped
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 
 
-class StageLink:
-    """One rank's ends of the wires to its neighbours in the pipeline.
+class RankGroup:
+    """A rank's view of its group; made once a process, `close` ends it."""
 
-    Buffers are allocated once. On CUDA transfers run beside the computation: they are begun on a
-    stream of their own, and NCCL makes the computing stream wait for what it needs.
-    """
+    def __init__(
+        self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
+    ) -> None:
+        """Waits until all ranks have come.
 
-    def __init__(self, group: RankGroup, max_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        """`max_rows` is the rows of a whole step, over all its micro-batches."""
-        layout, rank = group.layout, group.rank
-        self._group = group
-        self._hidden = hidden
-        self._receives, self._sends = not layout.is_first(rank), not layout.is_last(rank)
-        wanted = max_rows * hidden
-        self._received = torch.zeros(wanted * self._receives, dtype=dtype, device=group.device)
-        self._sent = torch.zeros(wanted * self._sends, dtype=dtype, device=group.device)
-        self._stream = _side_stream(group.device)
+        `store` is a file that does not exist yet, the same for all ranks. A transfer that takes
+        longer than the timeout fails: on CUDA it ends the process, else it raises.
 
-    @property
-    def nbytes(self) -> int:
-        return self._received.nbytes + self._sent.nbytes
-
-    def step(self, rows: Sequence[int]) -> "StepTransfers":
-        """The transfers of one step, of so many rows a micro-batch."""
-        return StepTransfers(
-            self._group,
-            self._parts(self._received, rows) if self._receives else [],
-            self._parts(self._sent, rows) if self._sends else [],
-            self._stream,
+        Raises:
+            RuntimeError: some rank did not come in time.
+        """
+        self.layout, self.rank, self.device = layout, rank, device
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=distributed.FileStore(str(store), layout.world),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=layout.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
         )
+        self._timeout = timedelta(seconds=timeout_s)
+        self._tensor = self._own(_tensor_groups(layout))
+        pairs = [self._own([pair]) for pair in _pairs(layout)]
+        mine = [pair for pair in pairs if pair is not None]
+        self._before = mine[0] if not layout.is_first(rank) else None
+        self._after = mine[-1] if not layout.is_last(rank) else None
 
-    def _parts(self, buffer: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        whole = shaped(buffer, sum(rows), self._hidden)
-        starts = [0, *accumulate(rows)]
-        return [whole.narrow(0, start, size) for start, size in zip(starts, rows, strict=False)]
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor over the ranks that share a layer, in place."""
+        if self.layout.tensor > 1:
+            distributed.all_reduce(tensor, group=self._tensor)
+
+    def send(self, tensor: torch.Tensor) -> distributed.Work:
+        """Begins to send to the next stage; the tensor must not change until the work is done."""
+        work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
+        assert work is not None, "a rank of the pair"
+        return work
+
+    def receive(self, tensor: torch.Tensor) -> distributed.Work:
+        """Begins to receive from the previous stage, as many rows as it sends."""
+        work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
+        assert work is not None, "a rank of the pair"
+        return work
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+    def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
+        """Makes groups; returns the one that this rank is in."""
+        created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
+        own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
+        return next(own, None)
+
+
+def _tensor_groups(layout: RankLayout) -> list[list[int]]:
+    """Lists the ranks that share layers."""
+    stages, ranks = range(layout.pipeline), range(layout.tensor)
+    return [[layout.rank(stage, index) for index in ranks] for stage in stages]
+
+
+def _pairs(layout: RankLayout) -> list[list[int]]:
+    """Lists each rank and the one that it sends to."""
+    ranks = range(layout.world - layout.tensor)
+    return [[rank, rank + layout.tensor] for rank in ranks]
 
 
 class StepTransfers:
-    """Received and sent rows of one step's micro-batches, in their order."""
+    """The hidden rows that a step's micro-batches receive and send, in their order."""
 
     def __init__(
         self,
-        group: RankGroup,
+        group: RankGroup | None,
         received: list[torch.Tensor],
         sent: list[torch.Tensor],
         stream: torch.cuda.Stream | None,
@@ -66,7 +109,7 @@ class StepTransfers:
         self._receiving = self._begin_receiving(0)
 
     def receive(self, index: int) -> torch.Tensor | None:
-        """The hidden rows of a micro-batch; None on the first stage, which embeds."""
+        """Receives the hidden rows of a micro-batch; None on the first stage, which embeds."""
         if not self._received:
             return None
         assert self._receiving is not None, "micro-batches come in their order"
@@ -78,6 +121,7 @@ class StepTransfers:
         """Sends the hidden rows of a micro-batch on; False on the last stage, which keeps them."""
         if not self._sent:
             return False
+        assert self._group is not None, "rows for another rank, and no group"
         rows = self._sent[index].copy_(hidden)
         with self._beside():
             self._sending.append(self._group.send(rows))
@@ -91,6 +135,7 @@ class StepTransfers:
     def _begin_receiving(self, index: int) -> distributed.Work | None:
         if index >= len(self._received):
             return None
+        assert self._group is not None, "rows of another rank, and no group"
         with self._beside():
             return self._group.receive(self._received[index])
 
@@ -105,7 +150,103 @@ class StepTransfers:
             yield
 
 
+class PipelineRank:
+    """A rank's part in what several compute together: micro-batches, transfers and sums.
+
+    Buffers are allocated once. On CUDA transfers run beside the computation: they are begun on a
+    stream of their own, and NCCL makes the computing stream wait for what it needs.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup | None = None,
+        max_rows: int = 0,
+        hidden: int = 0,
+        dtype: torch.dtype = torch.float32,
+        max_batches: int = 1,
+    ) -> None:
+        """Without a group it is the only rank, for which nothing is split, summed or sent.
+
+        `max_rows`: rows of the largest product of a whole step, padding included.
+        """
+        layout = group.layout if group else RankLayout()
+        rank, device = (group.rank, group.device) if group else (0, torch.device("cpu"))
+        self.samples = rank == layout.sampling_rank
+        """Whether this rank chooses tokens."""
+        self.reduce = group.all_reduce if group and layout.tensor > 1 else None
+        """Sums over the ranks that share a layer, in place; None where there is but one."""
+        self._group, self._hidden, self._max_batches = group, hidden, max_batches
+        self._is_staged = layout.pipeline > 1
+        self._min_tokens = MIN_BATCH_TOKENS[device.type]
+
+        def buffer(is_needed: bool) -> torch.Tensor:
+            return torch.zeros(max_rows * hidden * is_needed, dtype=dtype, device=device)
+
+        self.partial_sums = buffer(layout.tensor > 1)
+        """Flat room for the largest partial product; one is summed after the other."""
+        self._received = buffer(not layout.is_first(rank))
+        self._sent = buffer(not layout.is_last(rank))
+        self._stream = _side_stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers; `transfer_bytes` computes them beforehand."""
+        return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
+
+    def split(self, plan: StepPlan) -> list[StepPlan]:
+        """Splits a step into micro-batches."""
+        if not self._is_staged:
+            return [plan]
+        return micro_batches(plan, self._max_batches, self._min_tokens)
+
+    def transfers(self, rows: Sequence[int]) -> StepTransfers:
+        """Starts the transfers of a step whose micro-batches have so many rows."""
+        received, sent = self._parts(self._received, rows), self._parts(self._sent, rows)
+        return StepTransfers(self._group, received, sent, self._stream)
+
+    def _parts(self, buffer: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        if not buffer.numel():
+            return []
+        whole = shaped(buffer, sum(rows), self._hidden)
+        starts = [0, *accumulate(rows)]
+        return [whole.narrow(0, start, size) for start, size in zip(starts, rows, strict=False)]
+
+
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 192}
+"""Tokens below which another micro-batch costs more than it hides.
+
+Every micro-batch reads a stage's weights once more. That is free while its products take longer
+than reading does, from about this many tokens on: 788 TFLOP/s against 4.3 TB/s on an H200, and a
+bfloat16 product of 16 rows takes 1.4 times as long as one of a single row on a processor."""
+
+
+def micro_batches(plan: StepPlan, max_batches: int, min_tokens: int) -> list[StepPlan]:
+    """Cuts a plan into at most `max_batches`, of `min_tokens` or more where there are enough.
+
+    Each chunk is in one of them, whole: its sequence's convolution state and KV are in order. The
+    same plan is split the same way on every rank. Moves are left out; they are done before.
+    """
+    count = max(1, min(max_batches, len(plan.chunks), plan.num_tokens // min_tokens))
+    if count == 1:
+        return [StepPlan(plan.chunks)]
+    # The longest first, each to the emptiest; their order within a micro-batch is the plan's.
+    sizes = [len(chunk.token_ids) for chunk in plan.chunks]
+    loads = [0] * count
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
+        emptiest = min(range(count), key=lambda each: (loads[each], each))
+        loads[emptiest] += sizes[index]
+        dealt[emptiest].append(index)
+    return [StepPlan([plan.chunks[index] for index in sorted(indices)]) for indices in dealt]
+
+
+def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:
+    """Returns the tokens of all micro-batches in the order of the plan's chunks."""
+    by_request = {token.request_id: token for token in tokens}
+    return [by_request[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]

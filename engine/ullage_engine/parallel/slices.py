@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.parallel.layout import (
     RankLayout,
     Share,
@@ -41,13 +41,13 @@ WHOLE = Cut(0, ())
 class Slicer:
     """The parts of one rank."""
 
-    def __init__(self, geometry: ModelGeometry, layout: RankLayout, rank: int) -> None:
-        """`geometry` is the whole model's."""
-        self._layers = rank_layers(geometry, layout, rank)
+    def __init__(self, model_config: ModelConfig, layout: RankLayout, rank: int) -> None:
+        """`model_config` is the whole model's."""
+        self._layers = rank_layers(model_config, layout, rank)
         self._is_first, self._is_last = layout.is_first(rank), layout.is_last(rank)
         self._tensor_rank = layout.tensor_rank(rank)
-        self._tied = geometry.tied
-        self._cuts = _cuts(geometry, layout, rank) if layout.tensor > 1 else {}
+        self._tied = model_config.tied
+        self._cuts = _cuts(model_config, layout, rank) if layout.tensor > 1 else {}
 
     def holds(self, name: str) -> bool:
         """Whether the rank computes with any of a tensor."""
@@ -58,7 +58,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part: a view where the part lies in one piece, else a copy."""
+        """Returns the rank's part: a view where the part lies in one piece, else a copy."""
         kind = name.rpartition(".")[2]
         if kind in ADDED_ONCE and self._tensor_rank > 0:
             return torch.zeros_like(tensor)
@@ -69,35 +69,35 @@ class Slicer:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, cut.axis)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The rank's part of a tensor; None where it computes with none of it."""
+        """Returns the rank's part of a tensor; None where it computes with none of it."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
-def _cuts(geometry: ModelGeometry, layout: RankLayout, rank: int) -> dict[str, Cut]:
+def _cuts(model_config: ModelConfig, layout: RankLayout, rank: int) -> dict[str, Cut]:
     tensor, index = layout.tensor, layout.tensor_rank(rank)
-    queries, keys = query_heads(geometry, layout, rank), kv_heads(geometry, layout, rank)
-    dense = share(geometry.intermediate, tensor, index)
-    channels = share(geometry.conv_channels, tensor, index)
-    query_columns = _scaled(queries, geometry.head_dim)
-    qkv = Cut(0, _qkv_rows(geometry, queries, keys))
+    queries, keys = query_heads(model_config, layout, rank), kv_heads(model_config, layout, rank)
+    dense = share(model_config.intermediate, tensor, index)
+    channels = share(model_config.conv_channels, tensor, index)
+    query_columns = _scaled(queries, model_config.head_dim)
+    qkv = Cut(0, _qkv_rows(model_config, queries, keys))
     return {
         "qkv": qkv,
         "qkv_bias": qkv,
         "sinks": Cut(0, (queries,)),
         "output": Cut(1, (query_columns,)),
-        "gate_up": Cut(0, _repeated(dense, geometry.intermediate, 2)),
+        "gate_up": Cut(0, _repeated(dense, model_config.intermediate, 2)),
         "down": Cut(1, (dense,)),
-        "conv_in": Cut(0, _repeated(channels, geometry.conv_channels, 3)),
+        "conv_in": Cut(0, _repeated(channels, model_config.conv_channels, 3)),
         "conv": Cut(0, (channels,)),
         "conv_out": Cut(1, (channels,)),
-        **_expert_cuts(geometry, tensor, index),
+        **_expert_cuts(model_config, tensor, index),
     }
 
 
-def _expert_cuts(geometry: ModelGeometry, tensor: int, index: int) -> dict[str, Cut]:
-    if geometry.experts is None:
+def _expert_cuts(model_config: ModelConfig, tensor: int, index: int) -> dict[str, Cut]:
+    if model_config.experts is None:
         return {}
-    width = geometry.experts.intermediate
+    width = model_config.experts.intermediate
     held = share(width, tensor, index)
     halves = Cut(1, _repeated(held, width, 2))
     return {
@@ -107,12 +107,12 @@ def _expert_cuts(geometry: ModelGeometry, tensor: int, index: int) -> dict[str, 
     }
 
 
-def _qkv_rows(geometry: ModelGeometry, queries: Share, keys: Share) -> tuple[Share, ...]:
-    """Rows of the fused projection: queries of all heads, then keys, then values."""
-    first_key = geometry.num_heads
-    first_value = first_key + geometry.num_kv_heads
+def _qkv_rows(model_config: ModelConfig, queries: Share, keys: Share) -> tuple[Share, ...]:
+    """Returns the rows of the fused projection: queries of all heads, then keys, then values."""
+    first_key = model_config.num_heads
+    first_value = first_key + model_config.num_kv_heads
     heads = (queries, _moved(keys, first_key), _moved(keys, first_value))
-    return tuple(_scaled(run, geometry.head_dim) for run in heads)
+    return tuple(_scaled(run, model_config.head_dim) for run in heads)
 
 
 def _repeated(run: Share, width: int, times: int) -> tuple[Share, ...]:

@@ -1,1 +1,5 @@
-"""The server process: gRPC, tokenizer, journal, supervisor; it outlives every worker."""
+"""The process that never loads the model: gRPC services, the request journal, and the supervisor of
+workers.
+
+It never imports torch and knows workers only through the messages of protocol.
+"""

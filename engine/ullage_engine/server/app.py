@@ -19,29 +19,30 @@ import grpc
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_engine.config import EngineConfig
-from ullage_engine.detokenizer import TokenBytes, UnsupportedDecoder
-from ullage_engine.server.admin import AdminService
-from ullage_engine.server.board import Board
-from ullage_engine.server.gate import Gate
-from ullage_engine.server.headroom import HeadroomService
-from ullage_engine.server.ipc import EndpointError
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.config_file import ConfigError
+from ullage_common.process.logs import serve_metrics
+from ullage_common.process.memory import trim_heap
+from ullage_common.wire.channels import Health, bind, new_server
+from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.tls import Certificates
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.server.health import EngineStatus, RestartPolicy
 from ullage_engine.server.journal import Journal
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.policy import RestartPolicy
-from ullage_engine.server.service import InferenceService, Language
-from ullage_engine.server.supervisor import GaveUpError, StartError, Supervisor, WorkerCommand
-from ullage_engine.tokenizer import TokenizerError, load_tokenizer
-from ullage_engine.weights.errors import WeightsError
-from ullage_engine.weights.source import resolve_source
-from ullage_rpc.channels import bind, new_server
-from ullage_rpc.chat import ChatTemplate, ChatTemplateError
-from ullage_rpc.config import ConfigError
-from ullage_rpc.errors import ServiceError
-from ullage_rpc.health import Health
-from ullage_rpc.heap import give_back_heap
-from ullage_rpc.metrics import serve_metrics
-from ullage_rpc.tls import Certificates
+from ullage_engine.server.service import (
+    AdminService,
+    HeadroomService,
+    InferenceService,
+    TokenizerBundle,
+)
+from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerCommand, WorkerSupervisor
+from ullage_engine.server.tickets import TicketVerifier
+from ullage_engine.server.worker_process import EndpointError
+from ullage_engine.tokenizer.detokenizer import TokenBytes, UnsupportedDecoder
+from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
 log = logging.getLogger("ullage.engine")
 
@@ -55,46 +56,51 @@ _LAST_MESSAGES_S = 1.0
 
 
 class AppError(Exception):
-    """The server cannot start: configuration or model; one line."""
+    """The server cannot start with this configuration or model; the message is one line."""
 
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """How this engine's worker is started."""
+    """The command line and the environment of this engine's workers."""
 
     command: WorkerCommand
     environment: Mapping[str, str]
 
 
 class EngineApp:
-    """One engine: services, supervisor and health; made, run once, and gone."""
+    """One engine: its services, supervisor and health. An instance runs once."""
 
     def __init__(self, config: EngineConfig, launch: WorkerLaunch, policy: RestartPolicy) -> None:
         self._config = config
-        self._board = Board()
+        self._engine_status = EngineStatus()
         self._journal = Journal()
         self._health = Health()
         self._metrics = EngineMetrics(config.model.name)
-        self._supervisor = Supervisor(
+        self._supervisor = WorkerSupervisor(
             command=launch.command,
             environment=launch.environment,
             run_dir=Path(config.server.run_dir),
-            board=self._board,
+            engine_status=self._engine_status,
             journal=self._journal,
             metrics=self._metrics,
             policy=policy,
         )
-        self._gate = _gate(config)
+        self._ticket_verifier = _make_ticket_verifier(config)
         self._inference = InferenceService(
-            config, self._board, self._journal, self._supervisor, self._metrics, self._gate
+            config,
+            self._engine_status,
+            self._journal,
+            self._supervisor,
+            self._metrics,
+            self._ticket_verifier,
         )
         self.port = 0
-        """Of gRPC, once `run` has bound it."""
+        """Port of the gRPC server, once `run` has bound it."""
         self.probe_port = 0
         self.listening = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Serves until `stop`, then drains; `hurry` cuts the draining short.
+        """Serves until `stop` is set, then drains; `hurry` cuts the draining short.
 
         Raises:
             AppError: the configuration or the model cannot be served.
@@ -102,10 +108,10 @@ class EngineApp:
             GaveUpError: workers keep dying, or none can be started.
         """
         async with self._listening():
-            language = await self._load_language(stop)
-            if language is None:
+            tokenizer_bundle = await self._load_tokenizer(stop)
+            if tokenizer_bundle is None:
                 return
-            self._inference.speak(language)
+            self._inference.set_tokenizer(tokenizer_bundle)
             supervising = asyncio.create_task(self._supervisor.run())
             following = asyncio.create_task(self._follow_health())
             try:
@@ -119,7 +125,7 @@ class EngineApp:
                 await self._end(supervising)
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Every open request gets its answer before the sockets close."""
+        """Waits until every open request has its last message; then sockets may close."""
         try:
             await supervising
         except StartError as error:
@@ -140,9 +146,9 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Takes nothing new and lets the open requests end, up to the time one may take."""
+        """Refuses new requests and waits for the open ones, up to the longest request time."""
         await self._health.set_ready(False)
-        self._board.drain()
+        self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
         await _first_of(hurry.wait(), self._journal.emptied(self._config.limits.request_timeout))
         self._journal.end_all(lambda entry: entry.end("cancelled"))
@@ -163,18 +169,18 @@ class EngineApp:
                 port = server.grpc_port
                 self.port = _bind("grpc_port", grpc_server, server.host, port, credentials)
                 await grpc_server.start()
-                self._gate.start()
+                self._ticket_verifier.start()
                 log.info("listening", extra={"host": server.host, "grpc_port": self.port})
                 self.listening.set()
                 yield
         finally:
-            await self._gate.close()
+            await self._ticket_verifier.close()
             await grpc_server.stop(grace=_LAST_MESSAGES_S)
             await asyncio.to_thread(stop_metrics)
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
-        """None without TLS.
+        """Returns the TLS credentials of the gRPC server; None without TLS.
 
         Raises:
             ConfigError: the certificate cannot be used.
@@ -193,8 +199,8 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
-        """Health and headroom by themselves: for the kubelet, whose probes do not speak TLS, and
-        for the operator, which may look at an engine and not use it."""
+        """Serves health and headroom on a port of their own: for the kubelet, whose probes do not
+        speak TLS, and for the operator, which may look at an engine and not use it."""
         server = self._config.server
         if server.probe_port is None:
             yield
@@ -202,7 +208,7 @@ class EngineApp:
         probes = new_server()
         self._health.attach_alone(probes)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
-            HeadroomService(self._config, self._board), probes
+            HeadroomService(self._config, self._engine_status), probes
         )
         self.probe_port = _bind("probe_port", probes, server.host, server.probe_port)
         await probes.start()
@@ -212,18 +218,18 @@ class EngineApp:
             await probes.stop(None)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        board = self._board
+        engine_status = self._engine_status
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
-            HeadroomService(self._config, board), server
+            HeadroomService(self._config, engine_status), server
         )
         if self._has_admin:
-            admin = AdminService(self._config, board, self._journal, self._supervisor)
+            admin = AdminService(self._config, engine_status, self._journal, self._supervisor)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
 
     @property
     def _has_admin(self) -> bool:
-        """Where tickets are required, clients reach this port, and no ticket is to drain with."""
+        """Whether AdminService is served here: not where clients reach this port with tickets."""
         tickets = self._config.tickets
         return tickets is None or not tickets.required
 
@@ -238,13 +244,13 @@ class EngineApp:
                 "choose a free port"
             ) from error
 
-    async def _load_language(self, stop: asyncio.Event) -> Language | None:
-        """Off the event loop: a large vocabulary takes seconds, a download minutes.
+    async def _load_tokenizer(self, stop: asyncio.Event) -> TokenizerBundle | None:
+        """Loads the tokenizer in a thread: a large vocabulary takes seconds, a download minutes.
 
-        None: told to stop before it was loaded.
+        None: the engine stops before it is loaded.
         """
         source = self._config.model.source
-        loading = _in_daemon(lambda: _load_language(source))
+        loading = _in_daemon(lambda: _load_tokenizer(source))
         await _first_of(stop.wait(), loading)
         if not loading.done():
             return None
@@ -254,33 +260,36 @@ class EngineApp:
             raise AppError(str(error)) from error
 
     async def _follow_health(self) -> None:
-        """Readiness falls with every worker, liveness only when a new pod is likelier to help."""
+        """Publishes health: readiness falls with every worker, liveness only when a new pod may
+        help."""
         while True:
-            await self._health.set_ready(self._board.serving and not self._board.draining)
-            await self._health.set_live(self._board.live)
-            await self._board.changed(within_s=60.0)
+            await self._health.set_ready(
+                self._engine_status.serving and not self._engine_status.draining
+            )
+            await self._health.set_live(self._engine_status.live)
+            await self._engine_status.changed(within_s=60.0)
 
 
-def _gate(config: EngineConfig) -> Gate:
+def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:
     try:
-        return Gate(config.tickets, config.server.engine_id)
+        return TicketVerifier(config.tickets, config.server.engine_id)
     except ConfigError as error:
         raise AppError(str(error)) from error
 
 
-def _load_language(source: str) -> Language:
+def _load_tokenizer(source: str) -> TokenizerBundle:
     tokenizer = load_tokenizer(resolve_source(source).path)
     chat = None
     if tokenizer.chat_template:
         chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    language = Language(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
-    give_back_heap()  # parsing took as much again
-    return language
+    tokenizer_bundle = TokenizerBundle(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+    trim_heap()  # parsing took as much again
+    return tokenizer_bundle
 
 
-def _in_daemon(load: Callable[[], Language]) -> asyncio.Future[Language]:
-    """Like asyncio.to_thread, but the process may end before the thread does."""
-    result: concurrent.futures.Future[Language] = concurrent.futures.Future()
+def _in_daemon(load: Callable[[], TokenizerBundle]) -> asyncio.Future[TokenizerBundle]:
+    """Runs a function as asyncio.to_thread does, but the process may end before the thread."""
+    result: concurrent.futures.Future[TokenizerBundle] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 
     def work() -> None:

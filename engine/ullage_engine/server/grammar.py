@@ -17,21 +17,21 @@ from weakref import WeakValueDictionary
 from llguidance import LLMatcher
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_engine.grammar import compile_error
-from ullage_rpc.errors import ServiceError, invalid
-from ullage_rpc.limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.limits import MAX_SCHEMA_DEPTH
+from ullage_engine.protocol.grammar import compile_error
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_MOST_KEPT = 64
-"""Verdicts remembered, of at most 64 KiB of text each."""
-_MOST_AT_ONCE = 2
-_MOST_SECONDS = 20.0
-"""To compile one grammar; its processor time is bounded by less."""
+_MAX_VERDICTS = 64
+"""Verdicts that are remembered, each of a grammar of at most 64 KiB."""
+_MAX_COMPILATIONS = 2
+_COMPILE_TIMEOUT_S = 20.0
+"""Seconds to compile one grammar; its processor time is bounded by less."""
 _TOO_MUCH = "it takes too much time or memory to compile"
-_MOST_SUBSCHEMAS = 256
-"""Looked at to find the one that is at fault."""
+_MAX_SUBSCHEMAS = 256
+"""Schemas within a schema that are compiled to find the one at fault."""
 
 _COMPACT: "JsonCompileOptions" = {
     # Free white space lets a model at a high temperature write nothing but white space.
@@ -49,22 +49,22 @@ _SINGLE = ("items", "additionalProperties")
 
 
 class Interrupted(Exception):
-    """A compilation was ended from outside, which says nothing of its grammar."""
+    """A compilation was ended from outside, which says nothing about its grammar."""
 
 
 async def compile_apart(text: str) -> str:
-    """Why a grammar cannot be compiled, found by a process of its own; empty if it can.
+    """Returns why a grammar cannot be compiled, as a separate process finds; empty if it can.
 
     Raises:
         Interrupted: the machine had not the time or the memory for that process.
     """
-    command = [sys.executable, "-m", "ullage_engine.grammar"]
+    command = [sys.executable, "-m", "ullage_engine.protocol.grammar"]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with asyncio.timeout(_MOST_SECONDS):
-            told, _ = await process.communicate(text.encode())
+        async with asyncio.timeout(_COMPILE_TIMEOUT_S):
+            output, _ = await process.communicate(text.encode())
     except TimeoutError as error:
         raise Interrupted from error
     finally:
@@ -73,7 +73,7 @@ async def compile_apart(text: str) -> str:
             await process.wait()
     if process.returncode == -signal.SIGKILL:  # its own limits end it by other signals
         raise Interrupted
-    return _TOO_MUCH if process.returncode else told.decode()
+    return _TOO_MUCH if process.returncode else output.decode()
 
 
 class GrammarCheck:
@@ -85,13 +85,14 @@ class GrammarCheck:
 
     def __init__(self, compiled: Callable[[str], Awaitable[str]] = compile_apart) -> None:
         self._compiled = compiled
-        self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._turns = asyncio.Semaphore(_MAX_COMPILATIONS)
         self._alike: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By grammar, held while it is compiled: others like it wait for that and take no turn."""
+        """Locks by grammar, held while it is compiled: requests with the same grammar wait for that
+        and take no turn."""
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
-        """The checked grammar of a request in llguidance's form; empty if it has none.
+        """Returns a request's grammar, checked and in llguidance's form; empty if it has none.
 
         Raises:
             ServiceError: it is malformed, not supported, or too large.
@@ -109,29 +110,27 @@ class GrammarCheck:
         if text not in self._verdicts:
             async with self._alike.setdefault(text, asyncio.Lock()):
                 if text not in self._verdicts:
-                    return await self._found(text)
+                    return await self._compile(text)
         self._verdicts.move_to_end(text)
         return self._verdicts[text]
 
-    async def _found(self, text: str) -> str:
+    async def _compile(self, text: str) -> str:
         async with self._turns:
             try:
-                found = await self._compiled(text)
+                verdict = await self._compiled(text)
             except Interrupted:
                 return _TOO_MUCH  # not kept: the next request with it tries again
-        self._verdicts[text] = found
-        if len(self._verdicts) > _MOST_KEPT:
+        self._verdicts[text] = verdict
+        if len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
-        return found
+        return verdict
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """The name of the field that is set, and the grammar in llguidance's form, not compiled yet."""
+    """Returns the name of the field that is set, and the grammar in llguidance's form, not
+    compiled."""
     kind = grammar.WhichOneof("kind")
-    field, size = f"grammar.{kind}", grammar.ByteSize()
-    if size > MAX_GRAMMAR_BYTES:
-        message = f"{field} has {size} bytes; give at most {MAX_GRAMMAR_BYTES}"
-        raise invalid(field, message)
+    field = f"grammar.{kind}"
     match kind:
         case "json_schema":
             return field, _from_schema(field, grammar.json_schema)
@@ -154,7 +153,7 @@ def _from_choice(field: str, choice: pb.Choice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression that matches just the text."""
+    """Returns a regular expression that matches just the text."""
     return "".join("\\" + each if each in _SPECIAL else each for each in text)
 
 
@@ -184,7 +183,7 @@ def _parsed(field: str, text: str) -> object:
 
 
 def _depth(value: object) -> int:
-    """Levels of objects and arrays."""
+    """Counts the nested levels of objects and arrays."""
     level: list[Any] = [value]
     depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
@@ -195,7 +194,8 @@ def _depth(value: object) -> int:
 
 
 async def _place(grammar: pb.Grammar, error: str) -> str:
-    """Where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or not known.
+    """Returns where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or
+    unknown.
 
     The deepest part that by itself has the same error.
     """
@@ -206,7 +206,7 @@ async def _place(grammar: pb.Grammar, error: str) -> str:
 
 def _place_in(schema: dict[str, object], error: str) -> str:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for _, (path, part) in zip(range(_MOST_SUBSCHEMAS), _parts(schema), strict=False):
+    for _, (path, part) in zip(range(_MAX_SUBSCHEMAS), _parts(schema), strict=False):
         try:
             text = LLMatcher.grammar_from_json_schema(shared | part, overrides=_COMPACT)
         except ValueError:
@@ -217,7 +217,7 @@ def _place_in(schema: dict[str, object], error: str) -> str:
 
 
 def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """All schemas within a schema with their paths, inner ones first."""
+    """Yields all schemas within a schema with their paths, inner ones first."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

@@ -14,18 +14,17 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ullage_engine.core.request import EngineRequest
-from ullage_engine.detokenizer import Detokenizer, TokenBytes
-from ullage_engine.messages import TokenLogprobs, TokenOutput
-from ullage_engine.server.job import Job
-from ullage_rpc.errors import ServiceError
+from ullage_common.wire.errors import ServiceError
+from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.server.request import ValidatedRequest
+from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
 
 Reason = Literal["stop", "length", "timeout", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended well."""
+    """The regular end of a request, with its reason."""
 
     reason: Reason
     stop_string: str = ""
@@ -33,7 +32,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Update:
-    """What is new for the client of one sample since the last update."""
+    """News for the client of one sample since the last update."""
 
     sample: int = 0
     text: str = ""
@@ -42,12 +41,12 @@ class Update:
     finish: Finish | None = None
 
 
-class Entry:
+class JournalEntry:
     """One sample of a request, from its acceptance to its last message."""
 
     def __init__(
         self,
-        job: Job,
+        job: ValidatedRequest,
         token_bytes: TokenBytes,
         *,
         index: int,
@@ -64,18 +63,18 @@ class Entry:
         self.index = index
         self.output_ids: list[int] = []
         self.total_logprob = 0.0
-        """Sum over its tokens; 0 unless they are reported."""
+        """Sum of log-probabilities over its tokens; 0 unless they are reported."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV was there when it was first computed."""
+        """Prompt tokens whose KV was cached when the sample was first computed."""
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False
-        """The present worker has been sent it."""
+        """Whether the present worker has been sent the sample."""
         self.admitted = False
-        """A worker, this one or one before, has said that it took it."""
+        """Whether a worker, this one or one before, has admitted the sample."""
         self.resumes = 0
         self.stalled_resumes = 0
-        """Resumes since the last token."""
+        """Number of resumes since the last token."""
         self.accepted_at = time.monotonic()
         self.last_token_at: float | None = None
         self._preemptions_before = 0
@@ -86,12 +85,12 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The worker's name for the sample, unique in this process."""
+        """The sample's request id towards the worker, unique in this process."""
         return self.job.request.request_id
 
     @property
     def request_key(self) -> str:
-        """What all samples of the request have in common: the first one's key."""
+        """The key that all samples of the request share: the first one's."""
         return self.key.removesuffix(f"#{self.index}") if self.index else self.key
 
     @property
@@ -103,12 +102,12 @@ class Entry:
         return self._preemptions_before + self._preemptions_now
 
     def engine_request(self) -> EngineRequest:
-        """The request for a worker: the prompt and all output received so far."""
+        """Builds the request for a worker: the prompt and all output received so far."""
         request = self.job.request
         return msgspec.structs.replace(request, token_ids=request.token_ids + self.output_ids)
 
     def resume(self) -> None:
-        """The worker is gone; the request goes to the next one, as new if none ever took it."""
+        """Prepares the sample for the next worker, as new if no worker ever admitted it."""
         self.submitted = False
         if not self.admitted:
             return
@@ -116,8 +115,8 @@ class Entry:
         self.stalled_resumes += 1
         self._preemptions_before, self._preemptions_now = self.preemptions, 0
 
-    def take(self, output: TokenOutput) -> None:
-        """Takes what a step produced; a stop string may end the request before the worker does."""
+    def append_output(self, output: TokenOutput) -> None:
+        """Appends a step's output; a stop string may end the request before the worker does."""
         self.admitted = True
         self.stalled_resumes = 0
         self._preemptions_now = output.num_preemptions
@@ -128,7 +127,7 @@ class Entry:
         for place, token_id in enumerate(output.token_ids):
             self._report(logprobs[place : place + 1])
             # The token that ends the answer is counted, but it is not text.
-            self._take_token(token_id, is_text=output.finish != "stop" or place < last)
+            self._append_token(token_id, is_text=output.finish != "stop" or place < last)
             if self.is_over:
                 return
         if output.finish:
@@ -152,8 +151,8 @@ class Entry:
             self.failure = error
             self._news.set()
 
-    def take_update(self) -> Update | None:
-        """What is new, with the finish if it has ended; None if there is nothing to tell."""
+    def pop_update(self) -> Update | None:
+        """Removes and returns what is new, with the finish if it has ended; None if nothing is."""
         if not self._update.token_ids and self.finish is None:
             return None
         update, self._update = self._update, Update()
@@ -164,7 +163,7 @@ class Entry:
         self._update.logprobs.extend(logprobs)
         self.total_logprob += sum(entry.logprob for entry in logprobs)
 
-    def _take_token(self, token_id: int, is_text: bool) -> None:
+    def _append_token(self, token_id: int, is_text: bool) -> None:
         self.output_ids.append(token_id)
         self._update.token_ids.append(token_id)
         if not is_text:
@@ -180,44 +179,45 @@ class Entry:
 
 
 class Submission(NamedTuple):
-    """What goes to a worker together."""
+    """Entries that go to a worker together."""
 
-    entries: list[Entry]
+    entries: list[JournalEntry]
     resumed: bool
-    """A worker that is gone had taken them."""
+    """Whether a former worker had admitted them."""
 
 
 class Journal:
     """All open entries, oldest first."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, entry: Entry) -> None:
+    def open(self, entry: JournalEntry) -> None:
         self._entries[entry.key] = entry
         self._empty.clear()
 
-    def close(self, entry: Entry) -> None:
-        """Forgets an entry: its client has been told everything, or is gone."""
+    def close(self, entry: JournalEntry) -> None:
+        """Removes an entry whose client has been sent everything or has gone."""
         self._entries.pop(entry.key, None)
         if not self._entries:
             self._empty.set()
 
-    def get(self, key: str) -> Entry | None:
-        """An open entry; None when it is closed, as after a cancel that crossed its tokens."""
+    def get(self, key: str) -> JournalEntry | None:
+        """Returns an open entry; None when it is closed, as after a cancel that crossed its
+        tokens."""
         return self._entries.get(key)
 
-    def unfinished(self) -> list[Entry]:
-        """Entries that still need a worker, oldest first."""
+    def unfinished(self) -> list[JournalEntry]:
+        """Lists the entries that still need a worker, oldest first."""
         return [entry for entry in self._entries.values() if not entry.is_over]
 
     def submissions(self) -> Iterator[Submission]:
-        """All that the present worker has not been sent, oldest first.
+        """Lists all that the present worker has not been sent, oldest first.
 
         Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
         which nothing is known before its end. Others have parted: each goes by itself.
@@ -231,12 +231,12 @@ class Journal:
             else:
                 yield Submission(entries, resumed)
 
-    def end_all(self, end: Callable[[Entry], None]) -> None:
+    def end_all(self, end: Callable[[JournalEntry], None]) -> None:
         for entry in self.unfinished():
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Waits until no entry is open; how many are when the time is up."""
+        """Waits until no entry is open; returns how many are when the time is up."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

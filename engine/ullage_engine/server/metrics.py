@@ -1,21 +1,71 @@
 """Prometheus metrics of an engine: `ullage_*`, and the `vllm:` names that dashboards expect.
 
-The aliases are made from the same samples at every scrape, so nothing is counted twice.
+The aliases are made from the same samples at every scrape, so nothing is counted twice. The worker
+counts since its own start; what is exported goes on through every restart.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ullage_engine.messages import Ready, WorkerState
-from ullage_engine.server.journal import Entry
-from ullage_engine.server.worker_metrics import WorkerMetrics
-from ullage_rpc.tls import Certificates
+from ullage_common.wire.tls import Certificates
+from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.server.journal import JournalEntry
+
+Read = Callable[[WorkerState], float]
+
+
+def _used_ratio(state: WorkerState) -> float:
+    return state.kv_held_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
+
+
+_GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("requests_running", "Sequences in the batch", lambda s: s.num_running),
+    ("requests_waiting", "Sequences admitted, not started", lambda s: s.num_waiting),
+    ("kv_used_ratio", "Share of the KV pool in use, 0 to 1", _used_ratio),
+    (
+        "kv_waste_ratio",
+        "Share of the KV in use that holds no tokens, 0 to 1",
+        lambda s: s.kv_waste_ratio,
+    ),
+    ("kv_pool_bytes", "KV pool", lambda s: s.kv_pool_bytes),
+    ("kv_committed_bytes", "Reserved, not allocated yet", lambda s: s.kv_committed_bytes),
+    ("memory_headroom_bytes", "What a new request may take", lambda s: s.headroom_bytes),
+    ("worker_resident_bytes", "Resident memory of the worker", lambda s: s.rss_bytes),
+    ("sessions", "Sessions that keep KV between requests", lambda s: s.num_sessions),
+    ("session_bytes", "KV that sessions keep between requests", lambda s: s.session_bytes),
+    ("engine_pressure_level", "Degrade level, 1 the mildest; 0 none", lambda s: s.pressure_level),
+)
+_COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("preemptions", "Sequences preempted for memory", lambda s: s.num_preemptions),
+    ("swaps", "Preemptions by swapping to host memory", lambda s: s.num_swaps),
+    ("oom_events", "Steps that ran out of memory", lambda s: s.num_oom_events),
+    (
+        "prefix_cache_queries_tokens",
+        "Prompt tokens looked up in the prefix cache",
+        lambda s: s.prefix_lookup_tokens,
+    ),
+    (
+        "prefix_cache_hits_tokens",
+        "Of them, those whose KV was found",
+        lambda s: s.prefix_hit_tokens,
+    ),
+    (
+        "prefix_cache_merged_tokens",
+        "Tokens whose KV was computed twice and is stored once",
+        lambda s: s.prefix_merged_tokens,
+    ),
+)
+
+
+_RANK_LABELS = ("rank", "stage", "tensor_rank", "device", "first_layer")
+
 
 # vLLM's buckets, seconds, so that its dashboards' quantiles can be compared.
 TTFT_BUCKETS = (
@@ -49,14 +99,27 @@ _SUCCESS = ("stop", "length")
 
 
 class EngineMetrics:
-    """All of an engine's metrics, on a registry of their own."""
+    """All metrics of an engine, on a registry of their own."""
 
     def __init__(self, model: str) -> None:
         self._native = CollectorRegistry()
         self.registry = CollectorRegistry()
         self.registry.register(_WithAliases(self._native))
         self._labels = {"model_name": model, "engine": "0"}
-        self._worker = WorkerMetrics(self._labels, self._native)
+        self._gauges = [(self._gauge(name, text), read) for name, text, read in _GAUGES]
+        self._counters = [(self._counter(name, text), read) for name, text, read in _COUNTERS]
+        self._seen = [0.0] * len(_COUNTERS)
+        """What the present worker has counted; the next one counts from 0."""
+        self._blocks = self._gauge("kv_blocks_total", "Blocks of the KV pool")
+        self._used_blocks = self._gauge("kv_blocks_used", "Blocks in block tables")
+        self._block_tokens = self._gauge("kv_block_size_tokens", "Tokens of one block")
+        self._block_bytes = 1
+        self._ranks = Gauge(
+            "ullage_rank_layers",
+            "Layers of each rank: the device map",
+            [*self._labels, *_RANK_LABELS],
+            registry=self._native,
+        )
         self._server_resident = self._gauge("server_resident_bytes", "The same of the server")
         self._server_resident.set_function(_resident_bytes)
         self._steps = self._counter("steps", "Steps that produced tokens")
@@ -89,25 +152,39 @@ class EngineMetrics:
         )
 
     def watch_certificates(self, certificates: Certificates) -> None:
-        """Shows the state of the server's certificate from now on."""
+        """Exports the state of the server's certificate from now on."""
         name, text = "certificate_problems", "1 while the newest certificate cannot be used"
         self._gauge(name, text).set_function(lambda: bool(certificates.problem))
         expiry = self._gauge("certificate_expiry_timestamp_seconds", "When the certificate ends")
         expiry.set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
-        """A new worker: its own counters start at zero."""
-        self._worker.ready(ready)
+        """Begins with a new worker, whose own counters start at zero."""
+        for place in ready.ranks:
+            fields = msgspec.structs.asdict(place)
+            own = {name: str(fields[name]) for name in _RANK_LABELS}
+            self._ranks.labels(**self._labels, **own).set(place.num_layers)
+        self._block_bytes = max(1, ready.profile.block_bytes)
+        self._block_tokens.set(ready.profile.block_tokens)
+        self._seen = [0.0] * len(_COUNTERS)
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
-        self._worker.state(state)
+        """Exports a worker's gauges and counters, which go on over its replacements."""
+        for gauge, read in self._gauges:
+            gauge.set(read(state))
+        self._blocks.set(state.kv_pool_bytes // self._block_bytes)
+        self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
+        counts = [read(state) for _, read in self._counters]
+        for (counter, _), count, seen in zip(self._counters, counts, self._seen, strict=True):
+            counter.inc(max(0.0, count - seen))
+        self._seen = counts
 
     def step_done(self) -> None:
         self._steps.inc()
 
-    def tokens(self, entry: Entry, num_tokens: int) -> None:
-        """New tokens of a request; call before the entry takes them."""
+    def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
+        """Counts new tokens of a request; call it before the entry appends them."""
         if not num_tokens:
             return
         now = time.monotonic()
@@ -121,13 +198,13 @@ class EngineMetrics:
             self._inter_token.observe((now - entry.last_token_at) / num_tokens)
         entry.last_token_at = now
 
-    def _count_degraded(self, entry: Entry) -> None:
+    def _count_degraded(self, entry: JournalEntry) -> None:
         for change in entry.job.degraded:
             what = change.partition("=")[0]
             self._degraded.labels(**self._labels, what=what).inc()
 
-    def ended(self, entry: Entry, outcome: str) -> None:
-        """The last of a request: stop, length, timeout, cancelled or an error's reason."""
+    def ended(self, entry: JournalEntry, outcome: str) -> None:
+        """Counts a request's end: stop, length, timeout, cancelled or an error's reason."""
         self.refused(outcome)
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return
@@ -136,7 +213,7 @@ class EngineMetrics:
         self._per_token.observe(took / len(entry.output_ids))
 
     def refused(self, outcome: str) -> None:
-        """A request that never was an entry."""
+        """Counts a request that never had a journal entry."""
         self._requests.labels(**self._labels, outcome=outcome).inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -155,7 +232,7 @@ class EngineMetrics:
 
 
 class _WithAliases(Collector):
-    """The families of a registry, and some of them again under vLLM's names."""
+    """A collector of a registry's families, some of them again under vLLM's names."""
 
     def __init__(self, native: CollectorRegistry) -> None:
         self._native = native
@@ -192,7 +269,7 @@ def _success(requests: Metric) -> Metric:
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
-    """vLLM's constant gauge whose labels carry the size of the KV pool."""
+    """Returns vLLM's constant gauge whose labels carry the size of the KV pool."""
 
     def value(name: str) -> str:
         samples = families[name].samples
@@ -208,6 +285,6 @@ def _cache_config(families: dict[str, Metric]) -> Metric:
 
 
 def _resident_bytes() -> float:
-    """Resident memory of this process, from the kernel."""
+    """Returns the resident memory of this process in bytes, from the kernel."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return float(pages * 4096)

@@ -1,34 +1,48 @@
-"""InferenceService: one Generate call from validation to its last message."""
+"""The engine's gRPC services.
+
+InferenceService takes a Generate call from validation to its last message, HeadroomService streams
+the engine's free memory, and AdminService drains the engine and injects real faults.
+"""
 
 import asyncio
 import itertools
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from ullage.admin.v1 import admin_pb2 as admin_pb
+from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
+from ullage.headroom.v1 import headroom_pb2 as headroom_pb
+from ullage.headroom.v1 import headroom_pb2_grpc as headroom_rpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
-from ullage_engine.config import EngineConfig
-from ullage_engine.detokenizer import TokenBytes
-from ullage_engine.memory import predictor
-from ullage_engine.server import answers
-from ullage_engine.server.board import Board
-from ullage_engine.server.degrade import degrade
-from ullage_engine.server.gate import Gate
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
+from ullage_common.config.engine import EngineConfig
+from ullage_common.request_cost import most_tokens, request_blocks
+from ullage_common.wire.errors import ServiceError, abort, invalid
+from ullage_common.wire.multiplex import serve_multiplex
+from ullage_engine.protocol.messages import WorkerState
+from ullage_engine.server import responses
 from ullage_engine.server.grammar import GrammarCheck
-from ullage_engine.server.job import Job, ModelLimits, build_job, check_model, check_request
+from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal, Reason, Update
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.samples import SampleGroup
-from ullage_engine.server.supervisor import Supervisor
-from ullage_engine.tokenizer import ModelTokenizer
-from ullage_rpc.chat import ChatTemplate, ChatTemplateError
-from ullage_rpc.errors import ServiceError, abort, invalid
-from ullage_rpc.multiplex import serve_multiplex
-from ullage_rpc.template_arguments import read_arguments
-from ullage_rpc.turns import make_turns
+from ullage_engine.server.request import (
+    ModelLimits,
+    ValidatedRequest,
+    check_model,
+    check_request,
+    degrade,
+    validated_request,
+)
+from ullage_engine.server.responses import SampleGroup
+from ullage_engine.server.supervisor import WorkerSupervisor
+from ullage_engine.server.tickets import TicketVerifier
+from ullage_engine.tokenizer.detokenizer import TokenBytes
+from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,13 +57,13 @@ MAX_OPEN_REQUESTS = 1024
 
 
 @dataclass(frozen=True)
-class Language:
-    """How the served model reads and writes."""
+class TokenizerBundle:
+    """The tokenizer and the chat template of the served model."""
 
     tokenizer: ModelTokenizer
     token_bytes: TokenBytes
     chat: ChatTemplate | None
-    """None: the model has no chat template."""
+    """The model's chat template; None where it has none."""
 
 
 class InferenceService(rpc.InferenceServiceServicer):
@@ -58,51 +72,51 @@ class InferenceService(rpc.InferenceServiceServicer):
     def __init__(
         self,
         config: EngineConfig,
-        board: Board,
+        engine_status: EngineStatus,
         journal: Journal,
-        supervisor: Supervisor,
+        supervisor: WorkerSupervisor,
         metrics: EngineMetrics,
-        gate: Gate,
+        ticket_verifier: TicketVerifier,
     ) -> None:
         self._config = config
-        self._board = board
+        self._engine_status = engine_status
         self._journal = journal
         self._supervisor = supervisor
         self._metrics = metrics
-        self._gate = gate
+        self._ticket_verifier = ticket_verifier
         self._keys = itertools.count(1)
         self._grammars = GrammarCheck()
-        self._language: Language | None = None
+        self._tokenizer_bundle: TokenizerBundle | None = None
 
-    def speak(self, language: Language) -> None:
-        """The tokenizer is loaded; until then nothing is accepted."""
-        self._language = language
+    def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
+        """Sets the loaded tokenizer; until then no request is accepted."""
+        self._tokenizer_bundle = tokenizer_bundle
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         try:
             check_model(request.model, self._config.model.name)
-            return answers.model_response(
-                self._config.model.name, self._loaded().tokenizer, self._board
+            return responses.model_response(
+                self._config.model.name, self._loaded().tokenizer, self._engine_status
             )
         except ServiceError as error:
             await abort(context, error)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         try:
-            self._gate.admit(request, context.invocation_metadata())
-            language = self._accepting()
-            job = await self._job(request, language)
+            self._ticket_verifier.admit(request, context.invocation_metadata())
+            tokenizer_bundle = self._accepting()
+            job = await self._job(request, tokenizer_bundle)
         except ServiceError as error:
             self._metrics.refused(error.reason)
             await abort(context, error)
-        prefix = language.tokenizer.decode(job.request.token_ids) if job.echo else ""
-        group = SampleGroup(job, language.token_bytes, prefix)
+        prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
+        group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
         outcome, failure = "cancelled", None
         for entry in group.entries:
             self._journal.open(entry)
         self._supervisor.submit(group.entries)
         try:
-            finish = await self._in_time(self._stream(group, language, context), context)
+            finish = await self._in_time(self._stream(group, tokenizer_bundle, context), context)
             outcome = finish.reason
         except ServiceError as error:
             outcome, failure = error.reason, error
@@ -124,18 +138,18 @@ class InferenceService(rpc.InferenceServiceServicer):
         for entry in group.end(reason):
             self._supervisor.cancel(entry)
 
-    def _loaded(self) -> Language:
-        if self._language is None or self._board.ready is None:
+    def _loaded(self) -> TokenizerBundle:
+        if self._tokenizer_bundle is None or self._engine_status.ready is None:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "NO_ENGINE",
                 "the model is loading; come back",
                 retry_after_s=RETRY_AFTER_LOADING_S,
             )
-        return self._language
+        return self._tokenizer_bundle
 
-    def _accepting(self) -> Language:
-        if self._board.draining:
+    def _accepting(self) -> TokenizerBundle:
+        if self._engine_status.draining:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "DRAINING",
@@ -151,47 +165,59 @@ class InferenceService(rpc.InferenceServiceServicer):
             )
         return self._loaded()
 
-    def _limits(self, language: Language) -> ModelLimits:
-        ready = self._board.ready
+    def _limits(self, tokenizer_bundle: TokenizerBundle) -> ModelLimits:
+        ready = self._engine_status.ready
         assert ready is not None
         return ModelLimits(
             name=self._config.model.name,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
-            eos_token_ids=language.tokenizer.eos_token_ids,
+            eos_token_ids=tokenizer_bundle.tokenizer.eos_token_ids,
         )
 
-    async def _job(self, request: pb.GenerateRequest, language: Language) -> Job:
-        limits = self._limits(language)
+    async def _job(
+        self, request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle
+    ) -> ValidatedRequest:
+        limits = self._limits(tokenizer_bundle)
         check_request(request, limits)
         grammar = await self._grammars.text(request)
-        prompt_ids = await _prompt_ids(request, language)
-        key = f"{self._config.server.engine_id}-{self._board.epoch:x}-{next(self._keys)}"
-        job = build_job(request, prompt_ids, key, limits, self._config.limits, grammar)
-        return degrade(job, self._config.degrade, self._board.state)
+        prompt_ids = await _prompt_ids(request, tokenizer_bundle)
+        key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
+        job = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
+        return degrade(job, self._config.degrade, self._engine_status.state)
 
-    async def _stream(self, group: SampleGroup, language: Language, context: Context) -> Finish:
+    async def _stream(
+        self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
+    ) -> Finish:
         """Sends the whole answer; Accepted goes out with the first news, when admission is sure."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
-        if not group.num_output_tokens and group.is_told and group.finish.reason == "timeout":
+        if (
+            not group.num_output_tokens
+            and group.all_finishes_sent
+            and group.finish.reason == "timeout"
+        ):
             raise _no_token_in_time()
         await context.write(self._accepted(group))
         while True:
             for update in updates:
-                await self._write(update, group, language, context)
-            if group.is_told:
-                await context.write(answers.finished(group, self._board))
+                await self._write(update, group, tokenizer_bundle, context)
+            if group.all_finishes_sent:
+                await context.write(responses.finished(group, self._engine_status))
                 return group.finish
             updates = await self._next_updates(group, deadline)
 
     async def _write(
-        self, update: Update, group: SampleGroup, language: Language, context: Context
+        self,
+        update: Update,
+        group: SampleGroup,
+        tokenizer_bundle: TokenizerBundle,
+        context: Context,
     ) -> None:
         if update.token_ids or update.text:
-            await context.write(answers.delta(update, group.job, language.token_bytes))
+            await context.write(responses.delta(update, group.job, tokenizer_bundle.token_bytes))
         if update.finish and group.job.samples.n > 1:
-            await context.write(answers.sample_finished(update))
+            await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
         if asyncio.get_running_loop().time() >= deadline:
@@ -205,7 +231,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             return await group.next_updates()
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
-        """Ends a call whose client does not take what it is sent; nothing of it stays behind."""
+        """Bounds a call whose client does not read, so that nothing of it stays behind."""
         try:
             async with asyncio.timeout(self._time_limit(context) + SLOW_CLIENT_GRACE_S):
                 return await streaming
@@ -218,37 +244,43 @@ class InferenceService(rpc.InferenceServiceServicer):
         return limit if remaining is None else min(limit, remaining - DEADLINE_MARGIN_S)
 
     def _accepted(self, group: SampleGroup) -> pb.GenerateResponse:
-        ready, state = self._board.ready, self._board.state
+        ready, state = self._engine_status.ready, self._engine_status.state
         assert ready is not None and state is not None
         request = group.job.request
-        longest = predictor.longest_sequence(ready.profile, ready.max_model_len)
-        num_tokens = predictor.expected_length(request, state.expected_output_tokens, longest)
-        prompt = request.num_prompt_tokens
-        count = group.job.samples.num_sequences
-        shape = predictor.RequestShape(prompt, num_tokens - prompt, samples=count)
-        charged = predictor.demand(ready.profile, shape).total
-        return answers.accepted(group.job, self._config.server.engine_id, charged)
+        profile = ready.profile
+        longest = min(ready.max_model_len, most_tokens(profile, profile.kv_pool_bytes))
+        num_tokens = request.charged_tokens(state.expected_output_tokens, longest)
+        num_samples = group.job.samples.num_sequences
+        blocks = request_blocks(
+            profile.block_tokens, request.num_prompt_tokens, num_tokens, num_samples
+        )
+        charged = blocks * profile.block_bytes
+        return responses.accepted(group.job, self._config.server.engine_id, charged)
 
 
-async def _prompt_ids(request: pb.GenerateRequest, language: Language) -> list[int]:
+async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
     if request.WhichOneof("input") == "text":
-        encode, text = language.tokenizer.encode_text, request.text
+        encode, text = tokenizer_bundle.tokenizer.encode_text, request.text
     else:
-        encode, text = language.tokenizer.encode_rendered, _render(request.messages, language)
+        encode, text = (
+            tokenizer_bundle.tokenizer.encode_rendered,
+            _render(request.messages, tokenizer_bundle),
+        )
     if len(text) < LONG_TEXT_CHARACTERS:
         return encode(text)
     return await asyncio.to_thread(encode, text)
 
 
-def _render(messages: pb.Messages, language: Language) -> str:
-    if language.chat is None:
+def _render(messages: pb.Messages, tokenizer_bundle: TokenizerBundle) -> str:
+    if tokenizer_bundle.chat is None:
         raise invalid("messages", "the model has no chat template; send text or token_ids")
     try:
-        field, told = "messages.template_arguments", messages.template_arguments
-        arguments = read_arguments(told, language.chat, field)
-        return language.chat.render(make_turns(messages.messages), arguments=arguments)
+        field = "messages.template_arguments"
+        chat = tokenizer_bundle.chat
+        arguments = read_arguments(messages.template_arguments, chat, field)
+        return chat.render(make_turns(messages.messages), arguments=arguments)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 
@@ -267,3 +299,144 @@ def _no_token_in_time() -> ServiceError:
         "DEADLINE",
         "no token was produced within the time limit; allow more time or send less",
     )
+
+
+HEARTBEAT_S = 1.0
+DEFAULT_INTERVAL_S = 0.1
+MAX_RELEASES = 32
+
+
+class HeadroomService(headroom_rpc.HeadroomServiceServicer):
+    """Streams the engine's free memory; every stream numbers its own pushes."""
+
+    def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
+        self._config = config
+        self._engine_status = engine_status
+
+    async def GetHeadroom(
+        self,
+        request: headroom_pb.GetHeadroomRequest,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> headroom_pb.GetHeadroomResponse:
+        return headroom_pb.GetHeadroomResponse(headroom=self._headroom(sequence=0))
+
+    async def WatchHeadroom(
+        self,
+        request: headroom_pb.WatchHeadroomRequest,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> None:
+        interval_s = request.min_interval_ms / 1000 or DEFAULT_INTERVAL_S
+        for sequence in itertools.count(1):
+            pushed_at = time.monotonic()
+            change = asyncio.ensure_future(self._engine_status.changed(HEARTBEAT_S))
+            try:
+                headroom = self._headroom(sequence)
+                await context.write(headroom_pb.WatchHeadroomResponse(headroom=headroom))
+                await change
+            finally:
+                change.cancel()
+            await asyncio.sleep(pushed_at + interval_s - time.monotonic())
+
+    def _headroom(self, sequence: int) -> headroom_pb.Headroom:
+        engine_status, server = self._engine_status, self._config.server
+        headroom = headroom_pb.Headroom(
+            engine=server.engine_id,
+            epoch=engine_status.epoch,
+            sequence=sequence,
+            model=self._config.model.name,
+            pool=server.pool,
+            ready=engine_status.serving,
+            draining=engine_status.draining,
+            health=engine_status.health,
+            worker_restarts=engine_status.worker_restarts,
+            headroom_bytes=engine_status.headroom_bytes,
+            max_sequences=self._config.batching.max_sequences,
+            kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
+        )
+        if engine_status.state is not None:
+            _fill(headroom, engine_status.state)
+        return headroom
+
+
+def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:
+    headroom.total_bytes = state.total_bytes
+    headroom.threshold = state.threshold
+    headroom.kv_pool_bytes = state.kv_pool_bytes
+    headroom.kv_free_bytes = state.kv_free_bytes
+    headroom.kv_reclaimable_bytes = state.kv_reclaimable_bytes
+    headroom.kv_committed_bytes = state.kv_committed_bytes
+    headroom.requests_running = state.num_running
+    headroom.requests_waiting = state.num_waiting
+    headroom.expected_output_tokens = state.expected_output_tokens
+    headroom.decode_tokens_per_second = state.decode_tokens_per_second
+    headroom.prefill_backlog_tokens = state.prefill_backlog_tokens
+    headroom.prefill_tokens_per_second = state.prefill_tokens_per_second
+    headroom.pressure_level = state.pressure_level
+    soonest = sorted(state.releases, key=lambda release: release.after_s)[:MAX_RELEASES]
+    for release in soonest:
+        after_ms = max(0, round(release.after_s * 1000))
+        headroom.releases.add(after_ms=after_ms, bytes=release.num_bytes)
+    for line in state.ledger:
+        headroom.ledger.add(
+            name=line.name,
+            reserved_bytes=line.reserved_bytes,
+            allocated_bytes=line.allocated_bytes,
+        )
+
+
+class AdminService(admin_rpc.AdminServiceServicer):
+    """Drains this engine and injects faults. Whoever reaches the port may call it, so it is not
+    served where clients do (`tickets.required`)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_status: EngineStatus,
+        journal: Journal,
+        supervisor: WorkerSupervisor,
+    ) -> None:
+        self._config = config
+        self._engine_status = engine_status
+        self._journal = journal
+        self._supervisor = supervisor
+
+    async def Drain(
+        self, request: admin_pb.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> admin_pb.DrainResponse:
+        self._engine_status.drain()
+        within_s = request.timeout_ms / 1000 or self._config.limits.request_timeout
+        return admin_pb.DrainResponse(unfinished=await self._journal.emptied(within_s))
+
+    async def InjectFault(
+        self, request: admin_pb.InjectFaultRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> admin_pb.InjectFaultResponse:
+        try:
+            return admin_pb.InjectFaultResponse(worker_pid=self._inject(request))
+        except ServiceError as error:
+            await abort(context, error)
+
+    def _inject(self, request: admin_pb.InjectFaultRequest) -> int:
+        if not self._config.server.allow_fault_injection:
+            raise ServiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "FAULTS_NOT_ALLOWED",
+                "fault injection is off; set server.allow_fault_injection to true",
+            )
+        pid = self._hit(request)
+        if pid is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NO_ENGINE",
+                "no worker is ready; try again",
+                retry_after_s=1.0,
+            )
+        return pid
+
+    def _hit(self, request: admin_pb.InjectFaultRequest) -> int | None:
+        if request.kind == admin_pb.FAULT_KIND_WORKER_KILL:
+            return self._supervisor.kill_worker()
+        if request.kind == admin_pb.FAULT_KIND_OOM:
+            return self._supervisor.inject_oom(request.after_steps)
+        raise invalid(
+            "kind", f"kind is {request.kind}; give FAULT_KIND_WORKER_KILL or FAULT_KIND_OOM"
+        )

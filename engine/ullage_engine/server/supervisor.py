@@ -15,7 +15,8 @@ from pathlib import Path
 import grpc
 import zmq.asyncio
 
-from ullage_engine.messages import (
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
     Fault,
@@ -25,20 +26,21 @@ from ullage_engine.messages import (
     RequestFailed,
     Shutdown,
     StartFailed,
-    State,
+    StateReport,
     StepDone,
     Submit,
     ToServer,
 )
-from ullage_engine.server.board import Board
-from ullage_engine.server.child import ChildProcess
-from ullage_engine.server.ipc import ServerLink, clear_endpoints, endpoint
-from ullage_engine.server.journal import Entry, Journal, Submission
-from ullage_engine.server.life import WorkerLife
+from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
+from ullage_engine.server.journal import Journal, JournalEntry, Submission
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.policy import RestartPolicy
-from ullage_engine.server.watch import Watch
-from ullage_rpc.errors import ServiceError, invalid
+from ullage_engine.server.worker_process import (
+    ChildProcess,
+    ServerLink,
+    WorkerHandle,
+    clear_endpoints,
+    endpoint,
+)
 
 log = logging.getLogger("ullage.engine.supervisor")
 
@@ -52,7 +54,7 @@ _LAST_WORDS_S = 0.05
 
 
 class SupervisorError(Exception):
-    """The engine cannot go on; one line."""
+    """The engine cannot go on; the message is one line."""
 
 
 class StartError(SupervisorError):
@@ -60,11 +62,11 @@ class StartError(SupervisorError):
 
 
 class GaveUpError(SupervisorError):
-    """The restart budget is spent."""
+    """The restart budget is spent: workers keep dying without serving."""
 
 
-class Supervisor:
-    """Owner of the worker process, its link and its restarts."""
+class WorkerSupervisor:
+    """Owns the worker process, its link and its restarts."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Supervisor:
         command: WorkerCommand,
         environment: Mapping[str, str],
         run_dir: Path,
-        board: Board,
+        engine_status: EngineStatus,
         journal: Journal,
         metrics: EngineMetrics,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
@@ -80,46 +82,46 @@ class Supervisor:
         self._command = command
         self._environment = environment
         self._run_dir = run_dir
-        self._board = board
+        self._engine_status = engine_status
         self._journal = journal
         self._metrics = metrics
         self._policy = policy
-        self._life: WorkerLife | None = None
-        self._num_lives = 0
+        self._worker: WorkerHandle | None = None
+        self._num_starts = 0
         self._num_failures = 0
         self._suspect: Submission | None = None
-        """Runs alone until it has a token; everything else waits for that."""
+        """The request that runs alone until it has a token; everything else waits for that."""
         self._stopping = asyncio.Event()
 
     @property
     def worker_pid(self) -> int | None:
         """Process id of the present worker; None between two."""
-        return self._life.process.pid if self._life else None
+        return self._worker.process.pid if self._worker else None
 
-    def submit(self, entries: list[Entry]) -> None:
+    def submit(self, entries: list[JournalEntry]) -> None:
         """Sends a request's open entries to the worker, now or when the next one is ready."""
-        if self._life and self._life.ready_at is not None and self._suspect is None:
-            self._send(self._life, Submission(entries, resumed=False))
+        if self._worker and self._worker.ready_at is not None and self._suspect is None:
+            self._send(self._worker, Submission(entries, resumed=False))
 
-    def cancel(self, entry: Entry) -> None:
-        """Tells the worker that nobody waits for an entry any more."""
-        if self._life and entry.submitted:
+    def cancel(self, entry: JournalEntry) -> None:
+        """Cancels an entry in the worker, since its client has gone or has its answer."""
+        if self._worker and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
-            self._life.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
+            self._worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Makes a coming step of the worker run out of memory; its process id, None if none."""
-        if self._life is None or self._life.ready_at is None:
+        """Makes a coming step of the worker run out of memory; returns its process id, if any."""
+        if self._worker is None or self._worker.ready_at is None:
             return None
-        self._life.link.post(Fault(after_steps=after_steps))
-        return self._life.process.pid
+        self._worker.link.post(Fault(after_steps=after_steps))
+        return self._worker.process.pid
 
     def kill_worker(self) -> int | None:
-        """SIGKILL to the worker; its process id, None if there is none."""
-        if self._life is None:
+        """Sends SIGKILL to the worker; returns its process id, None without a worker."""
+        if self._worker is None:
             return None
-        self._life.process.kill()
-        return self._life.process.pid
+        self._worker.process.kill()
+        return self._worker.process.pid
 
     async def run(self) -> None:
         """Runs workers, one after the other, until `stop`.
@@ -129,92 +131,92 @@ class Supervisor:
         """
         with zmq.asyncio.Context() as context:
             while not self._stopping.is_set():
-                life = await self._live(context)
+                worker = await self._run_worker(context)
                 if not self._stopping.is_set():
-                    await self._recover(life)
+                    await self._recover(worker)
 
     async def stop(self) -> None:
-        """Ends the worker: asked, then made to. Returns when its process is gone."""
+        """Asks the worker to end, then kills it. Returns when its process is gone."""
         self._stopping.set()
-        life = self._life
-        if life is None:
+        worker = self._worker
+        if worker is None:
             return
-        if life.ready_at is not None:
-            life.link.post(Shutdown())
+        if worker.ready_at is not None:
+            worker.link.post(Shutdown())
         else:  # one that is loading does not listen yet
-            life.process.terminate()
-        await asyncio.wait({life.exited}, timeout=self._policy.stop_grace_s)
-        life.process.kill()
-        await asyncio.wait({life.exited})
+            worker.process.terminate()
+        await asyncio.wait({worker.exited}, timeout=self._policy.stop_grace_s)
+        worker.process.kill()
+        await asyncio.wait({worker.exited})
 
-    async def _live(self, context: zmq.asyncio.Context) -> WorkerLife:
-        """One worker from start to end, its last words included."""
-        self._num_lives += 1
-        life = await self._start(context)
-        receiving = asyncio.create_task(self._receive(life))
+    async def _run_worker(self, context: zmq.asyncio.Context) -> WorkerHandle:
+        """Runs one worker from start to end, its last messages included."""
+        self._num_starts += 1
+        worker = await self._start(context)
+        receiving = asyncio.create_task(self._receive(worker))
         try:
-            while not life.exited.done():
+            while not worker.exited.done():
                 await asyncio.wait(
-                    {life.exited, receiving, life.link.sending},
+                    {worker.exited, receiving, worker.link.sending},
                     timeout=_CHECK_S,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                if self._kill_if_useless(life, receiving):
-                    await asyncio.wait({life.exited})
-            await self._hear_last_words(life, receiving)
+                if self._kill_if_broken(worker, receiving):
+                    await asyncio.wait({worker.exited})
+            await self._drain_messages(worker, receiving)
         finally:
-            self._life = None
-            life.process.kill()
+            self._worker = None
+            worker.process.kill()
             receiving.cancel()
-            await asyncio.gather(receiving, life.exited, return_exceptions=True)
-            await life.link.close()
-        return life
+            await asyncio.gather(receiving, worker.exited, return_exceptions=True)
+            await worker.link.close()
+        return worker
 
-    async def _start(self, context: zmq.asyncio.Context) -> WorkerLife:
+    async def _start(self, context: zmq.asyncio.Context) -> WorkerHandle:
         clear_endpoints(self._run_dir)
-        address = endpoint(self._run_dir, self._num_lives)
+        address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(context, address)
         try:
             process = ChildProcess(self._command(address), self._environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise
-        log.info("worker started", extra={"pid": process.pid, "start": self._num_lives})
-        self._life = WorkerLife(process, link, Watch(self._policy))
-        return self._life
+        log.info("worker started", extra={"pid": process.pid, "start": self._num_starts})
+        self._worker = WorkerHandle(process, link, HangDetector(self._policy))
+        return self._worker
 
-    async def _receive(self, life: WorkerLife) -> None:
+    async def _receive(self, worker: WorkerHandle) -> None:
         while True:
-            message = await life.link.receive()
-            life.heard(message)
-            self._handle(life, message)
+            message = await worker.link.receive()
+            worker.on_message(message)
+            self._handle(worker, message)
             if self._suspect is not None and not self._policy.is_suspect(_stalls(self._suspect)):
-                self._send_waiting(life)
+                self._send_waiting(worker)
 
-    async def _hear_last_words(self, life: WorkerLife, receiving: asyncio.Task[None]) -> None:
-        heard_at = None
-        while heard_at != life.heard_at and not receiving.done():
-            heard_at = life.heard_at
+    async def _drain_messages(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> None:
+        last_message_at = None
+        while last_message_at != worker.last_message_at and not receiving.done():
+            last_message_at = worker.last_message_at
             await asyncio.wait({receiving}, timeout=_LAST_WORDS_S)
 
-    def _kill_if_useless(self, life: WorkerLife, receiving: asyncio.Task[None]) -> bool:
-        """A worker that speaks nonsense, or cannot be reached, is worth no more than a dead one."""
-        if life.exited.done():
+    def _kill_if_broken(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> bool:
+        """Kills a worker that hangs, sends no valid messages or cannot be reached."""
+        if worker.exited.done():
             return False
-        pid = life.process.pid
+        pid = worker.process.pid
         if receiving.done():
             log.error("worker sent what is not a message", exc_info=receiving.exception())
-        elif life.link.sending.done():
-            error = life.link.sending.exception()
+        elif worker.link.sending.done():
+            error = worker.link.sending.exception()
             log.error("nothing can be sent to the worker; killing it", exc_info=error)
-        elif reason := life.look(has_work=bool(self._journal.unfinished())):
+        elif reason := worker.check_health(has_work=bool(self._journal.unfinished())):
             log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})
         else:
             return False
-        life.process.kill()
+        worker.process.kill()
         return True
 
-    def _handle(self, life: WorkerLife, message: ToServer) -> None:
+    def _handle(self, worker: WorkerHandle, message: ToServer) -> None:
         match message:
             case StepDone(outputs=outputs):
                 self._metrics.step_done()
@@ -222,12 +224,12 @@ class Supervisor:
                     entry = self._journal.get(output.request_id)
                     if entry is not None and not entry.is_over:
                         self._metrics.tokens(entry, len(output.token_ids))
-                        entry.take(output)
+                        entry.append_output(output)
                         if entry.is_over and not output.finish:
                             self.cancel(entry)
-            case State(state=state):
+            case StateReport(state=state):
                 self._metrics.worker_state(state)
-                self._board.worker_state(state)
+                self._engine_status.worker_state(state)
             case Admitted(request_id=request_id):
                 self._admitted(request_id)
             case Rejected():
@@ -235,35 +237,36 @@ class Supervisor:
             case RequestFailed():
                 self._request_failed(message)
             case Loading():
-                life.progress(message)
+                worker.on_progress(message)
             case Ready():
-                self._ready(life, message)
+                self._ready(worker, message)
             case StartFailed(error=error, may_retry=may_retry):
-                life.start_error, life.may_retry = error, may_retry
+                worker.start_error, worker.may_retry = error, may_retry
 
-    def _ready(self, life: WorkerLife, ready: Ready) -> None:
-        life.ready_at = time.monotonic()
-        took = round(life.ready_at - life.started_at, 3)
+    def _ready(self, worker: WorkerHandle, ready: Ready) -> None:
+        worker.ready_at = time.monotonic()
+        took = round(worker.ready_at - worker.started_at, 3)
         waiting = self._journal.unfinished()
-        log.info("worker ready", extra={"seconds": took, "resumed_requests": len(waiting)})
+        extra = {"stage": "ready", "seconds": took, "resumed_requests": len(waiting)}
+        log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
-        self._board.worker_ready(ready)
-        self._send_waiting(life)
+        self._engine_status.worker_ready(ready)
+        self._send_waiting(worker)
 
-    def _send_waiting(self, life: WorkerLife) -> None:
+    def _send_waiting(self, worker: WorkerHandle) -> None:
         """Sends what no worker has: the oldest suspect alone, or everything when there is none."""
         waiting = list(self._journal.submissions())
         suspects = [each for each in waiting if self._policy.is_suspect(_stalls(each))]
         self._suspect = suspects[0] if suspects else None
         for submission in suspects[:1] or waiting:
-            self._send(life, submission)
+            self._send(worker, submission)
 
-    def _send(self, life: WorkerLife, submission: Submission) -> None:
+    def _send(self, worker: WorkerHandle, submission: Submission) -> None:
         for entry in submission.entries:
             entry.submitted = True
-        life.asked()
+        worker.on_submit()
         requests = [entry.engine_request() for entry in submission.entries]
-        life.link.post(Submit(requests=requests, resumed=submission.resumed))
+        worker.link.post(Submit(requests=requests, resumed=submission.resumed))
 
     def _admitted(self, request_id: str) -> None:
         entry = self._journal.get(request_id)
@@ -271,7 +274,7 @@ class Supervisor:
             entry.admitted = True
 
     def _rejected(self, rejected: Rejected) -> None:
-        """Only new requests are rejected: one that a worker took before waits for memory there."""
+        """Fails a new request; one that a worker had admitted waits for memory there instead."""
         entry = self._journal.get(rejected.request_id)
         if entry is not None:
             entry.fail(rejection_error(rejected))
@@ -281,23 +284,24 @@ class Supervisor:
         if entry is not None and failed.field:
             entry.fail(invalid(failed.field, f"{failed.field}: {failed.message}"))
         elif entry is not None:
-            self._board.fault(0.9)
+            self._engine_status.fault(0.9)
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
-    async def _recover(self, life: WorkerLife) -> None:
+    async def _recover(self, worker: WorkerHandle) -> None:
         """Decides what a worker's end means, and waits as long as the policy says."""
-        status = life.exited.result()
-        log.warning("worker ended", extra={"pid": life.process.pid, "status": status})
-        if self._board.ready is None and (status == 2 or not life.may_retry):
-            raise StartError(life.start_error or "the worker could not start; see its log above")
-        self._board.worker_lost()
+        status = worker.exited.result()
+        extra = {"stage": f"worker ended with status {status}", "pid": worker.process.pid}
+        log.warning("worker ended", extra={**extra, "status": status})
+        if self._engine_status.ready is None and (status == 2 or not worker.may_retry):
+            raise StartError(worker.start_error or "the worker could not start; see its log above")
+        self._engine_status.worker_lost()
         self._metrics.worker_restarts.inc()
         self._resume_entries()
-        self._num_failures = 1 if life.has_served(self._policy) else self._num_failures + 1
-        self._board.set_live(not self._policy.is_last_chance(self._num_failures))
+        self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
+        self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
         backoff = self._policy.backoff(self._num_failures)
         if backoff is None:
-            reason = life.start_error or f"exit status {status}"
+            reason = worker.start_error or f"exit status {status}"
             raise GaveUpError(f"{self._num_failures} workers in a row ended early ({reason})")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(backoff):
@@ -314,12 +318,12 @@ class Supervisor:
 
 
 def _stalls(submission: Submission) -> int:
-    """Deaths of workers since the last token of what went together, as far as they matter now."""
+    """Returns how many workers have died since the last token of requests submitted together."""
     return max((e.stalled_resumes for e in submission.entries if not e.is_over), default=0)
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:
-    """What the client of a rejected request is told."""
+    """Returns the error that the client of a rejected request gets."""
     facts = {
         "needed_bytes": str(rejected.needed_bytes),
         "available_bytes": str(rejected.available_bytes),

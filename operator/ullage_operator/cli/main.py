@@ -1,12 +1,24 @@
-"""`ullage`: serve a manifest here, or show what the operator would apply."""
+"""`ullage`: serve a manifest here, show what the operator would apply, make keys, quantise."""
 
 import argparse
+import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
-from ullage_operator.cli import key, plan, quantize, up
-from ullage_operator.errors import OperatorError
-from ullage_operator.settings import VERSION
+import yaml
+
+from ullage_common.process.config_file import TENANT_NAME, entry, new_key
+from ullage_operator.api.errors import LocalFailure, OperatorError
+from ullage_operator.api.spec import VERSION, Settings
+from ullage_operator.cli import up
+from ullage_operator.cli.up import read_service
+from ullage_operator.conditions.conditions import MONITORING
+from ullage_operator.controller.plan import Manifest, Observed, plan
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
@@ -26,9 +38,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ullage {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up.add_parser(commands)
-    plan.add_parser(commands)
-    quantize.add_parser(commands)
-    key.add_parser(commands)
+    add_plan_parser(commands)
+    add_quantize_parser(commands)
+    add_key_parser(commands)
     return parser
 
 
@@ -42,6 +54,155 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     return status
+
+
+PLAN_HELP = """examples:
+  ullage plan -f examples/smollm2.yaml
+  ullage plan -f service.yaml -o json | jq '.items[].kind'
+  ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
+
+Images come from ULLAGE_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the operator.
+"""
+
+
+def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="print what the operator would apply",
+        description="Prints every object that the operator would apply for an LLMService.",
+        epilog=PLAN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
+    parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(yaml)")
+    parser.add_argument(
+        "--pod-monitors", action="store_true", help="as where the Prometheus operator is installed"
+    )
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    service = read_service(options.file)
+    serves = frozenset(MONITORING if options.pod_monitors else ())
+    observed = Observed(now=datetime.now(UTC), serves=serves)
+    objects = plan(service, observed, Settings.from_env(os.environ)).apply
+    sys.stdout.write(render(list(objects), options.output))
+    return 0
+
+
+def render(objects: list[Manifest], output: str) -> str:
+    """YAML documents, or a JSON List."""
+    if output == "json":
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
+    return yaml.dump_all(objects, Dumper=PlainDumper, sort_keys=False)
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Writes shared values in full: anchors would only distract readers."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+KEY_HELP = """examples:
+  ullage key new alice                          print a key and the entry that lets it in
+  ullage key new alice --into secrets/my-keys   also add the entry to that folder (ullage up)
+"""
+
+
+def add_key_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "key",
+        help="make an API key",
+        description="Makes API keys of tenants (spec.tenants).",
+        epilog=KEY_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    new = actions.add_parser("new", help="print a new key and its entry")
+    new.add_argument("tenant", metavar="TENANT", help="name of the key in the Secret")
+    new.add_argument("--into", type=Path, metavar="DIR", help="add the entry to DIR/TENANT")
+    new.set_defaults(run=run_key)
+
+
+def run_key(options: argparse.Namespace) -> int:
+    name, key = options.tenant, new_key()
+    if not TENANT_NAME.fullmatch(name):
+        raise LocalFailure(
+            f"TENANT {name!r}: use at most 63 lower-case letters, digits, '-', '_' and '.'"
+        )
+    if options.into:
+        add_entry(options.into / name, entry(key))
+    print(f"key    {key}")
+    print(f"entry  {entry(key)}")
+    print(f"\nThe key is for {name} alone and is kept nowhere; the entry is a line of {name}'s key")
+    print("in the Secret of spec.tenants.secretName. See docs/tenants.md.")
+    return 0
+
+
+def add_entry(path: Path, line: str) -> None:
+    """Adds a line, so that earlier keys go on working."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        gap = "\n" if old and not old.endswith("\n") else ""
+        path.write_text(f"{old}{gap}{line}\n", encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LocalFailure(f"--into {path.parent}: {error}; choose another folder") from error
+
+
+QUANTIZE_MODULE = "ullage_engine.quantize.convert"
+
+
+def add_quantize_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="write a model in a smaller format",
+        add_help=False,
+        # Whatever follows belongs to the engine's own parser, -h included.
+        prefix_chars="\0",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run_quantize)
+
+
+def run_quantize(options: argparse.Namespace) -> int:
+    return quantize([sys.executable, "-m", QUANTIZE_MODULE, *options.arguments])
+
+
+def quantize(command: list[str]) -> int:
+    """Exit status of the engine's command, which prints its own progress and errors.
+
+    Raises:
+        LocalFailure: it could not run at all.
+    """
+    try:
+        status = _wait_for(command)
+    except OSError as error:
+        raise LocalFailure(f"cannot run {command[0]}: {error.strerror}") from error
+    except KeyboardInterrupt:
+        return 130
+    if status < 0:
+        raise LocalFailure(
+            f"quantize was ended by signal {-status}; if that was for memory, it needs room for "
+            "the largest matrix and a shard of 2 GiB"
+        )
+    if status not in (0, 2, 130, 143):
+        raise LocalFailure(
+            f"quantize ended with status {status} for the reason above; "
+            "if a module is missing, install ullage[engine]"
+        )
+    return status
+
+
+def _wait_for(command: list[str]) -> int:
+    """Waits for the command to clean up, however this process is ended."""
+    with subprocess.Popen(command) as process:
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
 
 if __name__ == "__main__":

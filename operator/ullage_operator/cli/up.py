@@ -1,4 +1,6 @@
-"""`ullage up`: serve a manifest on this machine until Ctrl-C."""
+"""`ullage up`: reads an LLMService from a file, serves it on this machine until Ctrl-C, and shows
+the progress of the start in one live table on a terminal and in plain lines elsewhere.
+"""
 
 import argparse
 import asyncio
@@ -7,20 +9,100 @@ import json
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import yaml
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
-from ullage_operator.cli.manifest import read_service
-from ullage_operator.errors import LocalFailure
-from ullage_operator.local.plan import LocalPlan, plan_local
-from ullage_operator.local.ports import LOOPBACK, PortBusy
-from ullage_operator.local.process import PodFailed, PodProcess
-from ullage_operator.local.runtime import LocalRuntime, is_among, write_files
-from ullage_operator.local.scaling import keep_scaled
-from ullage_operator.local.view import StartView
+from ullage_operator.api.errors import InvalidManifest, LocalFailure
+from ullage_operator.api.spec import Service, parse
+from ullage_operator.local.plan import LOOPBACK, LocalPlan, plan_local
+from ullage_operator.local.runtime import (
+    LocalRuntime,
+    PodProcess,
+    is_among,
+    keep_scaled,
+    write_files,
+)
+
+
+class StartView:
+    """Shows what every pod is doing until all are ready."""
+
+    def __init__(self, names: list[str], console: Console) -> None:
+        self._doing = dict.fromkeys(names, "starting")
+        self._console = console
+        self._started = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> "StartView":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def update(self, name: str, doing: str) -> None:
+        if self._doing.get(name) == doing:
+            return
+        self._doing[name] = doing
+        if self._live.is_started:
+            self._live.update(self._table())
+        else:
+            self._console.print(f"{self.seconds:5.1f} s  {name}: {doing}", highlight=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, doing in self._doing.items():
+            table.add_row(name, doing, f"{self.seconds:.1f} s")
+        return table
+
+
+def read_service(path: Path) -> Service:
+    """The one LLMService of a YAML or JSON file, checked as the API server would.
+
+    Raises:
+        LocalFailure: one line for each problem, each starting with the file's name.
+    """
+    try:
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise LocalFailure(f"{path}: {error.strerror}; -f takes an existing manifest") from error
+    except UnicodeDecodeError as error:
+        raise LocalFailure(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise LocalFailure(f"{path}: not YAML: {one_line(error)}") from error
+    services = [document for document in documents if document is not None]
+    if len(services) != 1:
+        raise LocalFailure(
+            f"{path}: {len(services)} documents; give one LLMService a file, "
+            "such as examples/smollm2.yaml"
+        )
+    try:
+        return parse(services[0])
+    except InvalidManifest as error:
+        raise LocalFailure("\n".join(f"{path}: {each}" for each in error.problems)) from error
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml
@@ -63,17 +145,14 @@ def run(options: argparse.Namespace) -> int:
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
     with run_directory(options.run_dir) as run_dir:
-        try:
-            plan = plan_local(
-                service,
-                run_dir,
-                http_port=options.http_port,
-                grpc_port=options.grpc_port,
-                log_level="debug" if options.verbose else "info",
-                secrets=options.secrets,
-            )
-        except PortBusy as error:
-            raise LocalFailure(str(error)) from error
+        plan = plan_local(
+            service,
+            run_dir,
+            http_port=options.http_port,
+            grpc_port=options.grpc_port,
+            log_level="debug" if options.verbose else "info",
+            secrets=options.secrets,
+        )
         write_files(plan.files)
         asyncio.run(serve(plan, run_dir, options.state_file))
     return 0
@@ -97,34 +176,45 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
-    """Runs the plan until SIGINT or SIGTERM.
+    """Runs the plan until SIGINT or SIGTERM; another of them ends what still stops.
 
     Raises:
         LocalFailure: a pod can never work; everything is stopped by then.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     names = [pod.name for pod in plan.pods if is_among(plan.pods, pod, plan.sizes)]
-    console.print(f"starting {plan.model}: {', '.join(names)}")
     view = StartView(names, console)
     runtime = LocalRuntime(plan.pods, run_dir, view.update, plan.sizes)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            runtime.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    console.print(f"starting {plan.model}: {', '.join(names)}")
     async with runtime.running() as followed:
-        with view:
-            ready = asyncio.create_task(runtime.ready())
-            await first_of(followed, ready, stop)
-        if ready.done() and not stop.is_set():
-            announce(plan, runtime, run_dir, state_file, console, view.seconds)
-            async with scaling(plan, runtime, console):
-                await first_of(followed, None, stop)
-        ready.cancel()
-        console.print("stopping ...")
+        try:
+            with view:
+                ready = asyncio.create_task(runtime.ready())
+                await first_of(followed, ready, stop)
+            if ready.done() and not stop.is_set():
+                announce(plan, runtime, run_dir, state_file, console, view.seconds)
+                async with scaling(plan, runtime, console):
+                    await first_of(followed, None, stop)
+        finally:
+            ready.cancel()
+            is_asked = stop.is_set()
+            stop.set()  # from here on a signal ends what still stops
+            hint = " (Ctrl-C again: at once)" if is_asked else " (Ctrl-C: at once)"
+            console.print(f"stopping ...{hint}")
 
 
 @contextlib.asynccontextmanager
 async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
-    """Within the block, pools that scale have as many engines as they need."""
+    """Scales pools within the block, so that they have as many engines as they need."""
     if not plan.policies:
         yield
         return
@@ -146,18 +236,17 @@ async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> A
 
 
 async def first_of(
-    followed: "asyncio.Task[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
+    followed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
     """Returns when one of them is done; a failed pod is raised."""
     stopped = asyncio.create_task(stop.wait())
-    waited: set[asyncio.Task[Any]] = {followed, stopped} | ({ready} if ready else set())
+    waited: set[asyncio.Future[Any]] = {followed, stopped}
+    if ready:
+        waited.add(ready)
     done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    try:
-        for task in done - {stopped}:
-            task.result()
-    except PodFailed as error:
-        raise LocalFailure(str(error)) from error
+    for future in done - {stopped}:
+        future.result()
 
 
 def announce(
@@ -215,7 +304,7 @@ def address(scheme: str, ports: Mapping[str, int], name: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whoever waits for the file never reads half of it."""
+    """Writes a file so that whoever waits for it never reads half of it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -1,1 +1,4 @@
-"""The process runtime: executes the operator's plan on this machine, without Kubernetes."""
+"""Runs the operator's plan as processes on this machine instead of pods: `ullage up`.
+
+It knows processes and ports and no cluster.
+"""

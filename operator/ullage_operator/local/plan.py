@@ -1,5 +1,11 @@
-"""The operator's plan, with loopback in place of the cluster's addresses and volumes."""
+"""The operator's plan for one machine: pods become commands, files and loopback ports. Pure.
 
+Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
+folder with one file a key, as the kubelet would mount it.
+"""
+
+import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -9,18 +15,214 @@ from typing import Any
 import msgspec
 import yaml
 
-from ullage_operator import naming
-from ullage_operator.autoscale import Policy
-from ullage_operator.configs import to_yaml
-from ullage_operator.errors import LocalFailure
-from ullage_operator.local.pods import Manifest, Pod, pod_names, pods, workloads
-from ullage_operator.local.ports import LOOPBACK, assign
-from ullage_operator.local.secrets import mounted, secret_folders
-from ullage_operator.plan import Observed, plan
-from ullage_operator.scaling import autoscaling_of, policy, replicas
-from ullage_operator.settings import Settings
-from ullage_operator.spec import Service
-from ullage_rpc.memory import usable_bytes
+from ullage_common.process.memory import usable_bytes
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.autoscaling import autoscaling_of, replicas
+from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.manifests.config_files import to_yaml
+
+Manifest = Mapping[str, Any]
+
+ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
+"""Commands of the images, run here as modules of the same interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One replica of a pod template, as a process."""
+
+    name: str
+    owner: str
+    """Name of the Deployment or StatefulSet."""
+    part: str
+    """Part of the spec that the pod belongs to, such as pools.single or router."""
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    ports: Mapping[str, int]
+    """Loopback port of every named container port."""
+    grace_s: float
+    """Time to end after SIGTERM, in which answers under way end, too."""
+
+
+def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
+    return [item for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
+
+
+def pod_names(workload: Manifest) -> list[str]:
+    """Stable names, as a StatefulSet gives them."""
+    name = workload["metadata"]["name"]
+    return [f"{name}-{index}" for index in range(workload["spec"]["replicas"])]
+
+
+def pods(
+    objects: Sequence[Manifest], run_dir: Path, ports: Mapping[str, Mapping[str, int]]
+) -> list[Pod]:
+    """The processes of a plan.
+
+    `ports` gives the loopback port of every named container port, by pod name.
+    """
+    return [
+        make_pod(workload, name, run_dir, ports[name])
+        for workload in workloads(objects)
+        for name in pod_names(workload)
+    ]
+
+
+def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, int]) -> Pod:
+    spec = workload["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    mounts = mount_paths(container, run_dir, name)
+    given = {item["name"]: env_value(item, name) for item in container.get("env", ())}
+    env = {key: translate(value, {}, mounts) for key, value in given.items()}
+    arguments = [translate(text, env, mounts) for text in container.get("args", ())]
+    return Pod(
+        name=name,
+        owner=workload["metadata"]["name"],
+        part=spec_part(workload),
+        command=(*entry_point(container["command"]), *arguments),
+        env=env,
+        ports=ports,
+        grace_s=spec["terminationGracePeriodSeconds"],
+    )
+
+
+def spec_part(workload: Manifest) -> str:
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    pool = labels.get(naming.POOL_LABEL)
+    return f"pools.{pool}" if pool else str(labels["app.kubernetes.io/component"])
+
+
+def entry_point(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", ENTRY_POINTS[command[0]], *command[1:]]
+
+
+def env_value(item: Mapping[str, Any], pod_name: str) -> str:
+    """A literal value, or the one downward-API field that the manifests use."""
+    if "value" in item:
+        return str(item["value"])
+    assert item["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name", item
+    return pod_name
+
+
+def mount_paths(container: Mapping[str, Any], run_dir: Path, pod_name: str) -> dict[str, Path]:
+    """Folder on this machine of every mount path; downloads are shared by all pods."""
+    return {
+        mount["mountPath"]: run_dir / mount["name"]
+        if mount["mountPath"] == naming.CACHE_DIR
+        else run_dir / pod_name / mount["name"]
+        for mount in container.get("volumeMounts", ())
+    }
+
+
+def translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
+    """Expands $(NAME) as the kubelet does, and mount paths to folders of this machine."""
+    for name, value in env.items():
+        text = text.replace(f"$({name})", value)
+    for path, folder in mounts.items():
+        if text.startswith(f"{path}/"):
+            return str(folder) + text.removeprefix(path)
+    return text
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def assign(
+    objects: Sequence[Manifest], fixed: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """A port for every named container port of every pod; `fixed` wins, 0 means any.
+
+    Raises:
+        LocalFailure: a fixed port cannot be bound; the message names the flag.
+    """
+    with_ports: dict[str, dict[str, int]] = {}
+    reserved: list[socket.socket] = []
+    try:
+        for workload in workloads(objects):
+            for name in pod_names(workload):
+                fixed_ports = fixed.get(workload["metadata"]["name"], {})
+                with_ports[name] = {
+                    port: reserve(fixed_ports.get(port, 0), port, reserved)
+                    for port in container_ports(workload)
+                }
+    finally:
+        for sock in reserved:
+            sock.close()
+    return with_ports
+
+
+def container_ports(workload: Mapping[str, Any]) -> list[str]:
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    return [port["name"] for port in container["ports"]]
+
+
+def reserve(port: int, name: str, reserved: list[socket.socket]) -> int:
+    """Binds the port until all are assigned, so that no two pods get the same one."""
+    sock = socket.socket()
+    # As servers do: a port whose old connections linger in TIME_WAIT is free.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((LOOPBACK, port))
+    except OSError as error:
+        sock.close()
+        raise LocalFailure(
+            f"port {port} on {LOOPBACK} is taken; choose another with --{name}-port, or 0 for any"
+        ) from error
+    reserved.append(sock)
+    return int(sock.getsockname()[1])
+
+
+def secret_folders(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, dict[str, Path]]:
+    """Returns by pod name the folder on this machine of every path at which a Secret is mounted.
+
+    Args:
+        secrets: folder with one folder a Secret, by its name.
+
+    Raises:
+        LocalFailure: a Secret is named and has no folder.
+    """
+    return {
+        name: pod_folders(workload["spec"]["template"]["spec"], secrets)
+        for workload in workloads(objects)
+        for name in pod_names(workload)
+    }
+
+
+def pod_folders(pod: Manifest, secrets: Path | None) -> dict[str, Path]:
+    names = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+    return {
+        mount["mountPath"]: folder_of(names[mount["name"]], secrets)
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] in names
+    }
+
+
+def folder_of(name: str, secrets: Path | None) -> Path:
+    if secrets is None:
+        raise LocalFailure(
+            f"the service names the Secret {name}; pass --secrets DIR with a folder {name} in it"
+        )
+    folder = (secrets / name).resolve()
+    if not folder.is_dir():
+        raise LocalFailure(f"--secrets {secrets}: has no folder {name}; make it, one file a key")
+    return folder
+
+
+def mounted(document: Any, folders: Mapping[str, Path]) -> Any:
+    """A configuration with the folders of this machine in place of mount paths."""
+    match document:
+        case dict():
+            return {name: mounted(value, folders) for name, value in document.items()}
+        case list():
+            return [mounted(value, folders) for value in document]
+        case str() if document in folders:
+            return str(folders[document])
+        case _:
+            return document
+
 
 Ports = Mapping[str, Mapping[str, int]]
 """Loopback port of every named container port, by pod name."""
@@ -45,12 +247,12 @@ class LocalPlan:
 
     model: str
     pods: list[Pod]
-    """Also those of pools that scale which do not run yet."""
+    """Every pod, also those of pools that scale which do not run yet."""
     files: list[File]
-    policies: Mapping[str, Policy] = field(default_factory=dict)
-    """Of pools that scale."""
+    policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
+    """Policies of pools that scale."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """With how many engines these begin."""
+    """Number of engines that these pools begin with."""
 
 
 def plan_local(
@@ -68,31 +270,29 @@ def plan_local(
     Secret that the service names.
 
     Raises:
-        PortBusy: a port is taken.
-        LocalFailure: the service asks for no engine, names another service, a Secret has no folder,
-            or the folder's path is too long.
+        LocalFailure: a port is taken, the service asks for no engine or names another service, a
+            Secret has no folder, or the folder's path is too long.
     """
     check_cascade(service)
     check_pools(service)
-    adapted = with_log_level(one_router(fully_scaled(service)), log_level)
     observed = Observed(now=datetime.now(UTC))
-    decided = plan(adapted, observed, Settings(on_kubernetes=False))
-    wanted = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
-    ports = assign(decided.apply, wanted)
-    made = pods(decided.apply, run_dir, ports)
-    check_engines(made)
-    check_length(made, run_dir)
+    decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
+    router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
+    ports = assign(decided.apply, router_ports)
+    planned = pods(decided.apply, run_dir, ports)
+    check_engines(planned)
+    check_length(planned, run_dir)
     objects = share_memory(decided.apply)
     files = with_secrets(pod_files(objects, run_dir, ports), secret_folders(objects, secrets))
     return LocalPlan(
-        service.spec.model.name, made, files, policies_of(service), first_sizes(service)
+        service.spec.model.name, planned, files, policies_of(service), first_sizes(service)
     )
 
 
-def policies_of(service: Service) -> dict[str, Policy]:
-    """Of pools that scale; here there is nobody else to do it, whatever the provider."""
-    found = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
-    return {name: policy(scaling) for name, scaling in found.items() if scaling}
+def policies_of(service: Service) -> dict[str, AutoscalingSpec]:
+    """Returns the policies of pools that scale; here nobody else does it, whatever the provider."""
+    autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
+    return {name: scaling for name, scaling in autoscaling.items() if scaling}
 
 
 def first_sizes(service: Service) -> dict[str, int]:
@@ -100,24 +300,35 @@ def first_sizes(service: Service) -> dict[str, int]:
     return {name: replicas(pools[name], None, None) for name in policies_of(service)}
 
 
-def fully_scaled(service: Service) -> Service:
-    """With every engine that there can ever be: each has its ports and files from the start."""
+def adapted(service: Service, log_level: str) -> Service:
+    """Returns the service as this machine runs it.
+
+    Every engine that there can ever be has its ports and files from the start; routers would share
+    one port, so there is one; and a service that names no log level has this one.
+    """
+    spec, replaced = service.spec, msgspec.structs.replace
     pools = {
-        name: msgspec.structs.replace(pool, replicas=scaling.max_replicas)
+        name: replaced(pool, replicas=scaling.max_replicas)
         if (scaling := autoscaling_of(pool))
         else pool
-        for name, pool in service.spec.pools.items()
+        for name, pool in spec.pools.items()
     }
-    spec = msgspec.structs.replace(service.spec, pools=pools)
-    return msgspec.structs.replace(service, spec=spec)
+    level = spec.observability.log_level or log_level
+    spec = replaced(
+        spec,
+        pools=pools,
+        router=replaced(spec.router, replicas=1),
+        observability=replaced(spec.observability, log_level=level),
+    )
+    return replaced(service, spec=spec)
 
 
 def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]]) -> list[File]:
     """The files with this machine's folders of Secrets, which `folders` has by pod name."""
-    found = [(file, folders[file.path.parent.parent.name]) for file in files]
+    with_folders = [(file, folders[file.path.parent.parent.name]) for file in files]
     return [
         replace(file, text=to_yaml(mounted(yaml.safe_load(file.text), own))) if own else file
-        for file, own in found
+        for file, own in with_folders
     ]
 
 
@@ -126,54 +337,26 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
 
     On Kubernetes an engine's share its container's limit; here each would take the whole machine.
     """
-    counts = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
-    engines = {item["metadata"]["name"]: item for item in objects if is_engine(item)}
-    workers = {name: counts[name] * num_workers(item) for name, item in engines.items()}
-    budgets = {name: budget(item) for name, item in engines.items()}
-    taken = sum(given * workers[name] for name, given in budgets.items() if given is not None)
-    num_open = sum(workers[name] for name, given in budgets.items() if given is None)
+    num_pods = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
+    engines: dict[str, Document] = {
+        item["metadata"]["name"]: yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
+        for item in objects
+        if naming.ENGINE_CONFIG in item.get("data", {})
+    }
+    num_workers = {name: num_pods[name] * engine["gpus"] for name, engine in engines.items()}
+    budgets = {name: engine["memory"].get("device_bytes") for name, engine in engines.items()}
+    taken = sum((budgets[name] or 0) * num_workers[name] for name in engines)
+    num_open = sum(num_workers[name] for name in engines if budgets[name] is None)
     share = max(0, usable_bytes() - taken) // max(1, num_open)
-    return [with_budget(item, share) if is_engine(item) else item for item in objects]
-
-
-def is_engine(item: Manifest) -> bool:
-    """Whether it is the ConfigMap of an engine."""
-    return naming.ENGINE_CONFIG in item.get("data", {})
-
-
-def num_workers(item: Manifest) -> int:
-    """Workers of an engine, each with a device of its own."""
-    document: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
-    return int(document["gpus"])
-
-
-def budget(item: Manifest) -> int | None:
-    """Bytes of a device as an engine's ConfigMap has them."""
-    memory: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])["memory"]
-    return memory.get("device_bytes")
-
-
-def with_budget(item: Manifest, device_bytes: int) -> Manifest:
-    """An engine's ConfigMap with a budget, its own if it has one."""
-    document: Document = yaml.safe_load(item["data"][naming.ENGINE_CONFIG])
-    memory = {"device_bytes": device_bytes} | document["memory"]
-    data = item["data"] | {naming.ENGINE_CONFIG: to_yaml(document | {"memory": memory})}
-    return {**item, "data": data}
-
-
-def one_router(service: Service) -> Service:
-    """Routers of one machine would share one port, so there is one."""
-    router = msgspec.structs.replace(service.spec.router, replicas=1)
-    spec = msgspec.structs.replace(service.spec, router=router)
-    return msgspec.structs.replace(service, spec=spec)
-
-
-def with_log_level(service: Service, level: str) -> Service:
-    """A service that names no level has this one."""
-    own = service.spec.observability
-    told = msgspec.structs.replace(own, log_level=own.log_level or level)
-    spec = msgspec.structs.replace(service.spec, observability=told)
-    return msgspec.structs.replace(service, spec=spec)
+    for engine in engines.values():
+        engine["memory"].setdefault("device_bytes", share)
+    return [
+        {**item, "data": item["data"] | {naming.ENGINE_CONFIG: to_yaml(engines[name])}}
+        if naming.ENGINE_CONFIG in item.get("data", {})
+        else item
+        for item in objects
+        for name in [item["metadata"]["name"]]
+    ]
 
 
 def check_cascade(service: Service) -> None:
@@ -203,15 +386,15 @@ def check_pools(service: Service) -> None:
             )
 
 
-def check_engines(made: Iterable[Pod]) -> None:
-    if all("http" in pod.ports for pod in made):
+def check_engines(planned: Iterable[Pod]) -> None:
+    if all("http" in pod.ports for pod in planned):
         raise LocalFailure(
             "spec.pools: no pool asks for an engine; set spec.pools.single.replicas to 1"
         )
 
 
-def check_length(made: Iterable[Pod], run_dir: Path) -> None:
-    for pod in made:
+def check_length(planned: Iterable[Pod], run_dir: Path) -> None:
+    for pod in planned:
         length = len(str(run_dir / pod.name).encode()) + len(SOCKET_NAME)
         if length > MAX_SOCKET_PATH:
             raise LocalFailure(
@@ -286,10 +469,11 @@ def local_router(
         for pool in document["pools"]
     ]
     names = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
-    listen = {
+    listen: dict[str, dict[str, Any]] = {
         section: {"host": LOOPBACK, "port": ports[name]}
         for name, section in names.items()
         if name in ports
     }
-    made = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
-    return {name: section for name, section in made.items() if name != "rollout_file"}
+    listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
+    sections = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
+    return {name: section for name, section in sections.items() if name != "rollout_file"}

@@ -1,18 +1,222 @@
-"""Runs the pods of a plan until told to stop; afterwards nothing of them is left."""
+"""Runs the pods of a plan as processes until it is stopped, and ends every one of them then.
+
+A process is restarted when it crashes, asked by the probes that the kubelet would make whether it
+serves, and started or stopped as its pool scales, by the same measures and decisions as in a
+cluster.
+"""
 
 import asyncio
 import contextlib
+import ctypes
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
-from ullage_operator.local.plan import File
-from ullage_operator.local.pods import Pod
-from ullage_operator.local.process import PodFailed, PodProcess
-from ullage_operator.local.readiness import wait_ready
+import grpc
+import httpx
+import msgspec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-# What a person at a terminal waits for. A pod drains for limits.requestTimeout, which may be
-# longer: a local stop cuts off the answers that take longer than this.
-STOP_GRACE_S = 20.0
+from ullage_common.wire.channels import open_channel
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
+from ullage_operator.local.plan import LOOPBACK, File, Pod
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+STEADY_S = 60.0
+"""A process that lived this long starts over with the first backoff."""
+MAX_FAILURES = 5
+"""Exits in a row, none after a steady run, until it is taken for hopeless."""
+TAIL_LINES = 5
+READ_BYTES = 1 << 16
+LONGEST_LINE = 1 << 20
+"""Bytes of a line of output; a longer one is logged as several."""
+MISUSE = 2
+"""Exit status of a process whose configuration can never work."""
+PR_SET_PDEATHSIG = 1
+
+
+class PodFailed(LocalFailure):
+    """A pod that can never work; the message is its own last words."""
+
+
+def die_with_parent() -> None:
+    """Runs in the child: the kernel kills it when the parent is gone, however that went.
+
+    SIGKILL, because then nobody is left to insist. An engine's worker asks for the same.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class PodProcess:
+    """Owner of one pod's process and log file."""
+
+    def __init__(self, pod: Pod, log_path: Path, on_progress: Callable[[str], None]) -> None:
+        self.pod = pod
+        self.log_path = log_path
+        self.restarts = 0
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._last_error = ""
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    async def run(self) -> None:
+        """Keeps the process running until `stop`.
+
+        Raises:
+            PodFailed: it exited with the status that says a restart cannot help, or too often.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            status = await self._run_once()
+            if self._stopping.is_set():
+                return
+            if status == MISUSE:
+                raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
+            failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
+            if failures == MAX_FAILURES:
+                count = f"exited {failures} times in a row, last with status {status}"
+                raise PodFailed(f"{count}\n{tail(self.log_path)}")
+            pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
+            self._on_progress(f"exited with status {status}; restarting in {pause:.1f} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
+            self.restarts += 1
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL to whatever is left after the pod's grace or `kill`."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self.pod.grace_s)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the pod with its children, which are a session of their own, for good."""
+        self._stopping.set()
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        self._process = await asyncio.create_subprocess_exec(
+            *self.pod.command,
+            env={**os.environ, **self.pod.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C in a terminal goes to the whole foreground group; pods are stopped in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        if self._stopping.is_set():
+            self._process.terminate()  # stopped while it was being started
+        assert self._process.stdout is not None
+        with self.log_path.open("a", encoding="utf-8") as log:
+            await self._follow(self._process.stdout, log)
+        return await self._process.wait()
+
+    async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
+        async for line in lines_of(output):
+            print(line, file=log, flush=True)
+            if "error: " in line and not line.startswith("{"):
+                self._last_error = line.partition("error: ")[2]
+            elif progress := progress_of(line):
+                self._on_progress(progress)
+
+
+async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines as they are written; of an overlong one, pieces, so that none has to be held whole."""
+    pending = b""
+    while chunk := await output.read(READ_BYTES):
+        *whole, pending = (pending + chunk).split(b"\n")
+        for raw in whole:
+            yield raw.decode(errors="replace").rstrip()
+        if len(pending) > LONGEST_LINE:
+            yield pending.decode(errors="replace")
+            pending = b""
+    if pending:
+        yield pending.decode(errors="replace").rstrip()
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+class LogLine(msgspec.Struct):
+    """The fields of a JSON log line that show progress."""
+
+    stage: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+def progress_of(line: str) -> str:
+    """What to show of a log line: its stage and percentage, or nothing."""
+    if not line.startswith("{"):
+        return ""
+    with contextlib.suppress(msgspec.MsgspecError):
+        log = msgspec.json.decode(line, type=LogLine)
+        percent = f" {log.done_bytes / log.total_bytes:.0%}" if log.total_bytes > 0 else ""
+        return f"{log.stage}{percent}" if log.stage else ""
+    return ""
+
+
+POLL_S = 0.1
+PROBE_TIMEOUT_S = 2.0
+
+
+async def wait_ready(pod: Pod) -> None:
+    """Returns once the pod answers its readiness probe; it may take for ever."""
+    if "probe" in pod.ports:
+        await wait_grpc(f"{LOOPBACK}:{pod.ports['probe']}")
+    elif "http" in pod.ports:
+        await wait_http(f"http://{LOOPBACK}:{pod.ports['http']}/readyz")
+    else:
+        await wait_grpc(f"{LOOPBACK}:{pod.ports['grpc']}")
+
+
+async def wait_http(url: str) -> None:
+    async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(url)).is_success:
+                    return
+            await asyncio.sleep(POLL_S)
+
+
+async def wait_grpc(target: str) -> None:
+    request = health_pb2.HealthCheckRequest(service="readiness")
+    async with open_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                answer = await stub.Check(request, timeout=PROBE_TIMEOUT_S)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(POLL_S)
+
+
+END_TIMEOUT_S = 20.0
 
 OnProgress = Callable[[str, str], None]
 """Called with a pod's name and what it is doing."""
@@ -24,7 +228,7 @@ class LocalRuntime:
     Args:
         pods: all that may run.
         run_dir: where their logs go.
-        on_progress: told what each does.
+        on_progress: called with the name and state of each pod.
         sizes: by pool, how many of its pods run at first; of a pool that is not named, all.
     """
 
@@ -46,30 +250,28 @@ class LocalRuntime:
 
     @property
     def processes(self) -> list[PodProcess]:
-        """Of the pods that run."""
+        """Processes of the pods that run."""
         return list(self._running.values())
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Starts every pod; inside, the yielded task ends only by `PodFailed`.
+    async def running(self) -> AsyncIterator[asyncio.Future[None]]:
+        """Starts every pod; inside, the yielded future ends only by `PodFailed`.
 
         On leaving, routers stop before engines so that streams end as answers and not as errors.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        followed = asyncio.create_task(self._follow(self._failed))
         for process in self.processes:
             self._start(process)
         try:
-            yield followed
+            yield self._failed
         finally:
             routers = [p for p in self.processes if "http" in p.pod.ports]
             engines = [p for p in self.processes if "http" not in p.pod.ports]
             for group in (routers, engines):
-                await asyncio.gather(*(process.stop(STOP_GRACE_S) for process in group))
+                await asyncio.gather(*(process.stop() for process in group))
             await self._end_runs()
-            followed.cancel()
-            with contextlib.suppress(asyncio.CancelledError, PodFailed):
-                await followed
+            if self._failed.done():
+                self._failed.exception()  # which nobody may have waited for
 
     async def scale(self, pool: str, size: int) -> None:
         """Starts pods of a pool, or stops the last ones and waits for their end."""
@@ -77,15 +279,20 @@ class LocalRuntime:
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
                 continue
-            wanted, process = is_among(self._pods, pod, sizes), self._running.get(pod.name)
-            if wanted and process is None:
+            should_run, process = is_among(self._pods, pod, sizes), self._running.get(pod.name)
+            if should_run and process is None:
                 self._running[pod.name] = self._process(pod)
                 self._start(self._running[pod.name])
-            elif process and not wanted:
-                await process.stop(STOP_GRACE_S)
+            elif process and not should_run:
+                await process.stop()
                 await asyncio.gather(self._runs.pop(pod.name), return_exceptions=True)
                 del self._running[pod.name]
                 self._on_progress(pod.name, "asleep" if size == 0 else "stopped")
+
+    def kill(self) -> None:
+        """Ends all processes at once, without a grace."""
+        for process in self.processes:
+            process.kill()
 
     async def ready(self) -> None:
         """Returns once every pod answers its readiness probe."""
@@ -95,16 +302,13 @@ class LocalRuntime:
         await wait_ready(pod)
         self._on_progress(pod.name, "ready")
 
-    async def _follow(self, failed: "asyncio.Future[None]") -> None:
-        await failed
-
     def _start(self, process: PodProcess) -> None:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """After all were told to stop."""
+        """Waits for the end of all processes, which were asked to stop."""
         if self._runs:
-            await asyncio.wait(self._runs.values(), timeout=STOP_GRACE_S)
+            await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
             run.cancel()
         await asyncio.gather(*self._runs.values(), return_exceptions=True)
@@ -135,3 +339,38 @@ def write_files(files: Sequence[File]) -> None:
     for file in files:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         file.path.write_text(file.text, encoding="utf-8")
+
+
+OnChange = Callable[[str, str], None]
+"""Called with a pool and what becomes of it."""
+
+
+async def keep_scaled(
+    runtime: LocalRuntime,
+    policies: Mapping[str, AutoscalingSpec],
+    sizes: Mapping[str, int],
+    metrics_port: int,
+    on_change: OnChange,
+) -> None:
+    """Starts and stops engines as their router's measures ask for, until it is cancelled.
+
+    Args:
+        sizes: of the pools at first.
+        metrics_port: the router's.
+    """
+    news = asyncio.Event()
+    scaler: Autoscaler[str] = Autoscaler(lambda _: news.set())
+    followed = ScaledService(policies, (f"http://{LOOPBACK}:{metrics_port}",))
+    present = dict(sizes)
+    try:
+        while True:
+            news.clear()
+            for pool, decision in scaler.follow("", followed, sizes).pools.items():
+                if decision.replicas != present[pool]:
+                    count = decision.replicas
+                    on_change(pool, f"{count} engines ({decision.reason}: {decision.message})")
+                    present[pool] = count
+                    await runtime.scale(pool, count)
+            await news.wait()
+    finally:
+        await scaler.close()

@@ -1,21 +1,26 @@
-"""The HTTP application: every path, and what is said about paths and methods that are none."""
+"""The HTTP application: every path, and the answers for unknown paths and methods."""
 
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-import grpc
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from ullage_router.errors import http_status, unknown_model
-from ullage_router.http.errors import envelope, error_headers
-from ullage_router.http.generate import CHAT, COMPLETION, GenerateEndpoint, request_id
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import (
+    http_status,
+    internal,
+    method_not_allowed,
+    unknown_model,
+    unknown_path,
+)
 from ullage_router.http.messages import Headers, Reply, Request
-from ullage_router.service import RouterService
-from ullage_router.siblings import Siblings
-from ullage_router.stats import Record
-from ullage_rpc.errors import ServiceError
+from ullage_router.http.monitoring import Pages
+from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoint, request_id
+from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.server.service import RouterService
+from ullage_router.telemetry.record import RequestRecord
 
 Endpoint = Callable[[Request, Reply], Awaitable[None]]
 Page = Callable[[Request], object]
@@ -27,102 +32,77 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Answers every request that the server reads, and those that it cannot read."""
+    """Answers every request that the server reads, and those that it cannot read.
 
-    def __init__(self, service: RouterService, siblings: Siblings | None = None) -> None:
+    Paths, methods and keys are looked at before the body is read.
+
+    Args:
+        monitoring: serves /stats and /metrics; None: another port does.
+    """
+
+    def __init__(self, service: RouterService, monitoring: Pages | None = None) -> None:
         self._service = service
-        self._routes = _routes(service, siblings)
+        self._routes = _routes(service, monitoring)
 
-    async def serve(self, request: Request, reply: Reply) -> None:
+    async def __call__(self, request: Request, reply: Reply) -> None:
         try:
+            if error := request.refusal:
+                self._service.pipeline.refuse(RequestRecord(request_id(request.headers)), error)
+                raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
-            _tell(request, reply, error)
+            await _fail(request, reply, error)
         except Exception:
             if reply.has_begun:
                 raise
             log.exception("request failed", extra={"path": request.path})
-            _tell(request, reply, _internal())
-
-    def check(self, request: Request) -> None:
-        if request.path.startswith("/v1/"):
-            self._service.tenants.visit(request.headers.get("authorization"))
-
-    def refuse(self, request: Request, reply: Reply, error: ServiceError) -> None:
-        record = Record(request_id(request.headers))
-        self._service.pipeline.refused(record, error)
-        _tell(request, reply, error, [(b"connection", b"close")])
+            await _fail(request, reply, internal())
 
     def _endpoint(self, request: Request) -> Endpoint:
         path = MODELS + "/" if request.path.startswith(MODELS + "/") else request.path
         methods = self._routes.get(path)
         if methods is None:
-            what = f"there is no {request.path}; see {MODELS} and /stats"
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", what)
+            raise unknown_path(request.path, see=MODELS)
         if endpoint := methods.get(request.method):
             return endpoint
-        return _Options(request.path, methods)
+        return functools.partial(_answer_options, ", ".join(methods))
 
 
-class _Options:
-    """What is said about the methods of a path, asked for or not."""
-
-    def __init__(self, path: str, methods: Mapping[str, Endpoint]) -> None:
-        self._path = path
-        self._allowed = ", ".join(methods)
-
-    async def __call__(self, request: Request, reply: Reply) -> None:
-        allow = (b"allow", self._allowed.encode())
-        if request.method == "OPTIONS":
-            reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
-            return
-        error = ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "METHOD_NOT_ALLOWED",
-            f"{self._path} takes {self._allowed}",
-        )
-        _tell(request, reply, error, [allow])
+async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
+    """Answers OPTIONS, and refuses methods that the path does not take."""
+    allow = (b"allow", allowed.encode())
+    if request.method == "OPTIONS":
+        await reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
+    else:
+        await _fail(request, reply, method_not_allowed(request.path, allowed), [allow])
 
 
-class _Pages:
-    """The small answers."""
+class _SmallPages:
+    """Pages with small JSON documents: models and probes."""
 
-    def __init__(self, service: RouterService, siblings: Siblings | None) -> None:
+    def __init__(self, service: RouterService) -> None:
         self._service = service
-        self._siblings = siblings
 
     def models(self, request: Request) -> object:
-        self._service.tenants.visit(request.headers.get("authorization"))
+        self._service.tenants.open_session(request.headers.get("authorization"))
         return {"object": "list", "data": [self._describe()]}
 
     def model(self, request: Request) -> object:
-        self._service.tenants.visit(request.headers.get("authorization"))
+        self._service.tenants.open_session(request.headers.get("authorization"))
         name, served = request.path.removeprefix(MODELS + "/"), self._service.config.model
         if name != served:
             raise unknown_model(name, served)
         return self._describe()
 
-    def stats(self, request: Request) -> object:
-        self._service.tenants.check_stats(request.headers.get("authorization"))
-        place = self._siblings.describe() if self._siblings else {}
-        return {**self._service.snapshot(), **place}
-
     def healthz(self, request: Request) -> object:
         return {"status": "alive"}
 
-    async def metrics(self, request: Request, reply: Reply) -> None:
-        if self._siblings:
-            body = await self._siblings.metrics()
-        else:
-            body = generate_latest(self._service.metrics.registry)
-        reply.whole(HTTPStatus.OK, [(b"content-type", CONTENT_TYPE_LATEST.encode())], body)
-
     async def readyz(self, request: Request, reply: Reply) -> None:
         if self._service.is_ready:
-            _json(reply, HTTPStatus.OK, {"status": "ready"})
+            await _json(reply, HTTPStatus.OK, {"status": "ready"})
             return
         word = "draining" if self._service.is_leaving else "no engine was ready yet"
-        _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
+        await _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
 
     def _describe(self) -> dict[str, object]:
         model = self._service.engines.model
@@ -136,9 +116,9 @@ class _Pages:
         }
 
 
-def _routes(service: RouterService, siblings: Siblings | None) -> dict[str, dict[str, Endpoint]]:
-    """By path, then by method; a path that ends with a slash stands for all below it."""
-    pages = _Pages(service, siblings)
+def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
+    """Returns endpoints by path and method; a path that ends with a slash is for all below it."""
+    pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)
     return {
@@ -146,10 +126,9 @@ def _routes(service: RouterService, siblings: Siblings | None) -> dict[str, dict
         "/v1/completions": {"POST": completion},
         MODELS: _get(_page(pages.models)),
         MODELS + "/": _get(_page(pages.model)),
-        "/stats": _get(_page(pages.stats)),
-        "/metrics": _get(pages.metrics),
         "/healthz": _get(_page(pages.healthz)),
         "/readyz": _get(pages.readyz),
+        **({path: _get(monitoring) for path in ("/stats", "/metrics")} if monitoring else {}),
     }
 
 
@@ -161,24 +140,22 @@ def _page(make: Page) -> Endpoint:
     """An endpoint that answers with JSON."""
 
     async def endpoint(request: Request, reply: Reply) -> None:
-        _json(reply, HTTPStatus.OK, make(request))
+        await _json(reply, HTTPStatus.OK, make(request))
 
     return endpoint
 
 
-def _json(reply: Reply, status: int, body: object) -> None:
-    reply.whole(status, [JSON_TYPE], msgspec.json.encode(body))
+async def _json(reply: Reply, status: int, body: object) -> None:
+    await reply.whole(status, [JSON_TYPE], msgspec.json.encode(body))
 
 
-def _tell(request: Request, reply: Reply, error: ServiceError, more: Headers | None = None) -> None:
+async def _fail(
+    request: Request, reply: Reply, error: ServiceError, more: Headers | None = None
+) -> None:
     headers = [
         JSON_TYPE,
         (b"x-request-id", request_id(request.headers).encode()),
         *error_headers(error),
         *(more or ()),
     ]
-    reply.whole(http_status(error), headers, envelope(error))
-
-
-def _internal() -> ServiceError:
-    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "the router failed; its log says why")
+    await reply.whole(http_status(error), headers, envelope(error))

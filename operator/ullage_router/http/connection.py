@@ -1,308 +1,490 @@
-"""One HTTP/1.1 connection: its requests are answered one after another, in their order."""
+"""One HTTP/1.1 connection: uvicorn's protocol, within bounds of time, size and memory."""
 
 import asyncio
+import enum
 import logging
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, cast
+from urllib.parse import unquote
 
-from ullage_router.http.messages import Reply, Request
-from ullage_router.http.reader import BodyRoom, Limits, Phase, RequestReader
-from ullage_rpc.errors import ServiceError
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
 
-# A client that sends requests without waiting for answers is read no further than this.
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import head_too_large, internal, late, malformed
+from ullage_router.http.messages import (
+    REFUSAL,
+    ASGIApp,
+    Headers,
+    Limits,
+    Message,
+    Scope,
+    head_error,
+    unknown_version,
+)
+
 MAX_PIPELINED = 16
-# What one client may leave unread before its answer waits: here, and again in the kernel.
+"""Number of requests that wait for the reply to another, after which nothing more is parsed."""
+PARSED_BYTES = 4 << 10
+"""Bytes parsed at a time, so that few requests come out of what one read brought."""
 WRITE_BUFFER_BYTES = 16 << 10
-# A thousand requests at once must not keep a turn of the event loop, and with it the tokens of
-# others and the engines' reports, for as long as all of them take.
-BEGUN_PER_TURN = 16
+"""Bytes that one client may leave unread before its reply waits: here, and again in the kernel."""
+STARTED_PER_TURN = 16
+"""A thousand requests at once must not keep a turn of the event loop, and with it the tokens of
+others and the engines' reports, for as long as all of them take."""
+FRAMING_BYTES_PER_BYTE = 8
+"""A chunk of one byte needs five others around it."""
+_UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
 
 
-class Handler(Protocol):
-    """Answers requests."""
+class Phase(enum.Enum):
+    """What a client is to send next; CLOSED: what it sends is read and thrown away."""
 
-    async def serve(self, request: Request, reply: Reply) -> None:
-        """Cancelled when the client goes."""
-
-    def check(self, request: Request) -> None:
-        """Raises ServiceError when a request whose head arrived need not send its body."""
-
-    def refuse(self, request: Request, reply: Reply, error: ServiceError) -> None:
-        """Answers what could not be read as a request."""
+    OPENED = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    IDLE = enum.auto()
+    CLOSED = enum.auto()
 
 
-@dataclass(slots=True)
-class Hub:
-    """What all connections of a server share."""
+class ConnectionState(ServerState):
+    """The state that all connections of a server share.
 
-    handler: Handler
-    limits: Limits
-    connections: set["Connection"] = field(default_factory=set)
-    is_leaving: bool = False
-    """Clients are told to take another connection for their next request."""
-    is_draining: bool = False
-    """No connection is taken any more."""
-    common_headers: bytes = b""
-    room: BodyRoom = field(init=False)
-    _to_begin: deque[Callable[[], None]] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.room = BodyRoom(self.limits.max_held_bytes)
-
-    def begin(self, start: Callable[[], None]) -> None:
-        """Has a request begun, after those before it, a few in each turn of the event loop."""
-        self._to_begin.append(start)
-        if len(self._to_begin) == 1:
-            asyncio.get_running_loop().call_soon(self._begin_some)
-
-    def _begin_some(self) -> None:
-        for _ in range(min(BEGUN_PER_TURN, len(self._to_begin))):
-            self._to_begin.popleft()()
-        if self._to_begin:
-            asyncio.get_running_loop().call_soon(self._begin_some)
-
-
-class Connection(asyncio.Protocol):
-    """Reads requests, has them answered and notices when the client goes.
-
-    deadline: when `expire` is due, on the event loop's clock; None while a request is answered.
+    is_leaving
+        responses ask clients to take another connection for their next request
+    is_draining
+        no connection is taken any more
     """
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._loop = asyncio.get_running_loop()
-        self._reader = RequestReader(hub.limits, hub.room, self._received)
-        self._waiting: deque[tuple[Request, ServiceError | None]] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._is_busy = False
-        """A request is being answered, or about to be."""
-        self._transport: asyncio.Transport | None = None
-        self._drained: asyncio.Future[None] | None = None
-        self._unflushed: list[bytes] = []
-        self._unflushed_bytes = 0
-        self._unsent = 0
-        self._unsent_since = 0.0
-        self._is_reading = True
-        self.deadline: float | None = None
-        self.is_closing = False
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.limits = limits
+        self.timeouts_s = {
+            Phase.OPENED: limits.head_timeout_s,
+            Phase.HEAD: limits.head_timeout_s,
+            Phase.BODY: limits.body_timeout_s,
+            Phase.IDLE: limits.idle_timeout_s,
+            Phase.CLOSED: limits.linger_s,
+        }
+        self.is_leaving = False
+        self.is_draining = False
+        self._starts: deque[Callable[[], None]] = deque()
 
-    @property
-    def common_headers(self) -> bytes:
-        return self._hub.common_headers
+    def start_soon(self, start: Callable[[], None]) -> None:
+        """Starts a request after those before it, a few in each turn of the event loop."""
+        self._starts.append(start)
+        if len(self._starts) == 1:
+            asyncio.get_running_loop().call_soon(self._start_some)
+
+    def _start_some(self) -> None:
+        try:
+            for _ in range(min(STARTED_PER_TURN, len(self._starts))):
+                self._starts.popleft()()
+        finally:
+            if self._starts:
+                asyncio.get_running_loop().call_soon(self._start_some)
+
+
+class Cycle(RequestResponseCycle):
+    """A request and its reply.
+
+    The head of a reply leaves with the first part of its body, and headers are those of this
+    program, so uvicorn's two expressions for each of them are left out: 12 us a request.
+
+    is_framed: whether the client understands chunks; HTTP/1.0 ends a body with the connection.
+    """
+
+    is_framed = True
+    task: asyncio.Task[None] | None = None
+    _head = b""
+
+    async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
+        self.task = asyncio.current_task()
+        # Replies to a pipeline of requests that nobody reads would fill the memory.
+        await self.flow.drain()
+        if not self.disconnected:
+            await super().run_asgi(app)  # type: ignore[arg-type]
+
+    async def send(self, message: Message) -> None:  # type: ignore[override]
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self._head = self._make_head(message["status"], message["headers"])
+            self.response_started = True
+            self.waiting_for_100_continue = False
+            return
+        body, has_more = message["body"], message.get("more_body", False)
+        if self.scope["method"] == "HEAD":
+            body = b""
+        elif self.chunked_encoding:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            body += b"" if has_more else b"0\r\n\r\n"
+        head, self._head = self._head, b""
+        if data := head + body:
+            self.transport.write(data)
+        if not has_more:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+    def _make_head(self, status: int, headers: Headers) -> bytes:
+        lines = [b"%b: %b\r\n" % pair for pair in (*self.default_headers, *headers)]
+        if (b"connection", b"close") in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        has_length = any(name == b"content-length" for name, _ in headers)
+        self.chunked_encoding = self.is_framed and not has_length
+        if self.chunked_encoding:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
+        if head.count(b"\n") != len(lines) + 2:
+            raise ValueError(f"a header has a line break: {head!r}")
+        return head
+
+
+class Flow(FlowControl):
+    """Reads on only where all that was read is parsed.
+
+    uvicorn reads on with each reply to a pipeline, and each read brings up to 256 KiB of requests.
+    """
+
+    unparsed = b""
+
+    def resume_reading(self) -> None:
+        if not self.unparsed:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """Adds to uvicorn's protocol: bounds, time limits, refusals in their order, cancellation.
+
+    Cycles write to it and close it as if it were their transport, so that it knows what clients
+    have taken, and how a connection must be closed.
+    """
+
+    flow: Flow
+    cycle: Cycle
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ConnectionState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._shared = server_state
+        self._limits = server_state.limits
+        self._answered: Cycle | None = None
+        """The cycle that is being answered, or about to be."""
+        self._opened = self.loop.time()
+        self._phase = Phase.OPENED
+        self._phase_began = self._opened
+        """Begins anew with the reply to the request before."""
+        self._budget = self._limits.max_head_bytes
+        """Bytes that may come before the head ends, or before more of the body does."""
+        self._is_closing = False
+        self._written_bytes = 0
+        self._sent_bytes = 0
+        self._sent_at = self._opened
+
+    # The event loop's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)
-        hub = self._hub
-        if len(hub.connections) >= hub.limits.max_connections or hub.is_draining:
+        transport = cast(asyncio.Transport, transport)
+        if self._shared.is_draining or len(self.connections) >= self._limits.max_connections:
             transport.abort()
             return
-        self.is_closing = hub.is_leaving
-        hub.connections.add(self)
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         _tune(transport.get_extra_info("socket"))
-        self.deadline = self._loop.time() + hub.limits.head_timeout_s
-
-    def data_received(self, data: bytes) -> None:
-        if not self._is_reading:  # what follows a refused request
-            return
-        before = self._reader.phase
-        error = self._reader.feed(data)
-        if error is None and before is not Phase.BODY and self._reader.phase is Phase.BODY:
-            error = self._welcome(self._reader.request)
-        if error is not None:
-            self._refuse(error)
-        self._set_deadline(before)
-        self._next()
-        if len(self._waiting) > MAX_PIPELINED and self._transport:
-            self._transport.pause_reading()
+        super().connection_made(transport)
+        self.flow = Flow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self.is_closing = True
-        self._reader.drop()
-        self._hub.room.give_back(sum(len(r.body) for r, error in self._waiting if error is None))
-        self._waiting.clear()
-        self._release()
-        if self._task:
-            self._task.cancel()
-        elif not self._is_busy:
-            self._hub.connections.discard(self)
+        if self.transport is None:  # it was not let in
+            return
+        self._discard()
+        self.pipeline.clear()
+        if self._answered:
+            self._answered.disconnected = True
+        super().connection_lost(exc)
+        # uvicorn tells only an application that waits for it, in a task more for each request.
+        if self._answered and self._answered.task:
+            self._answered.task.cancel()
 
-    def pause_writing(self) -> None:
-        self._drained = self._loop.create_future()
+    def data_received(self, data: bytes) -> None:
+        if self.flow.unparsed:  # reading stops one read late under TLS
+            self.flow.unparsed += data
+        else:
+            self._parse(data)
 
-    def resume_writing(self) -> None:
-        self._release()
-
-    @property
-    def is_full(self) -> bool:
-        return self._drained is not None
-
-    def write(self, data: bytes) -> None:
-        """Sends at the end of this turn of the event loop, together with what else is written in
-        it; nothing when the client has gone."""
-        if not self._unflushed:
-            self._loop.call_soon(self._flush)
-        self._unflushed.append(data)
-        self._unflushed_bytes += len(data)
-        if self._unflushed_bytes > WRITE_BUFFER_BYTES:  # so that `drain` sees it
-            self._flush()
-
-    def _flush(self) -> None:
-        pieces, self._unflushed, self._unflushed_bytes = self._unflushed, [], 0
-        if pieces and self._transport:
-            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-
-    async def drain(self) -> None:
-        """Waits until the client has taken most of what it was sent."""
-        if self._drained is not None:
-            await asyncio.shield(self._drained)
+    # The server's calls.
 
     def leave(self) -> None:
-        """Closes after the next answer, which says so, and not under a request on its way."""
-        self.is_closing = True
+        """Closes after the next reply, which says so, and not under a request on its way."""
+        if self._answered:
+            self._answered.keep_alive = False
 
-    def retire(self) -> None:
-        """Closes the connection, after the answer that is being given."""
-        self.is_closing = True
-        if not self._is_busy and self._reader.phase is Phase.IDLE:
+    def shutdown(self) -> None:
+        """Closes the connection, after the reply that is being given."""
+        self.leave()
+        is_quiet = self._phase in (Phase.OPENED, Phase.IDLE) and not self.flow.unparsed
+        if is_quiet and not self._answered:
             self.close()
 
-    def close(self) -> None:
-        """Sends what was written and closes."""
-        self._flush()
-        if self._transport:
-            self._transport.close()
-
     def abort(self) -> None:
-        if self._transport:
-            self._transport.abort()
+        self.transport.abort()
 
     def tick(self, now: float) -> None:
         """Ends what takes too long."""
-        if self._has_stalled(now):
-            log.info("client does not read", extra={"unsent_bytes": self._unsent})
+        unsent_bytes = self.transport.get_write_buffer_size()
+        sent_bytes = self._written_bytes - unsent_bytes
+        # Replies to what it goes on sending are no sign that a client reads.
+        if sent_bytes != self._sent_bytes or not unsent_bytes:
+            self._sent_bytes, self._sent_at = sent_bytes, now
+        if now - self._sent_at >= self._limits.stall_timeout_s:
+            log.info("client does not read", extra={"unsent_bytes": unsent_bytes})
             self.abort()
-        elif self.deadline is not None and now >= self.deadline:
-            self._expire()
-
-    def _has_stalled(self, now: float) -> bool:
-        unsent = self._transport.get_write_buffer_size() if self._transport else 0
-        if unsent != self._unsent or not unsent:
-            self._unsent, self._unsent_since = unsent, now
-        return now - self._unsent_since >= self._hub.limits.stall_timeout_s
-
-    def _expire(self) -> None:
-        self.deadline = None
-        if self._is_reading and self._reader.phase is not Phase.IDLE:
-            self._refuse(self._reader.late())
-            self._next()
+            return
+        is_body = self._phase is Phase.BODY
+        if self._answered and not (is_body and self._answered is self.cycle):
+            return
+        if now - self._phase_began < self._shared.timeouts_s[self._phase]:
+            return
+        if is_body:
+            self._refuse(late("body", self._limits.body_timeout_s))
+        elif self._phase is Phase.HEAD:
+            self._refuse(late("request's head", self._limits.head_timeout_s))
+        elif self._phase is Phase.CLOSED:
+            self.transport.close()
         else:
             self.close()
 
-    def _set_deadline(self, before: Phase) -> None:
-        """Times each phase from its beginning: bytes that trickle in win no time.
+    # A cycle's calls.
 
-        A request that comes while another is answered has its time afterwards.
+    def write(self, data: bytes) -> None:
+        self._written_bytes += len(data)
+        self.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        cycle = self._answered
+        if cycle and cycle.response_started and not cycle.response_complete:
+            self.abort()  # a part must not be taken for the whole
+            return
+        self._is_closing = True
+        if self._phase not in (Phase.BODY, Phase.CLOSED):
+            self.transport.close()
+        # The kernel resets a connection that is closed on bytes that nobody read, and a client
+        # that still sends loses the reply on its way.
+        self._discard()
+        self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        self._answered = None
+        if self._is_closing:
+            return
+        self._phase_began = self.loop.time()
+        if self.pipeline:
+            self._answer(cast(Cycle, self.pipeline.pop()[0]))
+        if self.flow.read_paused:
+            self.loop.call_soon(self._parse_on)
+
+    # From bytes to requests.
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_began = self.loop.time()
+
+    def _discard(self) -> None:
+        self._enter(Phase.CLOSED)
+        self.flow.unparsed = b""
+
+    def _parse_on(self) -> None:
+        if not self._is_closing:
+            self._parse(self.flow.unparsed)
+
+    def _parse(self, data: bytes) -> None:
+        """Parses until too many requests wait; the rest is kept, and nothing more is read."""
+        start = 0
+        step = min(PARSED_BYTES, self._limits.max_head_bytes)
+        while start < len(data) and len(self.pipeline) < MAX_PIPELINED:
+            if self._phase is Phase.CLOSED:
+                return
+            start += self._feed(data[start : start + step])
+        self.flow.unparsed = data[start:]
+        if self.flow.unparsed:
+            self.flow.pause_reading()
+        elif self._phase is not Phase.BODY or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def _feed(self, data: bytes) -> int:
+        """Parses some bytes; how many."""
+        self._budget -= len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._phase is not Phase.CLOSED:
+                self._withdraw_upgrade()
+            return int(upgrade.args[0])
+        except httptools.HttpParserCallbackError:
+            log.exception("a request's head could not be read")
+            self._refuse(internal())
+        except httptools.HttpParserError as error:
+            is_http2 = "PRI" in str(error)  # a client that knows the server to speak HTTP/2
+            self._refuse(unknown_version("2") if is_http2 else malformed(str(error)))
+        if self._budget < 0:
+            if self._phase is Phase.HEAD:
+                self._refuse(head_too_large(self._limits.max_head_bytes, self._limits.max_headers))
+            elif self._phase is Phase.BODY:
+                self._refuse(malformed("its chunks are mostly framing"))
+        return len(data)
+
+    def _withdraw_upgrade(self) -> None:
+        """Parses a head anew without its offer to speak another protocol.
+
+        The parser takes what follows such a head for that protocol, also the body of a client that
+        only offers HTTP/2, as Java's does.
         """
-        phase = self._reader.phase
-        if not (self._is_busy or phase is Phase.IDLE or phase is before):
-            self.deadline = self._loop.time() + self._span_s(phase)
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._refuse(malformed("it asks for a tunnel"))
+            return
+        lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] not in _UPGRADE]
+        if any(n == b"connection" and b"close" in value.lower() for n, value in self.headers):
+            lines.append(b"connection: close\r\n")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
 
-    def _span_s(self, phase: Phase) -> float:
-        limits = self._hub.limits
-        return {
-            Phase.IDLE: limits.idle_timeout_s,
-            Phase.HEAD: limits.head_timeout_s,
-            Phase.BODY: limits.body_timeout_s,
-        }[phase]
+    def on_message_begin(self) -> None:
+        if self._phase is not Phase.CLOSED:
+            super().on_message_begin()
+            self._enter(Phase.HEAD)
+
+    def on_headers_complete(self) -> None:
+        if self._phase is Phase.CLOSED:
+            return
+        version = self.parser.get_http_version()
+        scope = cast(Scope, self.scope)
+        scope["method"] = self.parser.get_method().decode("latin-1")
+        if error := self._head_error(version):
+            self._refuse(error)
+            return
+        if self.parser.should_upgrade():  # comes again without the offer
+            return
+        url = self.url
+        if not url.startswith(b"/") and url != b"*":  # with a scheme and a host
+            try:
+                url = httptools.parse_url(url).path or b"/"
+            except httptools.HttpParserInvalidURLError:
+                self._refuse(malformed("its address cannot be read"))
+                return
+        raw_path, _, query = url.partition(b"?")
+        path = raw_path.decode("ascii")
+        scope["http_version"] = version
+        scope["raw_path"] = raw_path
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["query_string"] = query
+        is_framed = version == "1.1"
+        is_old = self.loop.time() - self._opened > self._limits.max_age_s
+        is_ending = is_old or self._shared.is_leaving or not self.parser.should_keep_alive()
+        cycle = self._new_cycle(is_framed and not is_ending)
+        cycle.is_framed = is_framed
+        cycle.waiting_for_100_continue = is_framed and self.expect_100_continue
+        self._budget = self._limits.max_head_bytes
+        self._enter(Phase.BODY)
+
+    def _head_error(self, version: str) -> ServiceError | None:
+        limits, headers = self._limits, self.headers
+        size = len(self.url)
+        if self._budget < 0:  # else it came in few bytes
+            size += sum(len(name) + len(value) for name, value in headers)
+        if size > limits.max_head_bytes or len(headers) > limits.max_headers:
+            return head_too_large(limits.max_head_bytes, limits.max_headers)
+        return head_error(version, headers)
+
+    def on_body(self, body: bytes) -> None:
+        if self._phase is Phase.BODY:
+            self._budget += FRAMING_BYTES_PER_BYTE * len(body)
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._phase is Phase.BODY:
+            self._budget = self._limits.max_head_bytes
+            self._enter(Phase.IDLE)
+            super().on_message_complete()
+
+    # From requests to replies.
+
+    def _new_cycle(self, is_kept_alive: bool) -> Cycle:
+        """Has the request whose head was parsed last answered, after those before it."""
+        self.cycle = cycle = Cycle(
+            scope=self.scope,
+            transport=cast(asyncio.Transport, self),
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=is_kept_alive,
+            on_response=self.on_response_complete,
+        )
+        if self._answered:
+            self.pipeline.appendleft((cycle, self.app))
+        else:
+            self._answer(cycle)
+        return cycle
 
     def _refuse(self, error: ServiceError) -> None:
-        """Reads no further; the client is told when those before it were answered."""
-        self._is_reading = False
-        self._reader.drop()
-        self._waiting.append((self._reader.request, error))
-
-    def _received(self, request: Request) -> None:
-        self._waiting.append((request, None))
-
-    def _welcome(self, request: Request) -> ServiceError | None:
-        """What is wrong with a request whose body is still to come."""
-        try:
-            self._hub.handler.check(request)
-        except ServiceError as error:
-            return error
-        if request.expects_leave and not self._is_busy and not self._waiting:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return None
-
-    def _next(self) -> None:
-        """Begins with the next request where none is being answered."""
-        if self._is_busy or not self._waiting:
+        """Has the application answer with an error, in its turn, and reads no further."""
+        phase = self._phase
+        if phase is Phase.CLOSED:
             return
-        request, error = self._waiting.popleft()
-        reply = Reply(self, request)
-        if error is None:
-            self.deadline = None
-            self._is_busy = True
-            self._hub.begin(lambda: self._begin(request, reply))
-        else:
-            reply.is_kept_alive = False
-            self._hub.handler.refuse(request, reply, error)
-            self._linger()
-
-    def _begin(self, request: Request, reply: Reply) -> None:
-        self._hub.room.give_back(len(request.body))
-        if self._transport:
-            self._task = self._loop.create_task(self._serve(request, reply))
-        else:  # the client went while its request waited
-            self._is_busy = False
-            self._hub.connections.discard(self)
-
-    def _linger(self) -> None:
-        """Closes when the client has had time to read what it was told."""
-        self.is_closing = True
-        self._is_reading = False
-        self.deadline = self._loop.time() + self._hub.limits.linger_s
-
-    async def _serve(self, request: Request, reply: Reply) -> None:
-        try:
-            await self._hub.handler.serve(request, reply)
-        except asyncio.CancelledError:
-            pass  # the client has gone, or the server ends: there is nobody to tell
-        except Exception:
-            log.exception("request failed", extra={"path": request.path})
-        finally:
-            self._task = None
-            self._is_busy = False
-            self._served(reply)
-
-    def _served(self, reply: Reply) -> None:
-        if self._transport is None:
-            self._hub.connections.discard(self)
-        elif not reply.is_complete:  # the client must not take a part for the whole
-            self._transport.abort()
-        elif not reply.is_kept_alive or self.is_closing:
+        self._discard()
+        if phase is not Phase.BODY:
+            if phase is not Phase.HEAD:
+                super().on_message_begin()
+            scope = cast(Scope, self.scope)
+            scope.setdefault("method", "GET")
+            scope["path"] = ""
+            self._new_cycle(is_kept_alive=False)
+        cast(Scope, self.cycle.scope)[REFUSAL] = error
+        self.cycle.keep_alive = self.cycle.more_body = False
+        self.cycle.message_event.set()
+        if self.cycle.response_complete:
             self.close()
-        else:
-            self._go_on()
 
-    def _go_on(self) -> None:
-        assert self._transport
-        self.deadline = self._loop.time() + self._span_s(self._reader.phase)
-        if len(self._waiting) <= MAX_PIPELINED and not self._transport.is_reading():
-            self._transport.resume_reading()
-        self._next()
+    def _answer(self, cycle: Cycle) -> None:
+        self._answered = cycle
+        self._shared.start_soon(partial(self._start, cycle))
 
-    def _release(self) -> None:
-        drained, self._drained = self._drained, None
-        if drained and not drained.done():
-            drained.set_result(None)
+    def _start(self, cycle: Cycle) -> None:
+        if not cycle.disconnected:
+            if self._shared.is_leaving:
+                cycle.keep_alive = False
+            self._start_asgi_task(cycle, self.app)
 
 
 def _tune(sock: socket.socket) -> None:

@@ -1,133 +1,295 @@
-"""A request as it was read, and the answer's way out: status, headers, framing, backpressure."""
+"""A request and its reply over ASGI: the head, a body within bounds, and the way out."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import Protocol
+from typing import Any
+
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import (
+    bodies_full,
+    body_too_large,
+    invalid_head,
+    length_required,
+    malformed,
+)
 
 Headers = list[tuple[bytes, bytes]]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_STATUS_LINES = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
-}
-_CHUNKED = b"transfer-encoding: chunked\r\n"
-_CLOSE = b"connection: close\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+REFUSAL = "ullage.refusal"
+"""Key of a scope: the ServiceError that the connection found in the request's bytes."""
+MAX_DISCARDED_BYTES = 64 << 10
+"""Size of an unread body that is read and discarded; for a longer one the connection is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a connection and of all connections of a server; bytes and seconds."""
+
+    max_head_bytes: int = 64 << 10
+    """Request line and headers."""
+    max_headers: int = 100
+    max_body_bytes: int = 8 << 20
+    max_held_bytes: int = 256 << 20
+    """Bytes of bodies that arrive, on all connections of a server together."""
+    max_connections: int = 20_000
+    max_age_s: float = 600.0
+    """Age at which a connection ends with its reply, so that the client comes to another process.
+    """
+    head_timeout_s: float = 10.0
+    """Seconds from a request's first byte to the end of its headers."""
+    body_timeout_s: float = 30.0
+    """Seconds from the end of the headers to the end of the body."""
+    idle_timeout_s: float = 75.0
+    """Seconds between two requests."""
+    stall_timeout_s: float = 60.0
+    """Seconds for which a client may take nothing of what it is sent."""
+    linger_s: float = 2.0
+    """A connection closed on a client that still sends may lose the reply on its way; so what
+    follows a refused request is read and thrown away for so long."""
 
 
 @dataclass(slots=True)
+class BodyRoom:
+    """Memory for bodies that arrive, on all connections of a server.
+
+    limit: bytes for all; one tenant gets at most half of them.
+    """
+
+    limit: int
+    taken: int = 0
+    _of_tenants: dict[str, int] = field(default_factory=dict)
+
+    def take(self, size: int, tenant: str) -> bool:
+        """False, and nothing is taken, where that much is not free."""
+        of_tenant = self._of_tenants.get(tenant, 0) + size
+        if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
+            return False
+        self.taken += size
+        if tenant:
+            self._of_tenants[tenant] = of_tenant
+        return True
+
+    def give_back(self, size: int, tenant: str) -> None:
+        self.taken -= size
+        if tenant and size:
+            self._of_tenants[tenant] -= size
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
+
+
 class Request:
-    """One request, complete."""
+    """One request, whose body may be still to come.
 
-    method: str
-    path: str
-    """Percent-decoded, without the query."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """By name in lower case; values of a name that came twice are joined by commas."""
-    body: bytes = b""
-    is_kept_alive: bool = True
-    """The client wants to use the connection again."""
-    has_chunks: bool = True
-    """The client understands chunked answers: it speaks HTTP/1.1."""
-    has_length: bool = False
-    """The client said how long the body is, or sent it in chunks."""
-    expects_leave: bool = False
-    """The client waits to be told that its body is welcome."""
+    method, path
+        the path percent-decoded and without the query
+    headers
+        by name in lower case; values of a name that came twice are joined by commas
+    refusal
+        what is wrong with the request's bytes; None: nothing so far
+    """
 
-
-class Outlet(Protocol):
-    """What an answer is written to."""
-
-    @property
-    def common_headers(self) -> bytes:
-        """Header lines of every reply."""
+    def __init__(self, scope: Scope, receive: Receive, limits: Limits, room: BodyRoom) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._limits = limits
+        self._room = room
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: Mapping[str, str] = _merged(scope["headers"])
+        self._is_read = False
+        self._has_failed = False
 
     @property
-    def is_closing(self) -> bool:
-        """The connection ends with this reply, whatever the client wants."""
+    def refusal(self) -> ServiceError | None:
+        return self._scope.get(REFUSAL)
 
     @property
-    def is_full(self) -> bool:
-        """The client does not take what it is sent."""
+    def ends_connection(self) -> bool:
+        """Whether too much of the body is still to come to be thrown away.
 
-    def write(self, data: bytes) -> None:
-        """Sends, or keeps what the client does not take yet."""
+        A client that waits for leave to send its body may send it or not after a refusal.
+        """
+        if self._is_read:
+            return False
+        headers = self.headers
+        return (
+            self._has_failed
+            or "transfer-encoding" in headers
+            or "expect" in headers
+            or int(headers.get("content-length", 0)) > MAX_DISCARDED_BYTES
+        )
 
-    async def drain(self) -> None:
-        """Waits for a client that does not take what it is sent."""
+    async def read(self, tenant: str = "") -> bytes:
+        """The body.
+
+        Args:
+            tenant: in whose share of the room for bodies it is kept while it arrives.
+
+        Raises:
+            ServiceError: there is none, it is too large, malformed or late, or there is no room.
+        """
+        headers, limits = self.headers, self._limits
+        declared = headers.get("content-length")
+        if declared is None and "transfer-encoding" not in headers:
+            raise length_required()
+        try:
+            if declared is not None and int(declared) > limits.max_body_bytes:
+                raise body_too_large(f"{int(declared)} bytes", limits.max_body_bytes)
+            body = await self._read(tenant)
+        except ServiceError:
+            self._has_failed = True
+            raise
+        self._is_read = True
+        return body
+
+    async def _read(self, tenant: str) -> bytes:
+        limit = self._limits.max_body_bytes
+        parts: list[bytes] = []
+        taken, has_more = 0, True
+        try:
+            while has_more:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise asyncio.CancelledError
+                if self.refusal:
+                    raise self.refusal
+                part: bytes = message["body"]
+                has_more = message["more_body"]
+                if taken + len(part) > limit:
+                    raise body_too_large(f"more than {limit} bytes", limit)
+                if not (has_more or parts):  # it came as a whole and waits for nothing
+                    return part
+                if not self._room.take(len(part), tenant):
+                    raise bodies_full()
+                taken += len(part)
+                parts.append(part)
+            return b"".join(parts)
+        finally:
+            self._room.give_back(taken, tenant)
 
 
 class Reply:
-    """The one answer to a request; `whole`, or `start`, `piece` any number of times and `end`."""
+    """The one reply to a request; `whole`, or `start`, `piece` any number of times and `end`."""
 
-    def __init__(self, outlet: Outlet, request: Request) -> None:
-        self._outlet = outlet
-        self._has_body = request.method != "HEAD"
-        self._has_chunks = request.has_chunks
-        self.is_kept_alive = request.is_kept_alive
-        """The connection can be used for another request afterwards."""
+    def __init__(self, request: Request, send: Send) -> None:
+        self._request = request
+        self._send = send
+        self._start: Message | None = None
+        self._nudge: asyncio.Task[None] | None = None
         self.has_begun = False
         self.is_complete = False
-        self._head = b""
 
-    def whole(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
-        """The answer in one write.
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """The reply in one write."""
+        self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        assert self._start is not None
+        self.is_complete = True
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body})
 
-        Args:
-            lines: more headers, as they are sent.
-        """
-        length = b"content-length: %d\r\n" % len(body)
-        self.has_begun = self.is_complete = True
-        head = self._make_head(status, headers, length + lines)
-        self._outlet.write(head + body if self._has_body else head)
-
-    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """The head of an answer whose length is not known; sent with the first piece.
-
-        Args:
-            lines: more headers, as they are sent.
-        """
-        if not self._has_chunks:  # the end of the connection is the end of the reply
-            self.is_kept_alive = False
-        framing = _CHUNKED if self._has_chunks else b""
-        self._head = self._make_head(status, headers, framing + lines)
+    def start(self, status: int, headers: Headers) -> None:
+        """The head; sent with the first part of the body."""
+        if self._request.ends_connection:
+            headers = [*headers, (b"connection", b"close")]
+        self._start = {"type": "http.response.start", "status": status, "headers": headers}
         self.has_begun = True
 
     async def piece(self, data: bytes) -> None:
-        """A part of the body; returns when the client has taken enough of those before it."""
-        self._outlet.write(self._take_head() + self._frame(data))
-        await self._outlet.drain()
+        """A part of the body; waits until the client has taken enough of those before it."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
     def nudge(self, data: bytes) -> None:
-        """A part that is of no use to a client which has others to read."""
-        if not (self.is_complete or self._outlet.is_full):
-            self._outlet.write(self._take_head() + self._frame(data))
+        """Sends a part that is of no use to a client which has others to read."""
+        if not self.is_complete and (self._nudge is None or self._nudge.done()):
+            message = {"type": "http.response.body", "body": data, "more_body": True}
+            self._nudge = asyncio.create_task(self._write_now(message))
 
-    def end(self, data: bytes = b"") -> None:
+    async def end(self, data: bytes = b"") -> None:
         """The last part."""
-        last = _LAST_CHUNK if self._has_chunks and self._has_body else b""
         self.is_complete = True
-        self._outlet.write(self._take_head() + self._frame(data) + last)
+        await self._write({"type": "http.response.body", "body": data})
 
-    def _frame(self, data: bytes) -> bytes:
-        if not self._has_body or not data:
-            return b""
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data
+    async def _write(self, message: Message) -> None:
+        if self._nudge is not None:
+            self._nudge.cancel()
+            self._nudge = None
+        await self._write_now(message)
 
-    def _take_head(self) -> bytes:
-        head, self._head = self._head, b""
-        return head
+    async def _write_now(self, message: Message) -> None:
+        if self._start is not None:
+            await self._send(self._start)
+            self._start = None
+        await self._send(message)
 
-    def _make_head(self, status: int, headers: Headers, more: bytes) -> bytes:
-        lines = [_STATUS_LINES[status], self._outlet.common_headers, more]
-        for name, value in headers:
-            if name == b"connection":
-                self.is_kept_alive = False
-            else:
-                lines += (name, b": ", value, b"\r\n")
-        if self._outlet.is_closing:
-            self.is_kept_alive = False
-        if not self.is_kept_alive:
-            lines.append(_CLOSE)
-        lines.append(b"\r\n")
-        return b"".join(lines)
+
+def asgi(serve: Callable[[Request, Reply], Awaitable[None]], limits: Limits) -> ASGIApp:
+    """An ASGI application; its task is cancelled when the client goes."""
+    room = BodyRoom(limits.max_held_bytes)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, limits, room)
+        try:
+            await serve(request, Reply(request, send))
+        except asyncio.CancelledError:
+            return  # the client has gone, or the server ends: nobody would read an error
+
+    return app
+
+
+def _merged(headers: Headers) -> dict[str, str]:
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+    merged = dict(pairs)
+    if len(merged) < len(pairs):
+        for name in merged:
+            merged[name] = ", ".join(value for other, value in pairs if other == name)
+    return merged
+
+
+def unknown_version(version: str) -> ServiceError:
+    message = f"HTTP/{version} is not spoken here; 1.1 is"
+    return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
+
+
+_RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
+
+
+def head_error(version: str, headers: Headers) -> ServiceError | None:
+    """Returns the error in a head, which a proxy may read in another way than we do; None: there is
+    none."""
+    if version not in ("1.0", "1.1"):
+        return unknown_version(version)
+    names = [name for name, _ in headers]
+    hosts = names.count(b"host")
+    if hosts > 1 or (not hosts and version == "1.1"):
+        return malformed("it has no Host header" if not hosts else "it has several Host headers")
+    if _RARE.isdisjoint(names):
+        return None
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            if version == "1.0":
+                return malformed("HTTP/1.0 has no Transfer-Encoding")
+            if value.lower() != b"chunked":
+                return invalid_head(
+                    "TRANSFER_ENCODING_NOT_SUPPORTED",
+                    f"transfer-encoding is {_shown(value)}; possible: chunked",
+                )
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            return invalid_head(
+                "CONTENT_ENCODING_NOT_SUPPORTED",
+                f"content-encoding is {_shown(value)}; send the body as it is",
+            )
+        elif name == b"expect" and value.lower() != b"100-continue":
+            return invalid_head(
+                "EXPECTATION_FAILED", f"expect is {_shown(value)}; possible: 100-continue"
+            )
+    return None
+
+
+def _shown(value: bytes) -> str:
+    return repr(value.decode("latin-1")[:60])

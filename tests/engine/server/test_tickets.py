@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_engine.config import EngineConfig, TicketsSection
-from ullage_engine.server.gate import MAX_TAKEN, Gate
-from ullage_rpc.config import ConfigError
-from ullage_rpc.errors import ServiceError, from_rpc_error
-from ullage_rpc.tickets import TICKET_KEY, Claims, engine_tag, sign
+from ullage_common.config.engine import EngineConfig, TicketsSection
+from ullage_common.process.config_file import ConfigError
+from ullage_common.tickets.tickets import TICKET_KEY, Claims, engine_tag, sign
+from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_engine.server.tickets import MAX_REMEMBERED, TicketVerifier
 
 KEY = b"k" * 32
 NOW_S = 1_000_000.0
@@ -34,11 +34,11 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_gate(keys: Path) -> Callable[..., Gate]:
-    def make(now: list[float] | None = None, required: bool = False) -> Gate:
+def make_gate(keys: Path) -> Callable[..., TicketVerifier]:
+    def make(now: list[float] | None = None, required: bool = False) -> TicketVerifier:
         section = TicketsSection(keys_dir=str(keys), required=required)
         times = now if now is not None else [NOW_S]
-        return Gate(section, "engine-0", lambda: times[0])
+        return TicketVerifier(section, "engine-0", lambda: times[0])
 
     return make
 
@@ -55,13 +55,13 @@ def request(prompt: int = 4, **more: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(prompt)), **more)
 
 
-def refusal(gate: Gate, asked: pb.GenerateRequest, metadata: Metadata | None) -> str:
+def refusal(gate: TicketVerifier, asked: pb.GenerateRequest, metadata: Metadata | None) -> str:
     with pytest.raises(ServiceError) as caught:
         gate.admit(asked, metadata)
     return caught.value.reason
 
 
-def test_a_ticket_is_taken_once(make_gate: Callable[..., Gate]) -> None:
+def test_a_ticket_is_taken_once(make_gate: Callable[..., TicketVerifier]) -> None:
     gate, asked = make_gate(), request(priority=99)
     gate.admit(asked, ticket())
     assert (asked.stop.max_tokens, asked.priority) == (8, 5), "the ticket says what is left open"
@@ -69,7 +69,9 @@ def test_a_ticket_is_taken_once(make_gate: Callable[..., Gate]) -> None:
     gate.admit(request(), ticket(2))
 
 
-def test_an_older_routers_ticket_is_for_one_request(make_gate: Callable[..., Gate]) -> None:
+def test_an_older_routers_ticket_is_for_one_request(
+    make_gate: Callable[..., TicketVerifier],
+) -> None:
     gate, older = make_gate(), ticket(uses=0)
     gate.admit(request(), older)
     assert refusal(gate, request(), older) == "TICKET_USED"
@@ -77,7 +79,7 @@ def test_an_older_routers_ticket_is_for_one_request(make_gate: Callable[..., Gat
 
 @pytest.mark.parametrize(("is_sessionless", "session"), [(True, ""), (False, "chat")])
 def test_a_ticket_may_leave_out_the_session(
-    make_gate: Callable[..., Gate], is_sessionless: bool, session: str
+    make_gate: Callable[..., TicketVerifier], is_sessionless: bool, session: str
 ) -> None:
     gate, asked = make_gate(), request(session_id="chat")
     gate.admit(asked, ticket(is_sessionless=is_sessionless, uses=2))
@@ -93,7 +95,7 @@ def test_a_ticket_may_leave_out_the_session(
 def test_a_ticket_is_taken_as_often_as_it_says(counts: list[int], uses: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "key").write_bytes(KEY)
-        gate = Gate(TicketsSection(keys_dir=folder), "engine-0", lambda: NOW_S)
+        gate = TicketVerifier(TicketsSection(keys_dir=folder), "engine-0", lambda: NOW_S)
         left = dict(enumerate(counts))
         for use in uses:
             number = use % len(counts)
@@ -103,7 +105,7 @@ def test_a_ticket_is_taken_as_often_as_it_says(counts: list[int], uses: list[int
                 gate.admit(request(), mine)
             else:
                 assert refusal(gate, request(), mine) == "TICKET_USED"
-        assert gate.num_taken == len({use % len(counts) for use in uses})
+        assert gate.num_remembered == len({use % len(counts) for use in uses})
 
 
 @pytest.mark.parametrize(
@@ -122,20 +124,25 @@ def test_a_ticket_is_taken_as_often_as_it_says(counts: list[int], uses: list[int
     ],
 )
 def test_what_is_refused(
-    make_gate: Callable[..., Gate], asked: pb.GenerateRequest, metadata: Metadata, reason: str
+    make_gate: Callable[..., TicketVerifier],
+    asked: pb.GenerateRequest,
+    metadata: Metadata,
+    reason: str,
 ) -> None:
     for required in (False, True):
         assert refusal(make_gate(required=required), asked, metadata) == reason
 
 
-def test_without_a_ticket(make_gate: Callable[..., Gate]) -> None:
+def test_without_a_ticket(make_gate: Callable[..., TicketVerifier]) -> None:
     make_gate().admit(request(), ())
     assert refusal(make_gate(required=True), request(), None) == "TICKET_REQUIRED"
-    off = Gate(None, "engine-0")
+    off = TicketVerifier(None, "engine-0")
     off.admit(request(), ticket(key=b"o" * 32))
 
 
-def test_expired_tickets_are_forgotten_and_stay_refused(make_gate: Callable[..., Gate]) -> None:
+def test_expired_tickets_are_forgotten_and_stay_refused(
+    make_gate: Callable[..., TicketVerifier],
+) -> None:
     now = [NOW_S]
     gate = make_gate(now)
     for number in range(1, 50):
@@ -145,14 +152,14 @@ def test_expired_tickets_are_forgotten_and_stay_refused(make_gate: Callable[...,
     later = int(now[0] * 1000) + 10_000
     gate.admit(request(), ticket(99, expires_ms=later))
     assert refusal(gate, request(), ticket(99, expires_ms=later)) == "TICKET_USED"
-    assert gate.num_taken == 1
+    assert gate.num_remembered == 1
 
 
 def test_the_memory_of_tickets_is_bounded(
-    make_gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+    make_gate: Callable[..., TicketVerifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ullage_engine.server.gate.MAX_TAKEN", 3)
-    assert MAX_TAKEN > 3
+    monkeypatch.setattr("ullage_engine.server.tickets.MAX_REMEMBERED", 3)
+    assert MAX_REMEMBERED > 3
     gate = make_gate()
     for number in range(3):
         gate.admit(request(), ticket(number))
@@ -161,7 +168,7 @@ def test_the_memory_of_tickets_is_bounded(
 
 def test_missing_keys_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no file"):
-        Gate(TicketsSection(keys_dir=str(tmp_path)), "engine-0")
+        TicketVerifier(TicketsSection(keys_dir=str(tmp_path)), "engine-0")
 
 
 async def multiplexed(engine: Any, metadata: dict[str, str]) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ullage_engine.config import EngineConfig, ModelSection, ServerSection
-from ullage_engine.core.device import StartError, prepare_device
+from ullage_common.config.engine import EngineConfig, ModelSection, ServerSection
+from ullage_engine.worker.device import WorkerStartError, prepare_device
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ def test_an_engine_that_must_have_a_gpu_says_why_it_has_none(
     monkeypatch.setattr(torch.version, "cuda", built_for)
     model, server = ModelSection(source="pkg://a/b", name="m"), ServerSection(run_dir=str(tmp_path))
     config = EngineConfig(model=model, device="cuda", server=server)
-    with pytest.raises(StartError, match=f"^device: cuda .*{remedy}.*set device: cpu$"):
+    with pytest.raises(WorkerStartError, match=f"^device: cuda .*{remedy}.*set device: cpu$"):
         prepare_device(config, 0)

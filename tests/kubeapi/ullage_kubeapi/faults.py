@@ -45,6 +45,9 @@ class Faults:
     def grant(self, verb: str, plural: str) -> None:
         self._denied.discard((verb, plural))
 
+    def allows(self, verb: str, plural: str) -> bool:
+        return (verb, plural) not in self._denied
+
     def striking(self, method: str, path: str) -> Fault | None:
         return next((fault for fault in self._faults if fault.strikes(method, path)), None)
 
@@ -52,7 +55,7 @@ class Faults:
         """Raises Forbidden, as an authorizer says it, where the right is denied."""
         verb = _VERBS.get(method) or ("get" if where.name else "watch" if is_watch else "list")
         resource = where.resource
-        if (verb, resource.plural) not in self._denied:
+        if self.allows(verb, resource.plural):
             return
         place = f'in the namespace "{where.namespace}"' if where.namespace else "at cluster scope"
         name = f' "{where.name}"' if where.name else ""

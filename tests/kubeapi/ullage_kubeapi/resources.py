@@ -58,9 +58,6 @@ BUILTINS = (
         "apps", "v1", "statefulsets", "StatefulSet", True, _SCALABLE, scale_paths=_SCALE_PATHS
     ),
     Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", True, _STATUS),
-    Resource(
-        "autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", True, _STATUS
-    ),
     Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Resource("coordination.k8s.io", "v1", "leases", "Lease", has_generation=False),
     Resource("events.k8s.io", "v1", "events", "Event", has_generation=False),

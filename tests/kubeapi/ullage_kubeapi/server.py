@@ -1,6 +1,7 @@
 """The API server over HTTP: one aiohttp application in a thread of its own.
 
-It keeps no secrets and checks no tokens; it listens on loopback only. Tests may make it fail
+It keeps no secrets, and checks tokens only where a test says which (`tokens`); it listens on
+loopback only. Tests may make it fail
 (`inject`), forget its history (`compact`), and read what was asked of it (`requests`).
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import copy
 import json
 import re
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,13 +31,21 @@ from ullage_kubeapi.tables import dig, table
 from ullage_kubeapi.writes import Request, Writer, Written, list_types
 
 VERSION = {"major": "1", "minor": "35", "gitVersion": "v1.35.0", "platform": "linux/amd64"}
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 
 class ApiServer:
     """A running server: `with running() as api`."""
 
-    def __init__(self, bookmark_interval: float, collects: bool = True) -> None:
+    def __init__(
+        self, bookmark_interval: float, collects: bool = True, tls: Path | None = None
+    ) -> None:
         self.objects = Objects()
+        self.tokens: set[str] = set()
+        """Who else logs in is refused; where it is empty, nobody is."""
+        self.authorizations: list[str | None] = []
+        """The header of each request."""
+        self._tls = tls
         self.requests: list[tuple[str, str, int]] = []
         self.url = ""
         self._writer = Writer(self.objects)
@@ -76,8 +86,8 @@ class ApiServer:
 
     def writes(self) -> list[tuple[str, str, int]]:
         """The requests so far that could change something, renewals of leases aside."""
-        asked = list(self.requests)
-        return [r for r in asked if r[0] not in ("GET", "HEAD") and "/leases" not in r[1]]
+        asked = [r for r in list(self.requests) if r[0] not in ("GET", "HEAD")]
+        return [r for r in asked if "/leases" not in r[1] and r[1] != REVIEWS]
 
     def kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig file for this server."""
@@ -103,10 +113,10 @@ class ApiServer:
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._ssl())
         await site.start()
         host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.url = f"http{'s' if self._tls else ''}://{host}:{port}"
         self._loop = asyncio.get_running_loop()
         collecting = asyncio.create_task(self._collector.run() if self._collects else stop.wait())
         started()
@@ -115,6 +125,19 @@ class ApiServer:
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
         await runner.cleanup()
+
+    def _ssl(self) -> ssl.SSLContext | None:
+        if self._tls is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self._tls / "tls.crt", self._tls / "tls.key")
+        return context
+
+    def _authenticate(self, request: web.Request) -> None:
+        header = request.headers.get("Authorization")
+        self.authorizations.append(header)
+        if self.tokens and (header or "").partition(" ")[2] not in self.tokens:
+            raise ApiError(401, "Unauthorized", "Unauthorized")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -129,13 +152,22 @@ class ApiServer:
         return response
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        self._authenticate(request)
         await self._fail(request)
+        if request.path == REVIEWS:
+            return await self._review(request)
         document = self._discovery(request.path.rstrip("/"))
         if document is not None:
             return web.json_response(document)
         where = target(request.path, self.objects)
         self._faults.check(request.method, "watch" in request.query, where)
         return await self._resource(request, where)
+
+    async def _review(self, request: web.Request) -> web.StreamResponse:
+        review = await self._body(request)
+        asked = review["spec"]["resourceAttributes"]
+        review["status"] = {"allowed": self._faults.allows(asked["verb"], asked["resource"])}
+        return web.json_response(review, status=201)
 
     async def _fail(self, request: web.Request) -> None:
         fault = self._faults.striking(request.method, request.path_qs)
@@ -218,6 +250,10 @@ class ApiServer:
         page, meta = self._page(query, found)
         if "as=Table" in http.headers.get("Accept", ""):
             return web.json_response(table(where.resource, page, meta["resourceVersion"]))
+        if "as=PartialObjectMetadataList" in http.headers.get("Accept", ""):
+            metas = [{"metadata": obj["metadata"]} for obj in page] or None  # as Kubernetes has it
+            kind = {"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1"}
+            return web.json_response(kind | {"metadata": meta, "items": metas})
         body = {
             "kind": f"{where.resource.kind}List",
             "apiVersion": where.resource.api_version,
@@ -367,15 +403,18 @@ def _scale(live: Object, where: Target) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running(bookmark_interval: float = 5.0, collects: bool = True) -> Iterator[ApiServer]:
+def running(
+    bookmark_interval: float = 5.0, collects: bool = True, tls: Path | None = None
+) -> Iterator[ApiServer]:
     """A server in a thread, stopped when the block ends.
 
     Args:
         bookmark_interval: seconds.
         collects: whether there is a garbage collector, which looks at all objects after every
             change: too slow for many thousands of them.
+        tls: a folder with tls.crt and tls.key, to serve HTTPS.
     """
-    server = ApiServer(bookmark_interval, collects)
+    server = ApiServer(bookmark_interval, collects, tls)
     loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     thread = threading.Thread(
         target=loop.run_until_complete, args=(server.serve(started.set, stop),), daemon=True

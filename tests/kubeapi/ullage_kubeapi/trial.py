@@ -1,5 +1,6 @@
 """A trial: the operator as a process, and an API server seen from one namespace."""
 
+import asyncio
 import os
 import re
 import signal
@@ -7,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import httpx
 from ullage_kubeapi.server import ApiServer
 
-from ullage_operator.kinds import OWNED
+from ullage_operator.api.naming import OWNED
+from ullage_operator.kube.cache import Cache, Scope, version_of
+from ullage_operator.kube.connection import Connection
 
 ROOT = Path(__file__).parents[3]
+KUBEAPI = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 MERGE = {"Content-Type": "application/merge-patch+json"}
@@ -29,6 +33,31 @@ def until(ask: Callable[[], Any], what: str, seconds: float = 90) -> Any:
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.05)
     return answer
+
+
+def login() -> dict[str, Any]:
+    """How an HTTP client logs in where KUBECONFIG says: keywords of httpx.Client."""
+
+    async def read() -> dict[str, Any]:
+        connection = Connection()
+        try:
+            api, headers = await connection.api(), await connection.headers()
+            verify = api.rest_client.ssl_context
+            return {"base_url": api.configuration.host, "headers": headers, "verify": verify}
+        finally:
+            await connection.close()
+
+    return asyncio.run(read())
+
+
+def relist(cache: Cache, scope: Scope, objects: Sequence[dict[str, Any]], revision: int) -> None:
+    """What a list of all that exists makes of the cache: events, and the sweep that follows."""
+    for obj in objects:
+        cache.changed(scope, obj)
+    metas = [obj["metadata"] for obj in objects]
+    versions = {(meta["namespace"], meta["name"]): version_of(obj)
+                for meta, obj in zip(metas, objects, strict=True)}  # fmt: skip
+    cache.swept(scope, versions, revision)
 
 
 @dataclass
@@ -90,10 +119,11 @@ class Operator:
     def __init__(self, world: World, log: Path, everywhere: bool, *flags: str) -> None:
         self.probes, self.metrics = _free_port(), _free_port()
         self._log = log.open("ab")
-        command = [sys.executable, "-m", "ullage_operator.main", "--host=127.0.0.1"]
+        command = [sys.executable, "-m", "ullage_kubeapi.quick_operator", "--host=127.0.0.1"]
         ports = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
         scope = [] if everywhere else [f"--namespace={world.namespace}"]
-        environment = os.environ | {"KUBECONFIG": str(world.kubeconfig)}
+        paths = os.pathsep.join(filter(None, [str(KUBEAPI), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "KUBECONFIG": str(world.kubeconfig), "PYTHONPATH": paths}
         self.process = subprocess.Popen(
             [*command, *ports, *scope, "--resync=2", *flags], env=environment, stderr=self._log
         )

@@ -5,21 +5,24 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from ullage_engine.core.batch import ConvPlan, DecodeGroup, PrefillTile
-from ullage_engine.kernels.pool import LayerCache
-from ullage_engine.models.geometry import ModelGeometry
+from ullage_engine.kernels.batch import ConvPlan, DecodeGroup, PrefillTile
+from ullage_engine.model_config.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
+    from ullage_engine.kernels.triton.conv import FusedConvolution
 
 Format = Literal["plain", "int8", "fp8", "int4", "mxfp4"]
 """plain: numbers of the computing type. int8, fp8 (E4M3): a byte each. int4 (codes 0 to 15 for -8
 to 7), mxfp4: two values a byte, the even one in the low half."""
 
 
-LEAST_GROUP = 32
-"""Half of one is the least depth that tensor cores multiply."""
+MIN_GROUP = 32
+"""Least group of scales: half of one is the least depth that tensor cores multiply."""
 
 MX_GROUP = 32
 """Values that share a scale in MXFP4."""
@@ -36,16 +39,16 @@ def runs_on(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    found = _obstacle(device)
-    if found is not None:
-        log.warning("%s computes with torch's operations, which are slower: %s", device, found)
-    return found is None
+    obstacle = _obstacle(device)
+    if obstacle is not None:
+        log.warning("%s computes with torch's operations, which are slower: %s", device, obstacle)
+    return obstacle is None
 
 
 def _obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install the gpu extra (pip install 'ullage[gpu]')"
-    from ullage_engine.kernels.triton.probe import obstacle
+    from ullage_engine.kernels.triton.launch import obstacle
 
     return obstacle(device)
 
@@ -53,7 +56,7 @@ def _obstacle(device: torch.device) -> str | None:
 def takes_groups(format: Format, depth: int, groups: int) -> bool:
     """Whether products take weights in which so many groups of a column's have a scale each."""
     group = depth // groups
-    fits = group == MX_GROUP if format == "mxfp4" else group % LEAST_GROUP == 0 or groups == 1
+    fits = group == MX_GROUP if format == "mxfp4" else group % MIN_GROUP == 0 or groups == 1
     return group * groups == depth and fits
 
 
@@ -67,19 +70,11 @@ def attends(head_dim: int, block_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PagedWorkspace:
-    """What attention over pages needs beside the pages."""
+    """The buffers that attention over pages needs beside the pages."""
 
-    geometry: ModelGeometry
+    model_config: ModelConfig
     partials: torch.Tensor
-    """float32, as many as `ullage_engine.memory.partials.partial_elements`."""
-
-
-class PagedAttention(Protocol):
-    """Attention of some rows of a step."""
-
-    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
-        """Attends in one layer; the tokens' own KV is in the cache already."""
-        ...
+    """Results of splits, float32, `ullage_engine.kernels.arena.partial_elements` of them."""
 
 
 def paged_attentions(
@@ -89,14 +84,13 @@ def paged_attentions(
     attended: torch.Tensor,
     workspace: PagedWorkspace,
     window: int = 0,
-) -> list[PagedAttention]:
-    """Attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into attended
-    [tokens, heads * head_dim]; one launch for all decodes, one for all prompts."""
-    from ullage_engine.kernels.triton.decode import PagedDecode
-    from ullage_engine.kernels.triton.prefill import PagedPrefill
+) -> "list[PagedDecode | PagedPrefill]":
+    """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
+    attended [tokens, heads * head_dim]; one launch for all decodes, one for all prompts."""
+    from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
 
     buffers = (rotated, attended, workspace, window)
-    attentions: list[PagedAttention] = []
+    attentions: list[PagedDecode | PagedPrefill] = []
     if decodes:
         attentions.append(PagedDecode(decodes, *buffers))
     if prefills:
@@ -104,19 +98,11 @@ def paged_attentions(
     return attentions
 
 
-class Convolution(Protocol):
-    """The short convolutions of one step's rows."""
-
-    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step.
-
-        taps [kernel, channels], the oldest first; state [slots, kernel - 1, channels].
-        """
-        ...
-
-
-def fused_convolution(plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> Convolution:
-    """One launch a layer: projected [tokens, 3 * channels] into out [tokens, channels]."""
+def fused_convolution(
+    plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor
+) -> "FusedConvolution":
+    """Prepares a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
+    [tokens, channels]."""
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
     return FusedConvolution(plan, projected, out)
@@ -131,10 +117,11 @@ def quantized_matmul(
     format: str,
     adds: bool = False,
 ) -> None:
-    """See `ullage_engine.kernels.triton.matmul`; raises ValueError for a format not in `Format`."""
+    """Multiplies as `ullage_engine.kernels.triton.matmul` does; ValueError for an unknown
+    format."""
     from ullage_engine.kernels.triton import matmul
 
-    for known in get_args(Format):
-        if known == format:
-            return matmul.quantized_matmul(x, packed, scales, zeros, out, known, adds)
+    for supported in get_args(Format):
+        if supported == format:
+            return matmul.quantized_matmul(x, packed, scales, zeros, out, supported, adds)
     raise ValueError(f"format {format} has no kernel; there are {', '.join(get_args(Format))}")

@@ -7,7 +7,7 @@ sequence's state. Products are rounded as states are, so that it does not matter
 import torch
 import triton.language as tl
 
-from ullage_engine.core.batch import ConvPlan
+from ullage_engine.kernels.batch import ConvPlan
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 MAX_CHANNELS = 1024
@@ -28,7 +28,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Some channels of one column of B * u."""
+    """Returns some channels of one column of B * u."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -82,48 +82,29 @@ def convolve_row(
         tl.store(state + place, kept, mask=exists)
 
 
-class ConvIndices:
-    """A step's plan on the device; made once, for all layers."""
+class FusedConvolution:
+    """All convolution layers of one step, whose plan is put on the device once."""
 
-    def __init__(self, plan: ConvPlan, device: torch.device) -> None:
+    def __init__(self, plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> None:
+        """projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
+        self._projected, self._out = projected, out
         slots = list(plan.slots)
         for chunk in plan.fresh:
             slots[chunk] = NO_SLOT
-        self.taps, self.tails, self.slots, self.next_slots = (
-            torch.tensor(values, dtype=torch.int32, device=device)
+        self._taps, self._tails, self._slots, self._next_slots = (
+            torch.tensor(values, dtype=torch.int32, device=projected.device)
             for values in (plan.taps, plan.tails, slots, plan.next_slots)
         )
 
+    def run(self, weights: torch.Tensor, state: torch.Tensor) -> None:
+        """Writes the gated convolution of the step's rows, and the states after them.
 
-class FusedConvolution:
-    """All convolution layers of one step."""
-
-    def __init__(self, plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> None:
-        """projected [tokens, 3 * channels] into out [tokens, channels]."""
-        self._projected, self._out = projected, out
-        self._indices = ConvIndices(plan, projected.device)
-
-    def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """See `gated_conv`."""
-        gated_conv(self._projected, taps, self._indices, state, self._out)
-
-
-def gated_conv(
-    projected: torch.Tensor,
-    weights: torch.Tensor,
-    indices: ConvIndices,
-    state: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Writes the gated convolution of a step's rows, and the states after them.
-
-    projected [tokens, 3 * channels] of B, C and u; weights [kernel, channels], the oldest tap
-    first; state [slots, kernel - 1, channels]; out [tokens, channels].
-    """
-    tokens, channels = out.shape
-    block = min(MAX_CHANNELS, power_of_two(channels))
-    launch(
-        convolve_row, (tokens + indices.tails.numel(), -(-channels // block)),
-        projected, weights, indices.taps, indices.tails, indices.slots, indices.next_slots,
-        state, out, tokens, channels, TAPS=weights.shape[0], CHANNELS=block, num_warps=4,
-    )  # fmt: skip
+        weights [kernel, channels], the oldest tap first; state [slots, kernel - 1, channels].
+        """
+        tokens, channels = self._out.shape
+        block = min(MAX_CHANNELS, power_of_two(channels))
+        launch(
+            convolve_row, (tokens + self._tails.numel(), -(-channels // block)),
+            self._projected, weights, self._taps, self._tails, self._slots, self._next_slots,
+            state, self._out, tokens, channels, TAPS=weights.shape[0], CHANNELS=block, num_warps=4,
+        )  # fmt: skip

@@ -1,16 +1,211 @@
-"""Products with quantised weights: they are read once, small, and never written out large."""
+"""Products with weights in small formats, in Triton: of one matrix, or of the expert of each row.
+
+Weights are read once, small, and turned into numbers as they are read:
+
+weight[column, k] = value[column, k] * scale[column, k // group] + zero[column, k // group], so
+x . weight = sum over groups of scale * (x . value) + zero * sum(x): values enter the tensor cores
+as they are, which is exact in bfloat16, and scales are applied in float32.
+
+Which rows an expert has is read on the device: the grid is as large as the rows could need, and
+programs without a tile end. Nothing waits for the device, so graphs can capture it.
+"""
 
 import torch
 import triton.language as tl
 
-from ullage_engine.kernels.triton import Format
-from ullage_engine.kernels.triton.launch import jit_for_any, launch, power_of_two
-from ullage_engine.kernels.triton.weighted import (
-    bytes_of,
-    group_of,
-    multiply_weights,
-    step_of,
+from ullage_engine.kernels.triton import MIN_GROUP, Format, takes_groups
+from ullage_engine.kernels.triton.launch import (
+    e2m1,
+    e4m3,
+    e8m0,
+    jit,
+    jit_for_any,
+    launch,
+    power_of_two,
 )
+
+
+@jit
+def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """Returns values as float32."""
+    if FORMAT == "fp8":
+        value = e4m3(code)
+    elif FORMAT == "mxfp4":
+        value = e2m1(code & 15)
+    elif FORMAT == "int4":
+        value = (code & 15).to(tl.float32) - 8.0
+    else:
+        value = code.to(tl.float32)
+    return value
+
+
+@jit
+def scaled(
+    part: tl.tensor,  # [ROWS, COLUMNS] of one group
+    row: tl.tensor,  # [ROWS, STEP]
+    scales: tl.tensor,  # [COLUMNS]
+    zeros: tl.tensor,
+    has_column: tl.tensor,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """Computes scale * (x . value) + zero * sum(x)."""
+    part = part * tl.load(scales, mask=has_column, other=0).to(tl.float32)[None, :]
+    if ZEROS:
+        zero = tl.load(zeros, mask=has_column, other=0).to(tl.float32)
+        part += tl.sum(row.to(tl.float32), 1)[:, None] * zero[None, :]
+    return part
+
+
+@jit
+def multiply_packed(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # [COLUMNS] first byte of each column
+    scales: tl.tensor,  # [COLUMNS] first scale of each column
+    zeros: tl.tensor,
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    summed: tl.tensor,  # [ROWS, COLUMNS]
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """Adds a product with two values a byte: even and odd columns of x are multiplied apart,
+    because taking x apart costs less than putting weights together."""
+    for start in range(0, depth, STEP):
+        pairs = start // 2 + tl.arange(0, STEP // 2)
+        inside = pairs < depth // 2
+        mask = has_column[:, None] & inside[None, :]
+        code = tl.load(values[:, None] + pairs[None, :], mask=mask, other=0)
+        low, high = decoded(code, FORMAT), decoded(code >> 4, FORMAT)
+        ks = start + tl.arange(0, STEP)
+        given = has_row[:, None] & (ks < depth)[None, :]
+        row = tl.load(x[:, None] + ks[None, :], mask=given, other=0)
+        even, odd = tl.split(tl.reshape(row, [x.shape[0], STEP // 2, 2]))
+        if FORMAT == "mxfp4":
+            groups = start // GROUP + tl.arange(0, STEP // GROUP)
+            there = has_column[:, None] & (groups[None, :] < depth // GROUP)
+            scale = e8m0(tl.load(scales[:, None] + groups[None, :], mask=there, other=0))
+            shape: tl.constexpr = [code.shape[0], STEP // GROUP, GROUP // 2]
+            wide = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), code.shape)
+            low, high = low * wide, high * wide
+            summed = tl.dot(even, tl.trans(low.to(even.dtype)), summed, input_precision="ieee")
+            summed = tl.dot(odd, tl.trans(high.to(even.dtype)), summed, input_precision="ieee")
+        else:
+            part = tl.dot(even, tl.trans(low.to(even.dtype)), input_precision="ieee")
+            part = tl.dot(odd, tl.trans(high.to(even.dtype)), part, input_precision="ieee")
+            group = start // GROUP
+            summed += scaled(part, row, scales + group, zeros + group, has_column, ZEROS)
+    return summed
+
+
+@jit
+def multiply_bytes(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # [COLUMNS] first value of each column
+    scales: tl.tensor,  # [COLUMNS] first scale of each column
+    zeros: tl.tensor,
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    summed: tl.tensor,  # [ROWS, COLUMNS]
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """Adds a product with a value an element; one scale for all of a column waits until the end."""
+    for start in range(0, depth, STEP):
+        ks = start + tl.arange(0, STEP)
+        inside = ks < depth
+        mask = has_column[:, None] & inside[None, :]
+        weight = tl.load(values[:, None] + ks[None, :], mask=mask, other=0)
+        given = has_row[:, None] & inside[None, :]
+        row = tl.load(x[:, None] + ks[None, :], mask=given, other=0)
+        if FORMAT != "plain":
+            weight = decoded(weight, FORMAT).to(row.dtype)
+        if GROUP > 0:
+            part = tl.dot(row, tl.trans(weight), input_precision="ieee")
+            group = start // GROUP
+            summed += scaled(part, row, scales + group, zeros + group, has_column, ZEROS)
+        else:
+            summed = tl.dot(row, tl.trans(weight), summed, input_precision="ieee")
+    if FORMAT != "plain" and GROUP == 0:
+        scale = tl.load(scales, mask=has_column, other=0).to(tl.float32)
+        summed = summed * scale[None, :]
+    return summed
+
+
+@jit
+def multiply_weights(
+    x: tl.tensor,  # [ROWS] first of each row
+    values: tl.tensor,  # of one matrix [columns, depth]
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    columns: tl.tensor,  # [COLUMNS]
+    has_row: tl.tensor,
+    has_column: tl.tensor,
+    depth: tl.tensor,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,  # weights of a column that share a scale; 0: all, and no zeros
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tl.tensor:
+    """Computes x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
+    at = columns.to(tl.int64)
+    groups = at
+    if GROUP > 0:
+        groups = at * tl.cdiv(depth, GROUP)
+    summed = tl.zeros([x.shape[0], columns.shape[0]], tl.float32)
+    if FORMAT == "int4" or FORMAT == "mxfp4":
+        summed = multiply_packed(
+            x, values + at * (depth // 2), scales + groups, zeros + groups, has_row, has_column,
+            summed, depth, STEP, GROUP, FORMAT, ZEROS,
+        )  # fmt: skip
+    else:
+        summed = multiply_bytes(
+            x, values + at * depth, scales + groups, zeros + groups, has_row, has_column,
+            summed, depth, STEP, GROUP, FORMAT, ZEROS,
+        )  # fmt: skip
+    return summed
+
+
+def group_of(
+    format: Format, depth: int, columns: int, scales: torch.Tensor | None, has_zeros: bool
+) -> int:
+    """Returns how many weights of a column share a scale; 0 where all do and it can wait until the
+    end.
+
+    Raises ValueError for weights that the kernels cannot multiply.
+    """
+    if format == "plain":
+        return 0
+    if scales is None:
+        raise ValueError(f"scales are missing: {format} weights need them")
+    groups = scales.numel() // columns
+    if groups == 1 and format in ("int8", "fp8") and not has_zeros:
+        return 0
+    if not takes_groups(format, depth, groups):
+        raise ValueError(
+            f"{groups} groups of scales for {depth} {format} weights a column: a group has to have "
+            f"{'' if format == 'mxfp4' else 'a multiple of '}{MIN_GROUP} weights"
+        )
+    return depth // groups
+
+
+def step_of(depth: int, group: int, format: Format, itemsize: int) -> int:
+    """Returns how much of the depth is multiplied at once: within a group, without a remainder if
+    possible."""
+    largest = 64 if itemsize == 4 else 128
+    within = depth if format == "mxfp4" or not group else group
+    return next((step for step in (128, 64, 32) if step <= largest and within % step == 0), 64)
+
+
+def bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns weights as kernels read them: float8 as bytes."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200; with fewer column tiles than that, a product of few rows leaves some idle."""
@@ -82,8 +277,8 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's tile: small where weights are what is waited for, and
-    rather small than leave multiprocessors idle."""
+    """Returns (rows, columns, warps) of a program's tile: small where weights are what is waited
+    for, and rather small than leave multiprocessors idle."""
     if rows > 64:
         return 128, 64, 4
     block_rows = max(16, power_of_two(rows))
@@ -91,25 +286,174 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
     return block_rows, fits[0] if fits else 16, 4
 
 
-class PackedMatrix:
-    """A weight matrix in a small format, as `ullage_engine.layers.matrix.Matrix`."""
+@jit
+def find_tile(
+    ends: tl.tensor,  # [experts] the row after each expert's last
+    tile: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Finds (expert, first row, row after the expert's last) of a tile; expert EXPERTS: there is
+    none."""
+    experts = tl.arange(0, PADDED)
+    end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
+    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
+    tiles = (end - start + ROWS - 1) // ROWS
+    tiles = tl.where(experts < EXPERTS, tiles, 0)
+    behind = tl.cumsum(tiles, 0)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    own = experts == expert
+    before = tl.sum(tl.where(own, behind - tiles, 0), 0)
+    first = tl.sum(tl.where(own, start, 0), 0) + (tile - before) * ROWS
+    # Padding counts as finished experts where no tile is left.
+    return tl.minimum(expert, EXPERTS), first, tl.sum(tl.where(own, end, 0), 0)
+
+
+@jit
+def multiply_expert(
+    x: tl.tensor,  # [*, depth]
+    values: tl.tensor,  # [experts, columns, depth], or two a byte
+    scales: tl.tensor,  # [experts, columns, groups]
+    zeros: tl.tensor,
+    picks: tl.tensor,  # SORTED: ends [experts]; else the expert of each row
+    out: tl.tensor,  # [rows, columns]
+    columns: tl.tensor,
+    depth: tl.tensor,
+    SORTED: tl.constexpr,
+    SHARE: tl.constexpr,  # rows of out that have one row of x
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> None:
+    """Writes some columns of one tile of rows that chose the same expert, or of a single row."""
+    if SORTED:
+        expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
+    else:
+        first = tl.program_id(0)
+        end = first + 1
+        expert = tl.load(picks + first).to(tl.int32)
+    if expert >= EXPERTS:
+        return
+    row = first + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    has_row, has_column = row < end, column < columns
+    at = expert.to(tl.int64) * columns
+    width = depth
+    if FORMAT == "int4" or FORMAT == "mxfp4":
+        width = depth // 2
+    groups = at
+    if GROUP > 0:
+        groups = at * tl.cdiv(depth, GROUP)
+    summed = multiply_weights(
+        x + (row // SHARE).to(tl.int64) * depth, values + at * width, scales + groups,
+        zeros + groups, column, has_row, has_column, depth, STEP, GROUP, FORMAT, ZEROS,
+    )  # fmt: skip
+    where = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    mask = has_row[:, None] & has_column[None, :]
+    tl.store(where, summed.to(out.dtype.element_ty), mask=mask)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    out: torch.Tensor,
+    format: Format,
+) -> None:
+    """Writes each row's product with its expert's weights; rows are sorted by expert.
+
+    x [rows, depth]; ends int32 [experts], the row after each expert's last: rows beyond the last
+    are left alone; out [rows, columns]. Weights are those of `quantized_matmul`, one matrix behind
+    the other: packed [experts, columns, ...].
+    """
+    rows, experts = x.shape[0], ends.shape[0]
+    tile = min(128, max(16, power_of_two(-(-rows // experts))))
+    # Every expert may end in a tile that is not full.
+    tiles = min(rows, rows // tile + experts)
+    _multiply((tiles, tile), x, ends, packed, scales, zeros, out, format, 0)
+
+
+def picked_matmul(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    out: torch.Tensor,
+    format: Format,
+) -> None:
+    """Writes each row's product with the weights of its expert, for few rows in any order.
+
+    chosen [rows of out]; several rows of out in a row share a row of x: with tokens' hidden states
+    as x, a row for each expert that a token chose. Each row reads all of its expert's weights, so
+    this is for so few rows that seldom two choose the same. Weights as in `grouped_matmul`.
+    """
+    rows = out.shape[0]
+    _multiply((rows, 16), x, chosen, packed, scales, zeros, out, format, rows // x.shape[0])
+
+
+def _multiply(
+    tiles: tuple[int, int],  # how many, rows of each
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    out: torch.Tensor,
+    format: Format,
+    share: int,  # 0: rows are sorted
+) -> None:
+    experts, columns, depth = packed.shape[0], out.shape[1], x.shape[1]
+    group = group_of(format, depth, experts * columns, scales, zeros is not None)
+    count, rows = tiles
+    block_columns = 64 if rows > 16 else 32
+    launch(
+        multiply_expert, (count, -(-columns // block_columns)),
+        x, bytes_of(packed), x if scales is None else scales, x if zeros is None else zeros,
+        picks, out, columns, depth,
+        SORTED=not share, SHARE=max(1, share), EXPERTS=experts, PADDED=power_of_two(experts),
+        ROWS=rows, COLUMNS=block_columns, STEP=step_of(depth, group, format, x.itemsize),
+        GROUP=group, FORMAT=format, ZEROS=zeros is not None,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+FEW_PAIRS = 16
+"""Pairs up to which experts are picked on the device, which saves sorting; not yet measured."""
+
+
+class TritonExperts:
+    """One weight matrix of every expert, as `ullage_engine.layers.moe.ExpertLinears`.
+
+    With plain weights it stands in for `grouped_mm` where that waits for the device: before compute
+    capability 9.0, and in float32.
+    """
+
+    few_pairs = FEW_PAIRS
 
     def __init__(
         self,
-        packed: torch.Tensor,
-        scales: torch.Tensor | None,
+        packed: torch.Tensor,  # [experts, ...]
+        scales: torch.Tensor | None,  # [experts, out, groups]
         zeros: torch.Tensor | None,
-        shape: tuple[int, int],  # (in, out)
         format: Format,
     ) -> None:
-        self._weights, self._shape, self._format = (packed, scales, zeros), shape, format
+        self._weights, self._format = (packed, scales, zeros), format
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._shape
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        """Writes each row's product with its expert's matrix: x [pairs and more, in] sorted by
+        expert, ends int32 [experts] the row after each one's last, out [pairs and more, out]."""
+        grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 
-    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        quantized_matmul(x, *self._weights, out, self._format)
-
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        quantized_matmul(x, *self._weights, out, self._format, adds=True)
+    def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the same products for few rows in any order: out [pairs, out], of expert `chosen`
+        [pairs]; x has a row for each of them or for each token."""
+        picked_matmul(x, chosen, *self._weights, out, self._format)

@@ -97,19 +97,25 @@ class Streams:
 
     def started(self, count: int) -> list[str]:
         """Waits for the first tokens of this many streams; the engines that they came from."""
-        until(lambda: self._started.qsize() >= count or self._ended, f"{count} streams run")
-        assert self._started.qsize() >= count, self._ended
+        until(
+            lambda: self._started.qsize() >= count or self._ended or not self._reader.is_alive(),
+            f"{count} streams run",
+        )
+        assert self._started.qsize() >= count, self._ended or self._error()
         return [self._started.get()["headers"]["x-ullage-engine"] for _ in range(count)]
 
     def answers(self) -> list[Answer]:
         """Waits for the ends of all."""
         status = self._process.wait(PATIENCE_S)
         self._reader.join()
-        assert self._process.stderr
-        assert status == 0, self._process.stderr.read()
+        assert status == 0, self._error()
         fields = ("status", "text", "finish", "error", "headers")
         ordered = sorted(self._ended, key=lambda event: event["number"])
         return [Answer(*(event[name] for name in fields)) for event in ordered]
+
+    def _error(self) -> str:
+        assert self._process.stderr
+        return self._process.stderr.read()
 
     def stop(self) -> list[Answer]:
         """Has repeated requests end after those that run now; then as `answers`."""

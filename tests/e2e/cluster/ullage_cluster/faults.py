@@ -6,7 +6,7 @@ _KILL_WORKER = """
 import os, pathlib, signal
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
     words = (folder / "cmdline").read_bytes().split(b"\\0")
-    if b"ullage_engine.core.worker" in words:
+    if b"ullage_engine.worker.main" in words:
         os.kill(int(folder.name), signal.SIGKILL)
         print("killed", folder.name)
 """

@@ -1,1 +1,0 @@
-"""Requests, scheduling, sampling and the step loop of the worker process."""

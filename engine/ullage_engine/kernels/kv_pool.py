@@ -1,0 +1,300 @@
+"""Device memory of the cache: the paged KV pool, host slots for swapped blocks, convolution states.
+
+KV is written into pages and gathered from them in the computing type, or in float8 E4M3 with a
+scale for each head that is a power of two. Dividing by such a scale and multiplying by it is exact,
+so the one rounding is E4M3's, and a kernel that applies the scale to queries and sums has the bits
+of one that applies it to keys and values.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ullage_engine.kernels.arena import ArenaLayout
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.protocol.step_plan import Moves
+
+LARGEST = 448.0
+"""Largest number of E4M3, which has no infinity: what exceeds it is stored as that."""
+
+MIN_EXPONENT, MAX_EXPONENT = -15, 7
+"""Exponents of scales: every stored number and every scale is one of float16, too."""
+
+
+class _Bits(NamedTuple):
+    """The places of E4M3's bits in a number of another type."""
+
+    integers: torch.dtype
+    shift: int
+    mask: int
+    bias: int
+    """The number that these bits are is its value times 2 to the power -bias."""
+
+
+_BITS = {
+    torch.float32: _Bits(torch.int32, 20, -(1 << 31) | 0x7F << 20, 120),
+    torch.bfloat16: _Bits(torch.int16, 4, -(1 << 15) | 0x7F << 4, 120),
+    torch.float16: _Bits(torch.int16, 7, -(1 << 15) | 0x7F << 7, 8),
+}
+
+
+class HeadScales(NamedTuple):
+    """The values of a stored 1 in each head of a layer, in the computing type."""
+
+    values: torch.Tensor  # [2 * kv_heads, 1, 1], keys first
+    factors: torch.Tensor  # the same, times what `widen` finds missing
+
+
+def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
+    """Finds the least power of two for each head with which all up to its bound can be stored."""
+    # A fraction of 0.5 to 1 times 2 to this power is the quotient.
+    exponents = [
+        min(MAX_EXPONENT, max(MIN_EXPONENT, math.frexp(bound / LARGEST)[1])) for bound in bounds
+    ]
+    values = torch.tensor([2.0**exponent for exponent in exponents], device=device)[:, None, None]
+    factors = values * widening_factor(dtype)
+    return HeadScales(values.to(dtype), factors.to(dtype))
+
+
+def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+    """Writes numbers, which it overwrites, as bytes of the same shape; what is too large for its
+    scale becomes the largest number."""
+    numbers.div_(scales).clamp_(-LARGEST, LARGEST)
+    codes.view(torch.float8_e4m3fn).copy_(numbers)
+
+
+def widening_factor(dtype: torch.dtype) -> float:
+    """Returns the factor with which `widen` gives the values of codes that have no scale."""
+    return float(2.0 ** _BITS[dtype].bias)
+
+
+def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor) -> None:
+    """Writes what bytes stand for; exact, and several times faster than torch's conversion.
+
+    The bits are moved to their places in a wider number, whose exponent has another bias. Not a
+    number reads as 480: `narrow` makes it of nothing but not a number.
+    """
+    layout = _BITS[out.dtype]
+    bits = out.view(layout.integers)
+    bits.copy_(codes.view(torch.int8))
+    bits.bitwise_left_shift_(layout.shift).bitwise_and_(layout.mask)
+    out.mul_(factors)
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values: the same memory seen as blocks and as slots.
+
+    Slot = block id * block tokens + position within the block.
+    """
+
+    blocks: torch.Tensor  # [2 * kv_heads, num_blocks, block_tokens * head_dim], keys first
+    keys: torch.Tensor  # [kv_heads, num_slots, head_dim]
+    values: torch.Tensor  # [kv_heads, num_slots, head_dim]
+    scales: HeadScales | None = None
+    """Scales of float8 KV: with them the tensors above are bytes, each a float8 E4M3."""
+
+
+def scratch_blocks(model_config: ModelConfig) -> int:
+    """Counts the blocks beside those of sequences, for the KV of tokens that are computed a second
+    time."""
+    return 1 if model_config.conv_kernel else 0
+
+
+def kv_block_bytes(model_config: ModelConfig, block_tokens: int, itemsize: int) -> int:
+    """Returns the bytes of one block over all layers; `itemsize` is that of a stored number."""
+    return block_tokens * model_config.kv_bytes_per_token(itemsize)
+
+
+class KVPool:
+    """The KV of all sequences on the device, in one allocation, every page touched.
+
+    Heads come first so that the blocks of one head gather into a matrix. Where a model has
+    convolutions there is one block more than `num_blocks`, which is written and never read.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[HeadScales] | None = None,
+    ) -> None:
+        """`scales`, one for each layer that attends: KV is stored as float8, not as `dtype`."""
+        heads, width = 2 * model_config.num_kv_heads, block_tokens * model_config.head_dim
+        total = num_blocks + scratch_blocks(model_config)
+        shape = (model_config.num_attention_layers, heads, total, width)
+        stored = dtype if scales is None else torch.uint8
+        pool = torch.empty(shape, dtype=stored, device=device).zero_()
+        self.num_blocks = num_blocks
+        self.blocks = pool.view(shape[0] * heads, total, width)  # keys and values of all layers
+        self.layers = [
+            _layer_cache(layer, model_config, scales[index] if scales is not None else None)
+            for index, layer in enumerate(pool)
+        ]
+
+    @property
+    def scratch_block(self) -> int:
+        """Takes the KV of replayed tokens; there is one only if the model has convolutions."""
+        return self.num_blocks
+
+    def clear(self, block: int) -> None:
+        """Zeros one block over all layers: attention multiplies what lies behind its last token by
+        zero, and an earlier user's infinity or NaN would outlive that."""
+        self.blocks[:, block].zero_()
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copies one block over all layers; allocates nothing."""
+        self.blocks[:, destination].copy_(self.blocks[:, source])
+
+
+def _layer_cache(
+    layer: torch.Tensor, model_config: ModelConfig, scales: HeadScales | None
+) -> LayerCache:
+    kv_heads = model_config.num_kv_heads
+    slots = layer.view(2 * kv_heads, -1, model_config.head_dim)
+    return LayerCache(layer, slots[:kv_heads], slots[kv_heads:], scales)
+
+
+class StatePool:
+    """The convolution states of all sequences, in one allocation, every page touched.
+
+    A state is the last kernel - 1 columns of each convolution's input, oldest first.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        columns = max(0, model_config.conv_kernel - 1)
+        shape = (model_config.num_conv_layers, num_slots, columns, model_config.conv_channels)
+        self.states = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.layers = list(self.states)
+        """States of each convolution layer, [num_slots, kernel - 1, channels]."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.states.shape[1]
+
+
+class HostPool:
+    """Slots in host memory, each for one block over all layers; every page touched.
+
+    Beside a GPU the memory is pinned, and a block passes through one block of staging on the
+    device, because only memory without gaps is copied between devices without a temporary.
+    """
+
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
+        rows, _, width = pool.blocks.shape
+        is_remote = pool.blocks.device.type != "cpu"
+        self._pool = pool
+        self._slots = torch.empty(
+            (num_slots, rows, width), dtype=pool.blocks.dtype, pin_memory=is_remote
+        ).zero_()
+        self._staging = pool.blocks.new_zeros((rows, width)) if is_remote else None
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.shape[0]
+
+    def swap_out(self, block: int, slot: int) -> None:
+        """Copies a block to the host; later device work may overwrite the block."""
+        source = self._pool.blocks[:, block]
+        if self._staging is not None:
+            source = self._staging.copy_(source)
+        self._slots[slot].copy_(source, non_blocking=True)
+
+    def swap_in(self, slot: int, block: int) -> None:
+        """Copies a slot to a block; later device work sees it."""
+        source = self._slots[slot]
+        if self._staging is not None:
+            source = self._staging.copy_(source, non_blocking=True)
+        self._pool.blocks[:, block].copy_(source)
+
+
+def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
+    """Makes copies of whole blocks in the order of `Moves`; allocates nothing."""
+    for block, slot in moves.swap_out:
+        host.swap_out(block, slot)
+    for slot, block in moves.swap_in:
+        host.swap_in(slot, block)
+    for source, destination in moves.copy:
+        pool.copy(source, destination)
+
+
+def allocate(
+    layout: ArenaLayout, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Allocates flat views by name in one allocation, every page touched.
+
+    Four-byte buffers are float32, one-byte buffers uint8, others `dtype`.
+    """
+    types = {1: torch.uint8, 4: torch.float32}
+    # empty and zero_, because zeros would leave the pages unbacked until first use.
+    storage = torch.empty(layout.nbytes, dtype=torch.uint8, device=device).zero_()
+    return {
+        buffer.name: storage[buffer.offset : buffer.end].view(types.get(buffer.itemsize, dtype))
+        for buffer in layout.buffers
+    }
+
+
+def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Returns the start of a flat buffer, as a contiguous tensor of this shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return buffer[:count].view(shape)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
+    """Sums the bytes of all memory that these tensors are views of, each piece of it counted once.
+
+    `alignment` rounds every piece up, as laying it out in a file does.
+    """
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(-(-each.nbytes() // alignment) * alignment for each in storages.values())
+
+
+def write_kv(
+    cache: LayerCache,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor | None,
+) -> None:
+    """Stores a step's keys and values [kv_heads, tokens, head_dim], which it may overwrite.
+
+    `codes`: a flat buffer of bytes as large as either, if KV is stored as float8.
+    """
+    if cache.scales is None:
+        cache.keys.index_copy_(1, slots, keys)
+        cache.values.index_copy_(1, slots, values)
+        return
+    assert codes is not None, "float8 without a buffer for it"
+    stored, kv_heads = shaped(codes, *keys.shape), keys.shape[0]
+    narrow(keys, cache.scales.values[:kv_heads], stored)
+    cache.keys.index_copy_(1, slots, stored)
+    narrow(values, cache.scales.values[kv_heads:], stored)
+    cache.values.index_copy_(1, slots, stored)
+
+
+def gather(
+    cache: LayerCache,
+    heads: slice,
+    block_ids: torch.Tensor,
+    codes: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Copies blocks of some of the cache's 2 * kv_heads to out [heads, blocks, width].
+
+    `codes`: a flat buffer of as many bytes as `out` has numbers, if KV is stored as float8.
+    """
+    if cache.scales is None:
+        torch.index_select(cache.blocks[heads], 1, block_ids, out=out)
+        return
+    assert codes is not None, "float8 without a buffer for it"
+    gathered = shaped(codes, *out.shape)
+    torch.index_select(cache.blocks[heads], 1, block_ids, out=gathered)
+    widen(gathered, cache.scales.factors[heads], out)

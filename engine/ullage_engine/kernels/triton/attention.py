@@ -1,0 +1,497 @@
+"""Attention over paged KV in Triton: decodes, prefill tiles and the inner loop that both share.
+
+Decodes: a program attends the query heads of one KV head to one split of one sequence's context;
+splits are merged by the logarithms of their sums. The grid depends on shapes alone: lengths and
+block tables are read on the device, so a captured graph serves every length that its tables have
+room for. Prefill: a program takes some tokens of a tile with all query heads of one KV head, so
+that the pages are read once for all of them. All tiles of a step are one launch.
+
+The inner loop runs blocks of queries against a run of one sequence's pages. Its running softmax is
+in base 2 (Milakov and Gimelshein, 2018): the state is each row's peak score, the sum of its weights
+and the weighted sum of values, all relative to the peak.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+
+from ullage_engine.kernels.arena import MAX_SPLITS, MAX_TILE_ROWS, num_splits
+from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.kv_pool import LayerCache, shaped
+from ullage_engine.kernels.triton import PagedWorkspace
+from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, power_of_two
+
+
+@jit
+def shift_of(peak: tl.tensor) -> tl.tensor:
+    """Returns the peak, or zero where nothing has been seen: minus infinity less itself is not a
+    number."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@jit
+def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
+    """Returns a head's scale, by which queries or sums are multiplied in place of all that is
+    stored."""
+    if FP8:
+        return tl.load(place).to(tl.float32)
+    return 1.0
+
+
+@jit
+def attend(
+    queries: tl.tensor,  # [rows, HEAD_DIM]
+    peak: tl.tensor,  # [rows]
+    total: tl.tensor,  # [rows]
+    summed: tl.tensor,  # [rows, HEAD_DIM]
+    keys: tl.tensor,  # of one KV head
+    values: tl.tensor,
+    table: tl.tensor,  # block ids of the sequence
+    first: tl.tensor,  # [rows] first position that a row sees
+    last: tl.tensor,  # [rows] last one
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,  # times log2(e)
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    MASKED: tl.constexpr,  # else every row sees all of begin to end, a multiple of SPAN
+    FP8: tl.constexpr,
+) -> tl.tensor:
+    """Goes on with positions begin to end."""
+    dims = tl.arange(0, HEAD_DIM)
+    for start in range(begin, end, SPAN):
+        positions = start + tl.arange(0, SPAN)
+        inside = positions < end
+        # Block ids and memory beyond the end are somebody else's: never read.
+        if MASKED:
+            blocks = tl.load(table + positions // BLOCK_TOKENS, mask=inside, other=0)
+        else:
+            blocks = tl.load(table + positions // BLOCK_TOKENS)
+        slots = blocks.to(tl.int64) * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        places = slots[:, None] * HEAD_DIM + dims[None, :]
+        if MASKED:
+            key = tl.load(keys + places, mask=inside[:, None], other=0)
+            value = tl.load(values + places, mask=inside[:, None], other=0)
+        else:
+            key = tl.load(keys + places)
+            value = tl.load(values + places)
+        if FP8:
+            key = e4m3(key).to(queries.dtype)
+            value = e4m3(value).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        if MASKED:
+            seen = (positions[None, :] >= first[:, None]) & (positions[None, :] <= last[:, None])
+            scores = tl.where(seen & inside[None, :], scores, float("-inf"))
+        risen = tl.maximum(peak, tl.max(scores, 1))
+        shift = shift_of(risen)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        summed = summed * shrink[:, None]
+        summed = tl.dot(weights.to(value.dtype), value, summed, input_precision="ieee")
+        peak = risen
+    return peak, total, summed
+
+
+@jit
+def attend_range(
+    queries: tl.tensor,  # [rows, HEAD_DIM]
+    keys: tl.tensor,  # of one KV head
+    values: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    begin: tl.tensor,
+    middle: tl.tensor,  # up to here every row sees all; with a window nothing
+    end: tl.tensor,
+    scale: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
+) -> tl.tensor:
+    """Computes the running softmax of positions begin to end: peak, total and sum; see `attend`."""
+    peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    summed = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
+    if WINDOW == 0:
+        peak, total, summed = attend(
+            queries, peak, total, summed, keys, values, table, first, last, begin, middle, scale,
+            BLOCK_TOKENS, HEAD_DIM, SPAN, False, FP8,
+        )  # fmt: skip
+    return attend(
+        queries, peak, total, summed, keys, values, table, first, last, middle, end, scale,
+        BLOCK_TOKENS, HEAD_DIM, SPAN, True, FP8,
+    )  # fmt: skip
+
+
+@jit
+def add_sink(
+    peak: tl.tensor,  # [rows]
+    total: tl.tensor,  # [rows]
+    summed: tl.tensor,  # [rows, head_dim]
+    sinks: tl.tensor,  # [rows] places of the heads' logits
+    exists: tl.tensor,  # [rows]
+    SINKS: tl.constexpr,  # else nothing is done
+) -> tl.tensor:
+    """Gives the sink of each row's head its share of the softmax."""
+    if SINKS:
+        sink = tl.load(sinks, mask=exists, other=0).to(tl.float32) * 1.4426950408889634
+        shift = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.exp2(sink - shift)
+        summed = summed * shrink[:, None]
+        peak = shift
+    return peak, total, summed
+
+
+LOG2_E = math.log2(math.e)
+
+
+@jit
+def own_share(
+    base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
+) -> tl.tensor:
+    """Returns (begin, end) of one split of positions base to length; begin is base and whole
+    spans."""
+    share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
+    begin = base + split * share
+    return begin, tl.minimum(begin + share, length)
+
+
+@jit_for_any("width", "splits")
+def attend_split(
+    queries: tl.tensor,  # [heads, rows, HEAD_DIM], heads `head_stride` apart
+    keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
+    values: tl.tensor,
+    tables: tl.tensor,  # [rows, width] block ids
+    lengths: tl.tensor,  # [rows] context, the token itself included; 0 for a row of padding
+    sinks: tl.tensor,  # [heads]
+    scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
+    out: tl.tensor,  # [rows, heads * HEAD_DIM], or [rows, heads, splits, HEAD_DIM] of float32
+    sums: tl.tensor,  # [rows, heads, splits] log2 of the sum of the weights
+    scale: tl.tensor, head_stride: tl.tensor, cache_stride: tl.tensor,
+    width: tl.tensor, splits: tl.tensor,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WHOLE: tl.constexpr,  # there is one split
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes the result of one split; with one split, the result."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    seen = 0
+    if WINDOW > 0:
+        seen = tl.maximum(length - WINDOW, 0)
+    begin, end = own_share(seen // SPAN * SPAN, length, split, splits, SPAN)
+    members = tl.arange(0, ROWS)
+    heads = kv_head * GROUP + members
+    exists = members < GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    places = heads[:, None] * head_stride + row * HEAD_DIM + dims[None, :]
+    query = tl.load(queries + places, mask=exists[:, None], other=0)
+    first = seen + tl.zeros([ROWS], tl.int32)
+    last = length - 1 + tl.zeros([ROWS], tl.int32)
+    key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    middle = begin
+    if WINDOW == 0:
+        middle = tl.maximum(begin, end // SPAN * SPAN)
+    peak, total, summed = attend_range(
+        query, key, value, tables + row * width, first, last, begin, middle, end,
+        scale * scale_of(scales + kv_head, FP8), BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW, FP8,
+    )  # fmt: skip
+    summed = summed * scale_of(scales + tl.num_programs(1) + kv_head, FP8)
+    if WHOLE:
+        peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
+    # An empty split weighs nothing, log2(0), and its result is zero.
+    weight = tl.where(total == 0, 1.0, total)
+    result = summed / weight[:, None]
+    place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
+    where = out + place[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
+    if not WHOLE:
+        level = tl.where(total == 0, float("-inf"), peak + tl.log2(weight))
+        tl.store(sums + place, level, mask=exists)
+
+
+@jit_for_any("splits")
+def merge_splits(
+    partials: tl.tensor,  # [rows, heads, splits, HEAD_DIM]
+    sums: tl.tensor,  # [rows, heads, splits]
+    sinks: tl.tensor,  # [heads]
+    out: tl.tensor,  # [rows, heads * HEAD_DIM]
+    num_heads: tl.tensor,
+    splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    MOST: tl.constexpr,
+    SINKS: tl.constexpr,
+) -> None:
+    """Merges one head of one row."""
+    head = tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64) * num_heads + head
+    split, dims = tl.arange(0, MOST), tl.arange(0, HEAD_DIM)
+    exists = split < splits
+    levels = tl.load(sums + place * splits + split, mask=exists, other=float("-inf"))
+    peak = tl.max(levels, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shift = shift_of(peak)
+    weights = tl.exp2(levels - shift)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
+    pieces = partials + (place * splits + split)[:, None] * HEAD_DIM + dims[None, :]
+    results = tl.load(pieces, mask=exists[:, None], other=0)
+    summed = tl.sum(weights[:, None] * results, 0)
+    result = summed / tl.where(total == 0, 1.0, total)
+    tl.store(out + place * HEAD_DIM + dims, result.to(out.dtype.element_ty))
+
+
+def attend_decodes(
+    queries: torch.Tensor,
+    cache: LayerCache,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attends one token of each row to its sequence's pages.
+
+    queries [heads, rows, head_dim], each head contiguous; tables [rows, width] and lengths [rows]
+    int32; out [rows, heads * head_dim]; partials flat float32 (`memory.partials`). The last
+    `window` tokens are seen, 0 for all. Neither reads anything on the host nor allocates.
+    """
+    heads, rows, head_dim = queries.shape
+    kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
+    block_tokens, width = cache.keys.shape[1] // num_blocks, tables.shape[1]
+    span = span_tokens(head_dim, queries.element_size())
+    room = width * block_tokens
+    splits = num_splits(rows, kv_heads, min(window + span, room) if window else room)
+    pieces, sums = out, out
+    if splits > 1:
+        pieces = shaped(partials, rows, heads, splits, head_dim)
+        sums = shaped(partials[pieces.numel() :], rows, heads, splits)
+    group, has_sinks = heads // kv_heads, sinks is not None
+    launch(
+        attend_split, (rows, kv_heads, splits),
+        queries, cache.keys, cache.values, tables, lengths,
+        queries if sinks is None else sinks, scales_of(cache, queries), pieces, sums,
+        head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), width, splits,
+        GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens, SPAN=span, WHOLE=splits == 1, WINDOW=window, SINKS=has_sinks,
+        FP8=cache.scales is not None, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            merge_splits, (rows, heads),
+            pieces, sums, queries if sinks is None else sinks, out, heads, splits,
+            HEAD_DIM=head_dim, MOST=MAX_SPLITS, SINKS=has_sinks, num_warps=4,
+        )  # fmt: skip
+
+
+class PagedDecode:
+    """All decodes of a step, in one launch and one to merge them."""
+
+    def __init__(
+        self,
+        groups: Sequence[DecodeGroup],
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+        attended: torch.Tensor,  # [tokens, heads * head_dim]
+        workspace: PagedWorkspace,
+        window: int = 0,
+    ) -> None:
+        rows = groups[-1].end
+        self._queries = rotated[: workspace.model_config.num_heads, :rows]
+        self._out, self._window = attended[:rows], window
+        self._partials = workspace.partials
+        tables, lengths = _tables(groups)
+        self._tables = torch.tensor(tables, dtype=torch.int32, device=rotated.device)
+        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=rotated.device)
+
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        attend_decodes(
+            self._queries,
+            cache,
+            self._tables,
+            self._lengths,
+            self._out,
+            self._partials,
+            self._window,
+            sinks,
+        )
+
+
+def _tables(groups: Sequence[DecodeGroup]) -> tuple[list[list[int]], list[int]]:
+    """Returns the block tables of all rows, as wide as the widest, and their lengths; groups'
+    padding left."""
+    width = max(group.num_blocks for group in groups)
+    tables, lengths = [], []
+    for group in groups:
+        for row in range(group.end - group.start):
+            start = row * group.num_blocks
+            table = group.block_ids[start : start + group.num_blocks]
+            tables.append(padded_table(table, width))
+            lengths.append(group.lengths[row])
+    return tables, lengths
+
+
+def padded_table(block_ids: list[int], width: int) -> list[int]:
+    """Repeats a sequence's last block; what lies there is never read."""
+    return block_ids + block_ids[-1:] * (width - len(block_ids))
+
+
+def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of float8, [2 * kv_heads]; of other numbers something that is not read."""
+    return unused if cache.scales is None else cache.scales.values
+
+
+def span_tokens(head_dim: int, itemsize: int) -> int:
+    """Returns the tokens of KV a program has at once: with three stages at most 96 KiB of shared
+    memory."""
+    return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16
+
+
+@jit_for_any("width")
+def attend_tile(
+    queries: tl.tensor,  # [heads, tokens, HEAD_DIM], heads `head_stride` apart
+    keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
+    values: tl.tensor,
+    tables: tl.tensor,  # [tiles, width] block ids
+    starts: tl.tensor,  # [tiles] first row of the flat batch
+    counts: tl.tensor,  # [tiles] rows; 0 for padding
+    earlier: tl.tensor,  # [tiles] tokens of the sequence before the tile's first
+    sinks: tl.tensor,  # [heads]
+    scales: tl.tensor,  # [2 * kv_heads] of float8, keys' first
+    out: tl.tensor,  # [tokens, heads * HEAD_DIM]
+    scale: tl.tensor, head_stride: tl.tensor, cache_stride: tl.tensor, width: tl.tensor,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,  # programs for each tile
+    HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes the result of TOKENS tokens of one tile for the heads of one KV head."""
+    # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
+    tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
+    begun = tl.program_id(0) % PIECES * TOKENS
+    kv_head = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + tile)
+    if begun >= count:
+        return
+    row = tl.arange(0, TOKENS * PADDED_GROUP)
+    token, member = begun + row // PADDED_GROUP, row % PADDED_GROUP
+    exists = (token < count) & (member < GROUP)
+    heads = kv_head * GROUP + member
+    tokens = (tl.load(starts + tile) + token).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    places = heads[:, None] * head_stride + tokens[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(queries + places, mask=exists[:, None], other=0)
+
+    before = tl.load(earlier + tile)
+    last = before + token
+    end = before + tl.minimum(begun + TOKENS, count)
+    # What every token sees comes first, without masks; a window has no such part.
+    middle = (before + begun + 1) // SPAN * SPAN
+    first = tl.zeros_like(last)
+    if WINDOW > 0:
+        middle = tl.maximum(before + begun - WINDOW + 1, 0) // SPAN * SPAN
+        first = last - WINDOW + 1
+    key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    peak, total, summed = attend_range(
+        query, key, value, tables + tile.to(tl.int64) * width, first, last, 0,
+        middle, end, scale * scale_of(scales + kv_head, FP8), BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW,
+        FP8,
+    )  # fmt: skip
+    summed = summed * scale_of(scales + tl.num_programs(1) + kv_head, FP8)
+    peak, total, summed = add_sink(peak, total, summed, sinks + heads, exists, SINKS)
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    where = out + (tokens * tl.num_programs(1) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(where, result.to(out.dtype.element_ty), mask=exists[:, None])
+
+
+def attend_tiles(
+    queries: torch.Tensor,
+    cache: LayerCache,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    earlier: torch.Tensor,
+    out: torch.Tensor,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attends tiles of at most MAX_TILE_ROWS consecutive tokens to their sequences' pages.
+
+    queries [heads, tokens, head_dim], each head contiguous; tables [tiles, width], starts, counts
+    and earlier [tiles], all int32; out [tokens, heads * head_dim]. A token sees itself and what
+    comes before, the last `window` of them or all. Nothing is read on the host nor allocated.
+    """
+    heads, _, head_dim = queries.shape
+    kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
+    group = heads // kv_heads
+    padded = power_of_two(group)
+    tokens = max(1, _rows(head_dim, queries.element_size()) // padded)
+    pieces = -(-MAX_TILE_ROWS // tokens)
+    launch(
+        attend_tile, (tables.shape[0] * pieces, kv_heads),
+        queries, cache.keys, cache.values, tables, starts, counts, earlier,
+        queries if sinks is None else sinks, scales_of(cache, queries), out,
+        head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), tables.shape[1],
+        GROUP=group, PADDED_GROUP=padded, TOKENS=tokens, PIECES=pieces, HEAD_DIM=head_dim,
+        BLOCK_TOKENS=cache.keys.shape[1] // num_blocks,
+        SPAN=span_tokens(head_dim, queries.element_size()), WINDOW=window,
+        SINKS=sinks is not None, FP8=cache.scales is not None,
+        num_warps=8 if tokens * padded >= 128 else 4, num_stages=3,
+    )  # fmt: skip
+
+
+class PagedPrefill:
+    """All tiles of a step, in one launch."""
+
+    def __init__(
+        self,
+        tiles: Sequence[PrefillTile],
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+        attended: torch.Tensor,  # [tokens, heads * head_dim]
+        workspace: PagedWorkspace,
+        window: int = 0,
+    ) -> None:
+        self._queries = rotated[: workspace.model_config.num_heads]
+        self._out, self._window = attended, window
+        width = max(len(tile.block_ids) for tile in tiles)
+        tables = [padded_table(tile.block_ids, width) for tile in tiles]
+        rows = [[tile.start, tile.end - tile.start, tile.earlier] for tile in tiles]
+        columns = torch.tensor(rows, dtype=torch.int32, device=rotated.device).t().contiguous()
+        self._tables = torch.tensor(tables, dtype=torch.int32, device=rotated.device)
+        self._starts, self._counts, self._earlier = columns.unbind()
+
+    def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
+        """Attends in one layer; the tokens' own KV is in the cache already."""
+        attend_tiles(
+            self._queries,
+            cache,
+            self._tables,
+            self._starts,
+            self._counts,
+            self._earlier,
+            self._out,
+            self._window,
+            sinks,
+        )
+
+
+def _rows(head_dim: int, itemsize: int) -> int:
+    """Returns the rows of queries that a program has, heads times tokens; float32 is not for tensor
+    cores."""
+    if itemsize == 4:
+        return 32
+    return 128 if head_dim <= 64 else 64

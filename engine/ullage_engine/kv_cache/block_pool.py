@@ -1,0 +1,100 @@
+"""The KV pool as numbers: which blocks are free, and how often each one is used."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+_END = -1
+
+
+class PoolExhaustedError(Exception):
+    """More blocks were asked for than are free; the caller did not check `num_free`."""
+
+
+class BlockPool:
+    """Hands out numbered blocks of `block_tokens` tokens, each with a reference count.
+
+    Taking and returning a block is O(1): free blocks form a doubly linked list threaded through two
+    arrays, so that one block in its middle can be taken as cheaply as the first. That is what makes
+    consecutive runs cheap: the block after a sequence's last one is preferred whenever it is free.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._ref_counts = [0] * num_blocks
+        # A circle of all blocks and one extra entry, which is the list's head and tail in one.
+        self._head = num_blocks
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        self.num_free = num_blocks
+
+    def ref_count(self, block: int) -> int:
+        """Number of holders of the block; 0 is free."""
+        return self._ref_counts[block]
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Takes `count` blocks, consecutive to `after` and to one another where they are free.
+
+        Raises:
+            PoolExhaustedError: fewer are free; nothing was taken.
+        """
+        if count > self.num_free:
+            raise PoolExhaustedError(f"{count} KV blocks asked, {self.num_free} free")
+        last = _END if after is None else after
+        blocks: list[int] = []
+        for _ in range(count):
+            last = self._take(self._best_after(last))
+            blocks.append(last)
+        return blocks
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to blocks that are in use."""
+        for block in block_ids:
+            assert self._ref_counts[block] > 0, f"block {block} is free"
+            self._ref_counts[block] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drops a reference; blocks without any are free again."""
+        for block in block_ids:
+            assert self._ref_counts[block] > 0, f"block {block} is free already"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._put(block)
+
+    def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
+        """Asserts that `tables` are exactly what is allocated and that the free list is whole."""
+        held = Counter(block for table in tables for block in table)
+        for block, ref_count in enumerate(self._ref_counts):
+            assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"
+        free = self._walk()
+        assert len(free) == len(set(free)) == self.num_free, "free list has a loop or a gap"
+        assert all(self._ref_counts[block] == 0 for block in free), "free list holds a used block"
+
+    def _best_after(self, block: int) -> int:
+        successor = block + 1
+        if block != _END and successor < self.num_blocks and self._ref_counts[successor] == 0:
+            return successor
+        return self._next[self._head]
+
+    def _take(self, block: int) -> int:
+        before, behind = self._previous[block], self._next[block]
+        self._next[before], self._previous[behind] = behind, before
+        self._ref_counts[block] = 1
+        self.num_free -= 1
+        return block
+
+    def _put(self, block: int) -> None:
+        # At the tail: blocks freed together stay neighbours in the list.
+        last = self._previous[self._head]
+        self._next[last], self._previous[block] = block, last
+        self._next[block], self._previous[self._head] = self._head, block
+        self.num_free += 1
+
+    def _walk(self) -> list[int]:
+        blocks: list[int] = []
+        block = self._next[self._head]
+        while block != self._head and len(blocks) <= self.num_blocks:
+            assert self._previous[self._next[block]] == block, f"block {block}: broken links"
+            blocks.append(block)
+            block = self._next[block]
+        return blocks

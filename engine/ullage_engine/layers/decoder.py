@@ -1,0 +1,325 @@
+"""The decoder, which every model here is: embed, layers, norm, project.
+
+In each layer x += mixer(norm(x)); x += feed_forward(norm(x)). What the mixers and feed-forwards
+are, `ModelConfig` says (`ullage_engine.model_config.registry`). One rank of several computes a run
+of the layers, or a part of each.
+
+Scales of float8 KV come from the largest key and value that a layer can make of any input, known
+from its weights alone. A normalised row has the length √hidden at most, so |w · (row * norm)| is at
+most √hidden |w * norm| (Cauchy and Schwarz). What inputs really give lies below that by about the
+same √hidden, 5 or 6 of the 14 powers of two between E4M3's least normal number and its largest:
+scales of these bounds saturate nothing and keep the precision of floating point, with no text to
+calibrate on.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ullage_engine.kernels.arena import SERIAL_ELEMENTS, StepLimits
+from ullage_engine.kernels.batch import StepBatch
+from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
+from ullage_engine.kernels.moe import clamped_gate
+from ullage_engine.layers.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionStep,
+    ConvLayer,
+    ConvStep,
+    ForwardContext,
+    RotaryTables,
+    rms_norm,
+)
+from ullage_engine.layers.linear import Linear
+from ullage_engine.layers.moe import ExpertLinears, Experts, ExpertWeights, Reduce
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+
+
+class MlpStep:
+    """The tensors that all dense feed-forward layers share in one step."""
+
+    def __init__(
+        self, step: ForwardContext, model_config: ModelConfig, deterministic: bool
+    ) -> None:
+        self.gate_up = step.view("gate_up", step.rows, 2 * model_config.intermediate)
+        self.gated = step.view("gated", step.rows, model_config.intermediate)
+        self.rows_at_once = step.rows
+        """Rows gated by one operation."""
+        if deterministic:
+            self.rows_at_once = max(1, SERIAL_ELEMENTS // model_config.intermediate)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpLayer:
+    """hidden += down(silu(gate x) · up x)."""
+
+    gate_up: Linear
+    down: Linear
+
+    def run(self, step: ForwardContext, shared: MlpStep) -> None:
+        """Adds the layer's result for `step.normed` to `step.hidden`."""
+        self.gate_up.forward(step.normed, shared.gate_up)
+        for start in range(0, step.rows, shared.rows_at_once):
+            rows = slice(start, start + shared.rows_at_once)
+            gate(shared.gate_up[rows], shared.gated[rows])
+        self.down.forward_add(shared.gated, step.hidden)
+
+
+def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes silu(gate) * up for gate_up [tokens, 2 * intermediate]; changes its gate half."""
+    width = out.shape[-1]
+    torch.mul(F.silu(gate_up[:, :width], inplace=True), gate_up[:, width:], out=out)
+
+
+def kv_bounds(
+    layer: AttentionLayer,
+    norm: torch.Tensor,
+    model_config: ModelConfig,
+    limits: StepLimits,
+    arena: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Bounds of each head's rotated keys, then of each head's values, float32 [2 * kv_heads]."""
+    largest = math.sqrt(model_config.hidden) * _lengths(layer, norm, model_config, limits, arena)
+    if layer.qkv_bias is not None:
+        largest += layer.qkv_bias[model_config.query_width :].float().abs()
+    by_head = largest.view(2 * model_config.num_kv_heads, model_config.head_dim).amax(1)
+    keys = by_head[: model_config.num_kv_heads]
+    # Rotation keeps the length of a pair, and either of it may become all of that.
+    keys.mul_(math.sqrt(2))
+    if layer.k_norm is not None:
+        keys.copy_(math.sqrt(model_config.head_dim) * layer.k_norm.float().abs().max())
+    keys.mul_(model_config.rope_scale)
+    return by_head
+
+
+def _lengths(
+    layer: AttentionLayer,
+    norm: torch.Tensor,
+    model_config: ModelConfig,
+    limits: StepLimits,
+    arena: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Computes |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
+
+    Multiplies a diagonal of the norm's weights, since a matrix of any format multiplies.
+    """
+    hidden = model_config.hidden
+    rows = limits.product_rows(min(limits.max_tokens, hidden))
+    inputs = shaped(arena["normed"], rows, hidden)
+    products = shaped(arena["qkv"], rows, model_config.qkv_width)
+    kv = products[:, model_config.query_width :]
+    squares = torch.zeros(kv.shape[1], device=norm.device)
+    for start in range(0, hidden, rows):
+        columns = torch.arange(start, min(start + rows, hidden), device=norm.device)
+        inputs.zero_()[columns - start, columns] = norm[columns]
+        layer.qkv.forward(inputs, products)
+        squares += torch.linalg.vector_norm(kv, dim=0, dtype=torch.float32).square_()
+    return squares.sqrt_()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Prepared tensors by name, and matrices made of them in whatever format they have."""
+
+    tensors: dict[str, torch.Tensor]
+    linear: Callable[[str], Linear]
+    experts: Callable[[str], ExpertLinears]
+    """The matrix that every expert has of its own."""
+    reduce: Reduce | None = None
+    """Adds up what several ranks computed, each with its part of every expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer; `memory` is the index of its cache, or of its state."""
+
+    mixer_norm: torch.Tensor
+    mixer: AttentionLayer | ConvLayer
+    memory: int
+    mlp_norm: torch.Tensor
+    mlp: MlpLayer | Experts
+
+
+class Decoder:
+    """Computes the hidden states and logits of a step in buffers it is given."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        model_config: ModelConfig,
+        limits: StepLimits,
+        arena: dict[str, torch.Tensor],
+        backend: AttentionBackend,
+    ) -> None:
+        self._model_config, self._limits, self._arena = model_config, limits, arena
+        self._backend = backend
+        self._embedding = weights.tensors.get("embedding")
+        self._norm = weights.tensors.get("norm")
+        head = "embedding" if model_config.tied else "head"
+        self._head = weights.linear(head) if head in weights.tensors else None
+        positions = (limits.max_model_len, model_config.head_dim)
+        tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
+        self._tables = RotaryTables(model_config, *tables)
+        build = _Builder(weights, model_config, arena, limits.deterministic)
+        self._layers = list(build.layers())
+
+    def forward(
+        self,
+        batch: StepBatch,
+        caches: Sequence[LayerCache],
+        states: Sequence[torch.Tensor],
+        hidden_in: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Computes hidden states of the batch's rows after the last layer, not yet normalised.
+
+        Writes the KV of every token, and every sequence's convolution state. `hidden_in` [tokens,
+        hidden] is what the layers before these made of the tokens; without it they are embedded.
+        `layers`: run only these. The result lives in the arena until the next step.
+        """
+        step = ForwardContext(batch, self._model_config, self._limits, self._arena)
+        if hidden_in is None:
+            self._embed(step)
+        else:
+            step.hidden[: step.tokens].copy_(hidden_in)
+        step.hidden[step.tokens :].zero_()
+        run = self._layers if layers is None else [self._layers[index] for index in layers]
+        self._run(run, step, caches, states)
+        return step.hidden[: step.tokens]
+
+    def logits(self, hidden: torch.Tensor, rows: list[int], out: torch.Tensor) -> None:
+        """Writes the logits of some rows of `forward`'s result to out [rows and padding, vocab]."""
+        assert self._head is not None and self._norm is not None, "not the last stage"
+        padded = rows + rows[-1:] * (out.shape[0] - len(rows))
+        chosen = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
+        normed = shaped(self._arena["normed"], *chosen.shape)
+        rms_norm(chosen, self._norm, self._model_config.rms_eps, normed)
+        self._head.forward(normed, out)
+
+    def one_of_each_kind(self) -> list[int]:
+        """Returns the indices of layers that together do all that the model does."""
+        kinds = {spec: index for index, spec in enumerate(self._model_config.layers)}
+        return sorted(kinds.values())
+
+    def kv_scales(self) -> list[HeadScales]:
+        """Computes scales with which every key and value of each layer can be stored as float8;
+        overwrites the arena."""
+        scales = []
+        for layer in self._layers:
+            if isinstance(layer.mixer, AttentionLayer):
+                norm = layer.mixer_norm
+                parts = (self._model_config, self._limits, self._arena)
+                bounds = kv_bounds(layer.mixer, norm, *parts)
+                scales.append(head_scales(bounds.tolist(), norm.dtype, norm.device))
+        return scales
+
+    def verify_row_invariance(self) -> str | None:
+        """See `AttentionBackend.verify_row_invariance`."""
+        return self._backend.verify_row_invariance(self._head)
+
+    def _embed(self, step: ForwardContext) -> None:
+        assert self._embedding is not None, "not the first stage"
+        token_ids = step.indices(step.batch.token_ids)
+        torch.index_select(self._embedding, 0, token_ids, out=step.hidden[: step.tokens])
+
+    def _run(
+        self,
+        layers: Sequence[DecoderLayer],
+        step: ForwardContext,
+        caches: Sequence[LayerCache],
+        states: Sequence[torch.Tensor],
+    ) -> None:
+        model_config, eps = self._model_config, self._model_config.rms_eps
+        attention = AttentionStep(step, model_config, self._tables, self._backend)
+        plan, fused = step.batch.conv, self._limits.fused
+        conv = ConvStep(step, model_config, plan, fused=fused) if plan else None
+        deterministic = self._limits.deterministic
+        mlp = MlpStep(step, model_config, deterministic)
+        # Padding chooses experts, too; only whole units of rows need it.
+        routed = step.rows if deterministic else step.tokens
+        for layer in layers:
+            rms_norm(step.hidden, layer.mixer_norm, eps, step.normed)
+            if isinstance(layer.mixer, AttentionLayer):
+                layer.mixer.run(step, attention, caches[layer.memory])
+            else:
+                assert conv is not None, "a batch without the convolutions' rows"
+                layer.mixer.run(step, conv, states[layer.memory])
+            rms_norm(step.hidden, layer.mlp_norm, eps, step.normed)
+            if isinstance(layer.mlp, MlpLayer):
+                layer.mlp.run(step, mlp)
+            else:
+                layer.mlp.run(step.normed[:routed], step.hidden[:routed])
+
+
+class _Builder:
+    """Makes layers of their prepared tensors."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        model_config: ModelConfig,
+        arena: dict[str, torch.Tensor],
+        deterministic: bool,
+    ) -> None:
+        self._weights, self._model_config, self._arena = weights, model_config, arena
+        self._deterministic = deterministic
+
+    def layers(self) -> Iterator[DecoderLayer]:
+        count = {"attention": 0, "conv": 0}
+        for index, spec in enumerate(self._model_config.layers, self._model_config.first_layer):
+            prefix = f"layers.{index}."
+            yield DecoderLayer(
+                mixer_norm=self._weights.tensors[prefix + "mixer_norm"],
+                mixer=self._conv(prefix) if spec.mixer == "conv" else self._attention(spec, prefix),
+                memory=count[spec.mixer],
+                mlp_norm=self._weights.tensors[prefix + "mlp_norm"],
+                mlp=self._mlp(prefix) if spec.feed_forward == "dense" else self._experts(prefix),
+            )
+            count[spec.mixer] += 1
+
+    def _conv(self, prefix: str) -> ConvLayer:
+        weights = self._weights
+        return ConvLayer(
+            project=weights.linear(prefix + "conv_in"),
+            taps=weights.tensors[prefix + "conv"].t().contiguous(),
+            output=weights.linear(prefix + "conv_out"),
+        )
+
+    def _attention(self, spec: LayerSpec, prefix: str) -> AttentionLayer:
+        weights, optional = self._weights, self._weights.tensors.get
+        return AttentionLayer(
+            qkv=weights.linear(prefix + "qkv"),
+            output=weights.linear(prefix + "output"),
+            window=spec.window,
+            eps=self._model_config.rms_eps,
+            q_norm=optional(prefix + "q_norm"),
+            k_norm=optional(prefix + "k_norm"),
+            sinks=optional(prefix + "sinks"),
+            qkv_bias=optional(prefix + "qkv_bias"),
+            output_bias=optional(prefix + "output_bias"),
+        )
+
+    def _mlp(self, prefix: str) -> MlpLayer:
+        weights = self._weights
+        return MlpLayer(weights.linear(prefix + "gate_up"), weights.linear(prefix + "down"))
+
+    def _experts(self, prefix: str) -> Experts:
+        weights, spec, optional = (
+            self._weights,
+            self._model_config.experts,
+            self._weights.tensors.get,
+        )
+        assert spec is not None, "a layer of experts, and no experts"
+        own = ExpertWeights(
+            router=weights.linear(prefix + "router"),
+            gate_up=weights.experts(prefix + "experts_gate_up"),
+            down=weights.experts(prefix + "experts_down"),
+            gate=clamped_gate if spec.is_biased else gate,
+            router_bias=optional(prefix + "router_bias"),
+            gate_up_bias=optional(prefix + "experts_gate_up_bias"),
+            down_bias=optional(prefix + "experts_down_bias"),
+        )
+        return Experts(spec, own, self._arena, self._deterministic, weights.reduce)

@@ -1,0 +1,442 @@
+"""Linear layers: what models multiply by, plain or quantised.
+
+A few rows are multiplied by a kernel that reads the small numbers themselves, where the platform
+has one. For many rows, tiles of a quantised matrix are dequantised into scratch memory and
+multiplied as any other; the scratch is one buffer for all matrices of a model, so no step allocates
+for it.
+
+w8a8 rounds every row of activations to int8 with a scale of its own; products are summed as int32,
+and the scales of row and column are multiplied in afterwards. Sums of whole numbers are exact, so a
+row's result depends on nothing but the row.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ullage_engine.kernels import triton
+from ullage_engine.kernels.deterministic import RowProducts
+from ullage_engine.kernels.kv_pool import widen, widening_factor
+from ullage_engine.quantization.formats import MIN_VALUE, TILE_ROWS, Encoding, Packed
+
+
+class Linear(Protocol):
+    """A weight matrix [in, out]; both operations write into memory they are given."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (in, out), as this rank computes it."""
+        ...
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes x @ self: x [rows, in], out [rows, out], both contiguous and of one type."""
+        ...
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds x @ self to out."""
+        ...
+
+
+class PlainLinear:
+    """Numbers of the computing type."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        """`rows` is [out, in], as checkpoints store it."""
+        self._weight = rows.t()
+        self.shape = (rows.shape[1], rows.shape[0])
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(x, self._weight, out=out)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.addmm_(x, self._weight)
+
+
+class RowInvariantLinear:
+    """Numbers of the computing type, by products whose rows do not depend on one another."""
+
+    def __init__(self, rows: torch.Tensor, products: RowProducts) -> None:
+        """`rows` is [out, in], as checkpoints store it."""
+        self._weight = rows.t()
+        self._products = products
+        self.shape = (rows.shape[1], rows.shape[0])
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._products.multiply(x, self._weight, out)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._products.add(x, self._weight, out)
+
+    def verify_row_invariance(self, sizes: Iterable[int]) -> bool:
+        """See `RowProducts.verify_row_invariance`."""
+        return self._products.verify_row_invariance(self._weight, sizes)
+
+
+TILE_BYTES = 2 << 20
+"""Bytes of weights dequantised at a time: about what a core's cache keeps until they are
+multiplied."""
+
+
+class Dequantizer(Protocol):
+    """Dequantises rows of one matrix."""
+
+    def fill(self, start: int, end: int) -> torch.Tensor:
+        """Writes rows start to end as [end - start, in], in scratch memory that the next call
+        reuses."""
+        ...
+
+
+def dequant_rows(encoding: Encoding, itemsize: int) -> int:
+    """Returns the rows of a panel: whole tiles, and at least one."""
+    rows, columns = encoding.shape
+    fitting = TILE_BYTES // (columns * itemsize) // TILE_ROWS * TILE_ROWS
+    return min(rows, max(TILE_ROWS, fitting))
+
+
+def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
+    """Returns the scratch memory for the weights of panels of so many rows."""
+    return rows * encoding.shape[1] * itemsize
+
+
+def nibble_bytes(encoding: Encoding, rows: int) -> int:
+    """Returns the scratch memory for halves of bytes while such panels are filled."""
+    return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
+
+
+def make_dequantizer(
+    packed: Packed, rows: int, dtype: torch.dtype, scratch: torch.Tensor
+) -> Dequantizer:
+    """Panels of at most `rows` rows in `scratch`, uint8: weights at its start, halves at its end,
+    so that one matrix's halves are never another's weights."""
+    encoding = packed.encoding
+    end = dequant_bytes(encoding, rows, dtype.itemsize)
+    panel = scratch[:end].view(dtype).view(rows, -1)
+    halves = scratch[scratch.numel() - nibble_bytes(encoding, rows) :].view(torch.int8)
+    if encoding.is_tiled:
+        return TiledInt4Dequantizer(packed, panel, halves)
+    if encoding.format == "int4":
+        return Int4Dequantizer(packed, panel, halves)
+    return (Fp8Dequantizer if encoding.format == "fp8" else Int8Dequantizer)(packed, panel)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Dequantizer:
+    """Dequantises int8."""
+
+    packed: Packed
+    panel: torch.Tensor
+
+    def fill(self, start: int, end: int) -> torch.Tensor:
+        panel = self.panel[: end - start].copy_(self.packed.values[start:end])
+        return _scaled(panel, self.packed, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Dequantizer:
+    """Dequantises float8 E4M3."""
+
+    packed: Packed
+    panel: torch.Tensor
+
+    def fill(self, start: int, end: int) -> torch.Tensor:
+        panel = self.panel[: end - start]
+        widen(self.packed.values[start:end], widening_factor(panel.dtype), panel)
+        return _scaled(panel, self.packed, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Dequantizer:
+    """Dequantises int4 that is laid out row by row."""
+
+    packed: Packed
+    panel: torch.Tensor
+    halves: torch.Tensor
+
+    def fill(self, start: int, end: int) -> torch.Tensor:
+        values = self.packed.values[start:end].view(torch.int8)
+        halves = self.halves[: values.numel()].view(values.shape)
+        panel = self.panel[: end - start]
+        _split(values, halves, panel[:, 0::2], panel[:, 1::2])
+        return _scaled(panel, self.packed, start, end)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledInt4Dequantizer:
+    """Dequantises int4 that lies in tiles; start and end are multiples of a tile.
+
+    The panel is the transpose of what it is for others: it is written along the rows of the
+    weights, as the tiles are.
+    """
+
+    packed: Packed
+    panel: torch.Tensor
+    halves: torch.Tensor
+
+    def fill(self, start: int, end: int) -> torch.Tensor:
+        encoding, half = self.packed.encoding, TILE_ROWS // 2
+        columns, rows = encoding.shape[1], end - start
+        values = self.packed.values[start // TILE_ROWS : end // TILE_ROWS].view(torch.int8)
+        halves = self.halves[: values.numel()].view(values.shape)
+        panel = self.panel.view(-1)[: rows * columns].view(columns, rows)
+        tiles = panel.view(columns, -1, TILE_ROWS).transpose(0, 1)
+        _split(values, halves, tiles[..., :half], tiles[..., half:])
+        pairs = self.packed.scales[:, start:end].unsqueeze(1)
+        grouped = panel.view(encoding.num_groups, encoding.group, rows)
+        grouped.mul_(pairs[..., 0]).add_(pairs[..., 1])
+        return panel.t()
+
+
+def _split(
+    values: torch.Tensor, halves: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> None:
+    """Writes the values of both halves of every byte, -8 to 7."""
+    torch.bitwise_and(values, 15, out=halves)
+    low.copy_(halves.add_(MIN_VALUE["int4"]))
+    torch.bitwise_right_shift(values, 4, out=halves)
+    # The shift of a signed byte copies its sign into the upper half.
+    high.copy_(halves.bitwise_and_(15).add_(MIN_VALUE["int4"]))
+
+
+def _scaled(panel: torch.Tensor, packed: Packed, start: int, end: int) -> torch.Tensor:
+    grouped = panel.view(end - start, packed.encoding.num_groups, -1)
+    grouped.mul_(packed.scales[start:end].unsqueeze(2))
+    if packed.zeros is not None:
+        grouped.add_(packed.zeros[start:end].unsqueeze(2))
+    return panel
+
+
+PASS_ROWS = 64
+"""Rows rounded and multiplied at a time; they bound the scratch memory."""
+
+_MOST = 127
+_LEAST_SCALE = 1e-12
+_EXACT_TERMS = 1024
+"""Products of int8 that float32 adds up exactly: 1024 * 127 * 127 < 2^24."""
+
+_CUDA_LEAST_ROWS = 32
+"""Rows that int8 products are padded to on CUDA: cuBLAS multiplies int8 from 17 rows on."""
+
+
+def int_scratch_bytes(shape: tuple[int, int]) -> int:
+    """Returns the scratch memory for weights [out, in]."""
+    rows, columns = shape
+    return PASS_ROWS * (columns + 4 * columns + 2 * 4 * rows + 4)
+
+
+class Int8Linear:
+    """A matrix of int8 weights with a scale for each row."""
+
+    def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
+        num_rows, num_columns = packed.encoding.shape
+        self.shape = (num_columns, num_rows)
+        self._weight = packed.values.t()
+        self._scales = packed.scales.view(1, -1)
+        sizes = [PASS_ROWS * size * 4 for size in (num_columns, num_rows, num_rows, 1)]
+        pieces = torch.split(scratch, [*sizes, scratch.numel() - sum(sizes)])
+        floats, sums, products, scales, rest = pieces
+        self._floats = floats.view(torch.float32).view(PASS_ROWS, -1)
+        self._sums = sums.view(torch.int32).view(PASS_ROWS, -1)
+        self._products = products.view(torch.float32).view(PASS_ROWS, -1)
+        self._row_scales = scales.view(torch.float32).view(PASS_ROWS, 1)
+        self._rounded = rest[: PASS_ROWS * num_columns].view(torch.int8).view(PASS_ROWS, -1)
+        self._least_rows = _CUDA_LEAST_ROWS if scratch.is_cuda else 1
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for start in range(0, x.shape[0], PASS_ROWS):
+            rows = slice(start, min(start + PASS_ROWS, x.shape[0]))
+            out[rows].copy_(self._product(x[rows]))
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for start in range(0, x.shape[0], PASS_ROWS):
+            rows = slice(start, min(start + PASS_ROWS, x.shape[0]))
+            out[rows].add_(self._product(x[rows]))
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        count = x.shape[0]
+        self._round(x)
+        padded = max(count, self._least_rows)
+        self._rounded[count:padded].zero_()
+        int_product(self._rounded[:padded], self._weight, self._sums[:padded])
+        products = self._products[:count].copy_(self._sums[:count])
+        products.mul_(self._row_scales[:count]).mul_(self._scales)
+        return products
+
+    def _round(self, x: torch.Tensor) -> None:
+        """Rounds rows to int8; |x - rounded * scale| <= scale / 2 for scale = max|row| / 127."""
+        count = x.shape[0]
+        floats = self._floats[:count].copy_(x)
+        scales = self._row_scales[:count]
+        torch.linalg.vector_norm(floats, torch.inf, dim=1, keepdim=True, out=scales)
+        scales.div_(_MOST).clamp_(min=_LEAST_SCALE)
+        self._rounded[:count].copy_(floats.div_(scales).round_().clamp_(-_MOST, _MOST))
+
+
+def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes x @ weight, exactly: int8 [rows, in] and [in, out], int32 out."""
+    multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    if hasattr(torch, "_int_mm") and (multiple_of_8 or not x.is_cuda):
+        torch._int_mm(x, weight, out=out)
+    else:
+        emulated_int_product(x, weight, out)
+
+
+def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the same numbers where no instruction makes them: float32 sums of terms so few that
+    each is exact."""
+    out.zero_()
+    for start in range(0, x.shape[1], _EXACT_TERMS):
+        terms = slice(start, start + _EXACT_TERMS)
+        out.add_(torch.mm(x[:, terms].float(), weight[terms].float()).to(torch.int32))
+
+
+FEW_ROWS = {"int8": 24, "int4": 40}
+"""Most rows that torch's CPU kernels multiply faster than panels do, in bfloat16: they take 11 µs a
+row for 3072 x 576 weights, and a panel's dequantisation as long as 24 or 40 of them. In other types
+they are slower than panels for a single row."""
+
+FusedProduct = Callable[..., None]
+"""A kernel like `ullage_engine.kernels.triton.quantized_matmul`, with the same arguments."""
+
+
+def scratch_bytes(
+    encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
+) -> int:
+    """Returns the scratch memory that products with any of these matrices take."""
+    panels, halves, whole = 0, 0, 0
+    for each in encodings:
+        if each.format == "w8a8":
+            whole = max(whole, int_scratch_bytes(each.shape))
+            continue
+        rows = each.shape[0] if deterministic else dequant_rows(each, itemsize)
+        panels = max(panels, dequant_bytes(each, rows, itemsize))
+        halves = max(halves, nibble_bytes(each, rows))
+    return max(whole, panels + halves)
+
+
+def quantized_linear(
+    packed: Packed, dtype: torch.dtype, scratch: torch.Tensor, fused: FusedProduct | None = None
+) -> Linear:
+    """Makes the matrix in whatever way is fastest here; `scratch` uint8 of `scratch_bytes`."""
+    encoding = packed.encoding
+    if encoding.format == "w8a8":
+        return Int8Linear(packed, scratch)
+    if fused is not None and has_kernel(encoding, encoding.format):
+        return FusedQuantizedLinear(packed, fused)
+    return TiledQuantizedLinear(packed, dtype, scratch)
+
+
+def row_invariant_linear(
+    packed: Packed,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
+    plain: Callable[[torch.Tensor], Linear],
+) -> Linear:
+    """Makes the matrix with rows of products independent of one another.
+
+    It is dequantised whole before each product, which `plain` makes of a matrix of the computing
+    type [out, in]. Sums of whole numbers are exact, so w8a8 needs none of this.
+    """
+    if packed.encoding.format == "w8a8":
+        return Int8Linear(packed, scratch)
+    return DequantizedLinear(packed, dtype, scratch, plain)
+
+
+class TiledQuantizedLinear:
+    """A matrix multiplied by a fused kernel for few rows on a CPU, else panel by panel."""
+
+    def __init__(self, packed: Packed, dtype: torch.dtype, scratch: torch.Tensor) -> None:
+        self._rows = dequant_rows(packed.encoding, dtype.itemsize)
+        self.shape = (packed.encoding.shape[1], packed.encoding.shape[0])
+        self._panels = make_dequantizer(packed, self._rows, dtype, scratch)
+        self._few = _few_rows_product(packed, dtype)
+        self._most_few = FEW_ROWS[packed.encoding.format] if self._few else 0
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._few is not None and x.shape[0] <= self._most_few:
+            out.copy_(self._few(x))
+            return
+        for columns, panel in self._each():
+            torch.mm(x, panel.t(), out=out[:, columns])
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._few is not None and x.shape[0] <= self._most_few:
+            out.add_(self._few(x))
+            return
+        for columns, panel in self._each():
+            out[:, columns].addmm_(x, panel.t())
+
+    def _each(self) -> Iterable[tuple[slice, torch.Tensor]]:
+        columns = self.shape[1]
+        for start in range(0, columns, self._rows):
+            end = min(columns, start + self._rows)
+            yield slice(start, end), self._panels.fill(start, end)
+
+
+class DequantizedLinear:
+    """A matrix that is dequantised into scratch memory before each product."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        plain: Callable[[torch.Tensor], Linear],
+    ) -> None:
+        rows, columns = packed.encoding.shape
+        self.shape = (columns, rows)
+        self._dequantizer = make_dequantizer(packed, rows, dtype, scratch)
+        # Weights of some kind stay behind: what `plain` proves of the place must not be of zeros.
+        self._plain = plain(self._dequantizer.fill(0, rows))
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._dequantizer.fill(0, self.shape[1])
+        self._plain.forward(x, out)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._dequantizer.fill(0, self.shape[1])
+        self._plain.forward_add(x, out)
+
+
+class FusedQuantizedLinear:
+    """A matrix whose kernel reads the stored numbers, whatever the number of rows."""
+
+    def __init__(self, packed: Packed, product: FusedProduct) -> None:
+        self._packed, self._product = packed, product
+        self.shape = (packed.encoding.shape[1], packed.encoding.shape[0])
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._multiply(x, out, adds=False)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._multiply(x, out, adds=True)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        packed = self._packed
+        stored = (packed.values, packed.scales, packed.zeros)
+        self._product(x, *stored, out, packed.encoding.format, adds)
+
+
+def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
+    """Whether a Triton kernel multiplies matrices with such groups of scales."""
+    return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
+
+
+def _few_rows_product(
+    packed: Packed, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Returns torch's kernel for few rows on a CPU, where it reads this encoding fast; its results
+    are new tensors, of few rows."""
+    encoding = packed.encoding
+    if packed.values.is_cuda or dtype != torch.bfloat16:
+        return None
+    if encoding.is_tiled:
+        values = packed.values.view(encoding.shape[0], -1)
+        return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, values, encoding.group, packed.scales
+        )
+    if encoding.format == "int8" and encoding.num_groups == 1 and packed.zeros is None:
+        scales = packed.scales.flatten()
+        return lambda x: torch.ops.aten._weight_int8pack_mm(x, packed.values, scales)
+    return None

@@ -1,0 +1,486 @@
+"""The mixture of experts: hidden += Σ weight · down(gate(gate_up x)), over a token's experts.
+
+The linear layers of experts hold one matrix for every expert and multiply them one by one, all at
+once (grouped), or only those that a few tokens picked.
+
+MXFP4, in which gpt-oss stores its experts, has 4 bits a number and 8 for the scale of each 32. A
+number is 1 sign bit, 2 of exponent and 1 of mantissa; a scale is the power of two 2^(byte - 127),
+and 255 is not a number (OCP Microscaling Formats 1.0). Weights stay packed: a tile of rows at a
+time is decoded into scratch memory and multiplied from there. In float32 and bfloat16 the decoded
+numbers are exact.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ullage_engine.kernels import triton
+from ullage_engine.kernels.arena import (
+    INT32_BYTES,
+    SERIAL_ELEMENTS,
+    SLICE_TOKENS,
+    UNIT_ROWS,
+    mxfp4_panel,
+    pad_rows,
+    pad_to_bucket,
+    padding_rows,
+)
+from ullage_engine.kernels.kv_pool import shaped
+from ullage_engine.kernels.moe import add_biases, choose, combine, sort_pairs
+from ullage_engine.layers.linear import Linear, has_kernel
+from ullage_engine.model_config.model_config import ExpertsSpec
+from ullage_engine.quantization.formats import MXFP4_GROUP as GROUP
+from ullage_engine.quantization.formats import Format, Packed, mxfp4_numbers, mxfp4_powers
+
+if TYPE_CHECKING:
+    from ullage_engine.kernels.triton.matmul import TritonExperts
+
+GROUPED_ALIGNMENT = 16
+"""Bytes; rows of what `grouped_mm` multiplies have whole multiples of it."""
+
+PANEL_ELEMENTS = 1 << 24
+"""Elements of a grouped product computed at once, which bounds the temporary: it has no `out`."""
+
+FEW_PAIRS = 4
+"""Pairs up to which each is multiplied by itself on a CPU: those of one token, because with two
+tokens an expert that both chose is read twice (benchmarks/experts.py)."""
+
+PANEL_COLUMNS = 16
+"""Least columns of a panel, of which every panel has a multiple."""
+
+
+class ExpertLinears(Protocol):
+    """The matrix [in, out] that every expert of a layer has of its own."""
+
+    @property
+    def few_pairs(self) -> int:
+        """Pairs up to which `forward_each` is faster than sorting and `forward`."""
+        ...
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        """Writes x @ the matrix of each row's expert, for rows sorted by expert.
+
+        Args:
+            x: [pairs and more, in], sorted by expert; the rest is room for padding, and changed.
+            ends: int32 [experts], the row after each expert's last.
+            pairs: rows that count.
+            out: [pairs and more, out]; what is left in the rest means nothing.
+        """
+        ...
+
+    def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes out [pairs, out], few rows in any order, each by its expert in chosen [pairs].
+
+        x [pairs, in], or a row for every so many pairs in a row, those of one token.
+        """
+        ...
+
+
+class LoopedExperts:
+    """Matrices of any kind, multiplied one expert after another; learns on the host where rows end.
+
+    On a CPU an expert's rows are rounded up to a size that products are prepared for. What that
+    computes of the next expert's rows is wrong, and overwritten by it.
+    """
+
+    def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
+        """Deterministic: matrices multiply whole units of rows (`ullage_engine.kernels.arena`)."""
+        self._matrices, self._deterministic = matrices, deterministic
+
+    @property
+    def few_pairs(self) -> int:
+        return 0 if self._deterministic else FEW_PAIRS
+
+    def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        share = out.shape[0] // x.shape[0]
+        for pair, expert in enumerate(chosen.tolist()):
+            row = pair // share
+            self._matrices[expert].forward(x[row : row + 1], out[pair : pair + 1])
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        x[pairs:].zero_()
+        start = 0
+        for matrix, end in zip(self._matrices, ends.tolist(), strict=True):
+            if end > start:
+                rows = slice(start, start + self._padded(end - start, x.device))
+                matrix.forward(x[rows], out[rows])
+            start = end
+
+    def _padded(self, rows: int, device: torch.device) -> int:
+        if self._deterministic:
+            return pad_rows(rows)
+        return pad_to_bucket(rows) if device.type == "cpu" else rows
+
+
+class GroupedExperts(LoopedExperts):
+    """Matrices of plain numbers, multiplied in one product whose extents stay on the device.
+
+    On CUDA before compute capability 9.0 the library itself reads the extents back and loops.
+    """
+
+    def __init__(self, weights: torch.Tensor, matrices: Sequence[Linear]) -> None:
+        """`weights` is [experts, out, in]; `matrices` are its experts'."""
+        super().__init__(matrices)
+        self._weights = weights
+
+    @property
+    def few_pairs(self) -> int:
+        return 0
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        for columns in column_panels(self._weights.shape[1], PANEL_ELEMENTS // pairs):
+            panel = self._weights[:, columns].transpose(1, 2)
+            out[:pairs, columns].copy_(F.grouped_mm(x[:pairs], panel, offs=ends))
+
+
+@dataclass(frozen=True, slots=True)
+class PickedExperts:
+    """Matrices with one way for few pairs and another for sorted ones."""
+
+    few: ExpertLinears
+    many: ExpertLinears
+
+    @property
+    def few_pairs(self) -> int:
+        return self.few.few_pairs
+
+    def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        self.few.forward_each(x, chosen, out)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        self.many.forward(x, ends, pairs, out)
+
+
+def expert_linears(
+    weights: torch.Tensor, matrix: Callable[[torch.Tensor], Linear], deterministic: bool
+) -> ExpertLinears:
+    """Makes the fastest matrices of plain weights [experts, out, in]; `matrix` makes a Matrix of
+    one."""
+    matrices = [matrix(each) for each in weights]
+    if deterministic or not weights.is_cuda:
+        return LoopedExperts(matrices, deterministic)
+    many = GroupedExperts(weights, matrices) if can_group(weights) else LoopedExperts(matrices)
+    if not triton.runs_on(weights.device):
+        return many
+    return PickedExperts(packed_experts(weights, None, "plain"), many)
+
+
+def packed_experts(
+    packed: torch.Tensor,
+    scales: torch.Tensor | None,
+    format: triton.Format,
+    zeros: torch.Tensor | None = None,
+) -> "TritonExperts":
+    """Makes all experts' matrices from weights in a format of the kernels: [experts, out, ...]."""
+    # Imported when needed: only where there is Triton.
+    from ullage_engine.kernels.triton.matmul import TritonExperts
+
+    return TritonExperts(packed, scales, zeros, format)
+
+
+EXPERT_KERNELS: dict[Format, triton.Format] = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "fp8",
+    "w8a8": "int8",
+}
+"""Kernel formats of experts' matrices. Activations of w8a8 are not rounded: what counts for the few
+rows of an expert is to read its weights small."""
+
+
+def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
+    """Returns all experts' matrices, stored one above the other, by kernels that find each expert's
+    rows on the device; None where no kernel takes such groups."""
+    format = EXPERT_KERNELS[packed.encoding.format]
+    if not has_kernel(packed.encoding, format):
+        return None
+    values, scales = (
+        each.view(count, -1, each.shape[1]) for each in (packed.values, packed.scales)
+    )
+    zeros = None if packed.zeros is None else packed.zeros.view(scales.shape)
+    return packed_experts(values, scales, format, zeros)
+
+
+def can_group(weights: torch.Tensor) -> bool:
+    """Whether CUDA multiplies these weights [experts, out, in] in one grouped product."""
+    return (
+        hasattr(F, "grouped_mm")
+        and weights.dtype == torch.bfloat16
+        and all(size * weights.itemsize % GROUPED_ALIGNMENT == 0 for size in weights.shape[1:])
+    )
+
+
+def column_panels(columns: int, max_columns: int) -> list[slice]:
+    """Cuts columns into panels of at most `max_columns`, in multiples that every kernel takes."""
+    size = max(PANEL_COLUMNS, max_columns // PANEL_COLUMNS * PANEL_COLUMNS)
+    return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
+
+
+_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+"""Integers of the size of two numbers."""
+
+
+def decodes(device: torch.device) -> bool:
+    """Whether weights are decoded before they are multiplied: not where Triton's kernels do it."""
+    return not triton.runs_on(device)
+
+
+class Mxfp4Decoder:
+    """Decodes into scratch memory, the same for every panel and every layer."""
+
+    def __init__(self, dtype: torch.dtype, scratch: torch.Tensor) -> None:
+        """`scratch` is uint8 of `mxfp4_scratch_bytes`.
+
+        Raises:
+            ValueError: numbers of this type cannot hold every scale.
+        """
+        if dtype not in _WORDS:
+            raise ValueError(
+                f"model.dtype {str(dtype).removeprefix('torch.')} cannot hold the scales of MXFP4 "
+                "weights; use bfloat16 or float32"
+            )
+        device = scratch.device
+        self.elements = mxfp4_panel(device.type)
+        numbers = mxfp4_numbers().to(dtype)
+        # Of every byte both numbers, the one in the low bits first.
+        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)
+        self._pairs = pairs.view(_WORDS[dtype]).view(-1).to(device)
+        self._powers = mxfp4_powers().to(dtype).to(device)
+        end = self.elements * dtype.itemsize
+        self._values = scratch[:end].view(dtype)
+        self._codes = scratch[end : end + self.elements // 2 * INT32_BYTES].view(torch.int32)
+
+    def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Returns [..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [...,
+        groups].
+
+        The result lives until the next call.
+        """
+        codes = self._codes[: blocks.numel()]
+        values = self._values[: 2 * blocks.numel()]
+        codes.view(blocks.shape).copy_(blocks)
+        torch.index_select(self._pairs, 0, codes, out=values.view(self._pairs.dtype))
+        powers = self._powers.index_select(0, scales.reshape(-1).int())
+        values.view(-1, GROUP).mul_(powers[:, None])
+        return values.view(*scales.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Linear:
+    """One expert's packed matrix; see `ullage_engine.layers.linear.Linear`."""
+
+    blocks: torch.Tensor
+    """Numbers, uint8 [out, groups, 16]: of each row those along `in`."""
+    scales: torch.Tensor
+    """Scales, uint8 [out, groups]."""
+    decoder: Mxfp4Decoder
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scales.shape[1] * GROUP, self.scales.shape[0]
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for columns in self._panels():
+            torch.mm(x, self._decode(columns), out=out[:, columns])
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for columns in self._panels():
+            out[:, columns].addmm_(x, self._decode(columns))
+
+    def _panels(self) -> list[slice]:
+        return column_panels(self.shape[1], self.decoder.elements // self.shape[0])
+
+    def _decode(self, columns: slice) -> torch.Tensor:
+        return self.decoder.decode(self.blocks[columns], self.scales[columns]).t()
+
+
+class Mxfp4Experts(LoopedExperts):
+    """All experts of a layer, packed; see `ullage_engine.layers.moe.ExpertLinears`.
+
+    On a device a panel of every expert is decoded and multiplied in one grouped product, so that
+    the extents stay there; on a CPU one expert's is, and experts without rows are not decoded.
+    """
+
+    def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, decoder: Mxfp4Decoder) -> None:
+        """Blocks are uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups]."""
+        pairs = zip(blocks, scales, strict=True)
+        super().__init__([Mxfp4Linear(*each, decoder) for each in pairs])
+        self._blocks, self._scales, self._decoder = blocks, scales, decoder
+
+    @property
+    def few_pairs(self) -> int:
+        return 0 if self._blocks.is_cuda else super().few_pairs
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        if x.is_cuda:
+            self.forward_grouped(x, ends, pairs, out)
+        else:
+            super().forward(x, ends, pairs, out)
+
+    def forward_grouped(
+        self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor
+    ) -> None:
+        """Multiplies without learning on the host where an expert's rows end."""
+        experts, columns, groups = self._scales.shape
+        for panel in column_panels(columns, self._decoder.elements // (experts * groups * GROUP)):
+            weights = self._decoder.decode(self._blocks[:, panel], self._scales[:, panel])
+            product = F.grouped_mm(x[:pairs], weights.transpose(1, 2), offs=ends)
+            out[:pairs, panel].copy_(product)
+
+
+def mxfp4_experts(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor
+) -> ExpertLinears:
+    """Makes the fastest matrices of MXFP4 weights: with Triton weights are decoded inside the
+    products.
+
+    Where this `decodes`, scratch is uint8 of `mxfp4_scratch_bytes`.
+    """
+    if not decodes(blocks.device):
+        return packed_experts(blocks.flatten(2), scales, "mxfp4")
+    return Mxfp4Experts(blocks, scales, Mxfp4Decoder(dtype, scratch))
+
+
+GatedActivation = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes the gated half of gate_up [rows, 2 * width] to out [rows, width]; may change gate_up."""
+
+Reduce = Callable[[torch.Tensor], None]
+"""Adds up, in place, what every rank has computed of [tokens, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of one layer, or this rank's slice of each expert's width."""
+
+    router: Linear
+    """Matrix [hidden, experts]."""
+    gate_up: ExpertLinears
+    """Matrices [hidden, 2 * width], one for each expert."""
+    down: ExpertLinears
+    """Matrices [width, hidden], one for each expert."""
+    gate: GatedActivation
+    router_bias: torch.Tensor | None = None
+    """Bias, float32 [experts], added to the values by which experts are chosen."""
+    gate_up_bias: torch.Tensor | None = None
+    """Bias [experts, 2 * width]."""
+    down_bias: torch.Tensor | None = None
+    """Bias [experts, hidden]. Of several ranks one alone has it, because their results are
+    added."""
+
+
+class Experts:
+    """One layer of experts, computed in buffers that it shares with all others.
+
+    Few pairs of token and expert are multiplied one by one. More are sorted by expert, so that
+    each expert multiplies all its rows together, and a slice of tokens is computed after another.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        weights: ExpertWeights,
+        arena: dict[str, torch.Tensor],
+        deterministic: bool = False,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """`arena` has the buffers of `ullage_engine.kernels.arena`; `reduce` is for ranks that
+        each have a slice of every expert."""
+        self._spec, self._weights, self._arena, self._reduce = spec, weights, arena, reduce
+        self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
+        self._deterministic = deterministic
+        self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
+
+    def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].
+
+        Deterministic: rows are whole units of `ullage_engine.kernels.arena`.
+        """
+        for start in range(0, normed.shape[0], SLICE_TOKENS):
+            rows = slice(start, start + SLICE_TOKENS)
+            self._run_slice(normed[rows], out[rows])
+
+    def _run_slice(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        chosen, weights = self._route(x)
+        few = chosen.numel() <= self._few_pairs
+        rows, places = self._run_each(x, chosen) if few else self._run_sorted(x, chosen)
+        picked = shaped(self._arena["expert_picked"], *x.shape)
+        total = shaped(self._arena["expert_sum"], *x.shape)
+        combine(rows, places.view(chosen.shape), weights, picked, total)
+        if self._reduce is not None:
+            picked.copy_(total)
+            self._reduce(picked)
+            total = picked
+        out.add_(total)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses every token's experts, best first, and their weights."""
+        tokens, arena = x.shape[0], self._arena
+        logits = shaped(arena["expert_logits"], tokens, self._spec.num_experts)
+        self._weights.router.forward(x, logits)
+        scores = shaped(arena["expert_scores"], *logits.shape).copy_(logits)
+        ranks = shaped(arena["expert_ranks"], *logits.shape)
+        chosen = self._indices("expert_chosen", tokens, self._spec.experts_per_token)
+        weights = shaped(arena["expert_weights"], *chosen.shape)
+        bias = self._weights.router_bias
+        for part in self._parts(tokens, self._spec.num_experts, UNIT_ROWS):
+            choose(self._spec, scores[part], bias, ranks[part], chosen[part], weights[part])
+        return chosen, weights
+
+    def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes rows [pairs, hidden] of the experts' results, and the row of each pair."""
+        pairs, weights = chosen.view(-1), self._weights
+        gate_up, gated, rows = self._buffers(len(pairs))
+        weights.gate_up.forward_each(x, pairs, gate_up)
+        self._gate(gate_up, gated, pairs)
+        weights.down.forward_each(gated, pairs, rows)
+        if weights.down_bias is not None:
+            add_biases(rows, weights.down_bias, pairs)
+        return rows, torch.arange(len(pairs), out=self._indices("expert_places", len(pairs)))
+
+    def _run_sorted(
+        self, x: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the same, with all rows of an expert in one product."""
+        pairs, weights = chosen.numel(), self._weights
+        experts, order, places = (
+            self._indices(name, pairs)
+            for name in ("expert_sorted", "expert_order", "expert_places")
+        )
+        ends = self._arena["expert_ends"].view(torch.int32)
+        sort_pairs(chosen.view(-1), self._experts, experts, order, places, ends)
+        gate_up, gated, rows = self._buffers(pairs + padding_rows(pairs))
+        torch.index_select(x, 0, order.floor_divide_(chosen.shape[1]), out=rows[:pairs])
+        weights.gate_up.forward(rows, ends, pairs, gate_up)
+        self._gate(gate_up[:pairs], gated[:pairs], experts)
+        weights.down.forward(gated, ends, pairs, rows)
+        if weights.down_bias is not None:
+            add_biases(rows[:pairs], weights.down_bias, experts)
+        return rows, places
+
+    def _gate(self, gate_up: torch.Tensor, gated: torch.Tensor, experts: torch.Tensor) -> None:
+        if self._weights.gate_up_bias is not None:
+            add_biases(gate_up, self._weights.gate_up_bias, experts)
+        for part in self._parts(len(gated), gated.shape[1], 1):
+            self._weights.gate(gate_up[part], gated[part])
+
+    def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
+        """Cuts rows into those of one operation on each element: all, or as many as one thread
+        computes."""
+        size = max(unit, SERIAL_ELEMENTS // width // unit * unit) if self._deterministic else rows
+        return [slice(start, start + size) for start in range(0, rows, size)]
+
+    def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
+        width, arena = self._spec.intermediate, self._arena
+        hidden = self._weights.router.shape[0]
+        return (
+            shaped(arena["expert_gate_up"], rows, 2 * width),
+            shaped(arena["expert_gated"], rows, width),
+            shaped(arena["expert_rows"], rows, hidden),
+        )
+
+    def _indices(self, name: str, *shape: int) -> torch.Tensor:
+        return shaped(self._arena[name].view(torch.int64), *shape)

@@ -1,0 +1,50 @@
+"""Names of number formats, and which one a device computes in."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+KvDtype = Literal["auto", "fp8"]
+"""Type of stored keys and values: the computing type, or float8 E4M3."""
+
+
+def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
+    """Bytes of a stored key's or value's number, where the model computes in `dtype`."""
+    return torch.float8_e4m3fn.itemsize if kv_dtype == "fp8" else dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_dtype(
+    name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
+) -> torch.dtype:
+    """The type of weights and activations; auto is bfloat16 where the device computes in it."""
+    if name != "auto":
+        return DTYPES[name]
+    fast = device.type == "cuda" or cpu_computes_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a CPU lacks products of such numbers: it is slower then than with float32."""
+    return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
+
+
+def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor multiplies bfloat16 itself; emulated it is slower than float32."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    # x86 says "flags", Arm "Features".
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)

@@ -1,0 +1,151 @@
+"""ModelConfig: the sizes and constants of a model, known before any tensor of it is read."""
+
+from typing import Literal
+
+import msgspec
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of one layer."""
+
+    mixer: Literal["attention", "conv"] = "attention"
+    """Kind of the mixer: attention, or LFM2's gated short convolution."""
+    window: int = 0
+    """Tokens that attention sees, the token itself included; 0 is all of them."""
+    feed_forward: Literal["dense", "experts"] = "dense"
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a mixture-of-experts layer and how a token chooses among them."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate: int
+    """Width of one expert."""
+    scoring: Literal["sigmoid", "softmax"]
+    """LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone; gpt-oss chooses by the
+    logits and weighs by a softmax over those chosen."""
+    is_normalised: bool = True
+    """The sigmoids of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Times every weight."""
+    is_biased: bool = False
+    """Experts have biases."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and constants of a model, or of the part of it that one rank computes.
+
+    Made by `ullage_engine.model_config.registry`, stored in the prepared weights' header, and read
+    by everything that sizes or computes.
+    """
+
+    architecture: str
+    """Name of the architecture, one of `ullage_engine.model_config.registry`."""
+    layers: tuple[LayerSpec, ...]
+    first_layer: int = 0
+    """Index in the whole model of the first of `layers`."""
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of a head, explicit in the model's configuration or hidden / num_heads."""
+    intermediate: int
+    """Width of a dense feed-forward layer."""
+    vocab: int
+    max_position: int
+    """Longest sequence the model was made for, tokens."""
+    rope_theta: float
+    rope_factors: list[float] | None = None
+    """Divisors of the rotary frequencies, head_dim / 2 of them, where positions are rescaled."""
+    rope_scale: float = 1.0
+    """Times cosine and sine; YaRN's attention factor."""
+    rms_eps: float
+    tied: bool
+    """The output projection is the embedding."""
+    has_qk_norm: bool = False
+    """Queries and keys are normalised head by head before they are rotated."""
+    has_attention_bias: bool = False
+    """Whether all four projections of attention add a bias."""
+    has_sinks: bool = False
+    """Whether each query head has a learned logit that takes a share of the softmax."""
+    conv_kernel: int = 0
+    """Taps of the short convolutions, the token's own included; 0 where there are none."""
+    conv_channels: int = 0
+    """Channels of the short convolutions on this rank: hidden, or a share of it."""
+    experts: ExpertsSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return sum(layer.mixer == "attention" for layer in self.layers)
+
+    @property
+    def num_conv_layers(self) -> int:
+        return sum(layer.mixer == "conv" for layer in self.layers)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_shape(self) -> tuple[int, int, int]:
+        """KV heads, query heads that share one, and the width of a head."""
+        return self.num_kv_heads, self.group_size, self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values of one token over all layers that attend."""
+        return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence's convolution state: the last kernel - 1 columns of every layer."""
+        columns = max(0, self.conv_kernel - 1)
+        return self.num_conv_layers * columns * self.conv_channels * itemsize
+
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens that rebuild the convolution state exactly when computed again from zero state:
+        each layer's columns depend on kernel - 1 tokens more of the layer below it."""
+        return self.num_conv_layers * max(0, self.conv_kernel - 1)
+
+
+def contradiction(model_config: ModelConfig) -> str | None:
+    """Returns what no model can be like, in words; None if there is nothing."""
+    experts = model_config.experts
+    sizes = {
+        "number of layers": model_config.num_layers,
+        "hidden size": model_config.hidden,
+        "number of heads": model_config.num_heads,
+        "number of KV heads": model_config.num_kv_heads,
+        "head size": model_config.head_dim,
+        "feed-forward width": model_config.intermediate,
+        "vocabulary": model_config.vocab,
+        "longest sequence": model_config.max_position,
+        "taps of a convolution": model_config.conv_kernel if model_config.num_conv_layers else 1,
+        "number of experts": experts.num_experts if experts else 1,
+        "width of an expert": experts.intermediate if experts else 1,
+        "experts of a token": experts.experts_per_token if experts else 1,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            return f"the {name} is {size}, not at least 1"
+    if model_config.num_heads % model_config.num_kv_heads:
+        heads, kv_heads = model_config.num_heads, model_config.num_kv_heads
+        return f"{heads} heads cannot share {kv_heads} KV heads evenly"
+    if model_config.head_dim % 2:
+        return f"the head size is {model_config.head_dim}, whose halves cannot be rotated"
+    if experts and experts.experts_per_token > experts.num_experts:
+        return f"a token takes {experts.experts_per_token} experts of {experts.num_experts}"
+    return None

@@ -1,0 +1,319 @@
+"""The model families that are served: how each config.json is read, and what checkpoints call
+tensors.
+
+Llama, SmolLM2 and Qwen3: x += attention(norm(x)); x += mlp(norm(x)), in every layer, with
+
+attention(x) = softmax(rotate(Q) rotate(K)ᵀ / √d) V, causal, with grouped KV heads
+mlp(x) = down(silu(gate x) · up x)
+
+Qwen3 also normalises each head of Q and K before it is rotated.
+
+LFM2 and its mixtures of experts: most layers mix by a gated short convolution, some attend.
+
+x += mixer(norm(x)); x += feed_forward(norm(x)), where the mixer is attention with normalised heads
+or the convolution
+
+B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-j};  conv(x) = out(y)
+
+and the feed-forward is down(silu(gate x) · up x), or from layer `num_dense_layers` on the sum of
+four experts, chosen by sigmoid(router x) + bias and weighed by their normalised sigmoids.
+
+gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer sees a
+window of 128 tokens. Each head's softmax has one more entry, a learned sink, whose share is given
+to nothing. Of the experts the four with the largest logits are weighed by a softmax over those
+four; an expert is
+
+down((up' + 1) · g · sigmoid(1.702 g)),  g = min(gate x, 7),  up' = clamp(up x, -7, 7)
+
+and all of its products, like those of attention, add a bias.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ullage_engine.model_config.hf_config import HFConfig, read_rope
+from ullage_engine.model_config.model_config import (
+    ExpertsSpec,
+    LayerSpec,
+    ModelConfig,
+    contradiction,
+)
+from ullage_engine.protocol.errors import WeightsError
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Hugging Face's tensor names, without `model.layers.N.` and `.weight`."""
+
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    conv: str = "conv.conv"
+    conv_in: str = "conv.in_proj"
+    conv_out: str = "conv.out_proj"
+    router: str = "feed_forward.gate"
+    router_bias: str = "feed_forward.expert_bias"
+    """Name of the router's bias, with its suffix."""
+    expert: str = "feed_forward.experts.{}."
+    """Prefix of an expert's `gate`, `up` and `down`, of which the last parts are used; empty where
+    all experts are one tensor."""
+    norm: str = "model.norm"
+    """Name of the norm after the last layer; whole but for `.weight`."""
+
+
+LLAMA = Names()
+
+LFM2 = replace(
+    LLAMA,
+    mixer_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    output="self_attn.out_proj",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    norm="model.embedding_norm",
+)
+
+GPT_OSS = replace(LLAMA, router="mlp.router", router_bias="mlp.router.bias", expert="")
+
+
+def _model_config(
+    config: HFConfig,
+    *,
+    layers: Iterable[LayerSpec],
+    intermediate: int,
+    rms_eps: float,
+    rope_theta: float = 10_000.0,
+    **own: Any,
+) -> ModelConfig:
+    """Reads what all families spell alike; `own` are further fields, or those spelled otherwise."""
+    hidden, heads = config.int("hidden_size"), config.int("num_attention_heads")
+    head_dim = config.int("head_dim", hidden // heads)
+    rope = read_rope(config, head_dim, rope_theta)
+    fields = {
+        "num_kv_heads": config.int("num_key_value_heads", heads),
+        "tied": config.bool("tie_word_embeddings", False),
+        **own,
+    }
+    return ModelConfig(
+        architecture=str(config.get("model_type")),
+        layers=tuple(layers),
+        hidden=hidden,
+        num_heads=heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=config.int("vocab_size"),
+        max_position=config.int("max_position_embeddings"),
+        rope_theta=rope.theta,
+        rope_factors=rope.factors,
+        rope_scale=rope.scale,
+        rms_eps=rms_eps,
+        **fields,
+    )
+
+
+def llama(config: HFConfig) -> ModelConfig:
+    """Reads a Llama from its config.json."""
+    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
+    return _llama_config(config, has_qk_norm=False)
+
+
+def qwen3(config: HFConfig) -> ModelConfig:
+    """Reads a dense Qwen3 from its config.json."""
+    config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    kinds = config.list("layer_types") or []
+    if any(kind != "full_attention" for kind in kinds):
+        raise WeightsError(
+            f"{config.path}: layer_types is {kinds!r}, but only full_attention is supported in "
+            "Qwen3; use another model"
+        )
+    return _llama_config(config, has_qk_norm=True)
+
+
+def _llama_config(config: HFConfig, has_qk_norm: bool) -> ModelConfig:
+    return _model_config(
+        config,
+        layers=(LayerSpec(),) * config.int("num_hidden_layers"),
+        intermediate=config.int("intermediate_size"),
+        rms_eps=config.float("rms_norm_eps"),
+        has_qk_norm=has_qk_norm,
+    )
+
+
+def lfm2(config: HFConfig) -> ModelConfig:
+    """Reads a dense LFM2 from its config.json."""
+    return _lfm2_config(config, _lfm2_adjusted_width(config), None)
+
+
+def lfm2_moe(config: HFConfig) -> ModelConfig:
+    """Reads an LFM2 with experts from its config.json."""
+    config.require(use_expert_bias=True)
+    experts = ExpertsSpec(
+        num_experts=config.int("num_experts"),
+        experts_per_token=config.int("num_experts_per_tok"),
+        intermediate=config.int("moe_intermediate_size"),
+        scoring="sigmoid",
+        is_normalised=config.bool("norm_topk_prob", True),
+        scale=config.float("routed_scaling_factor", 1.0),
+    )
+    return _lfm2_config(config, config.int("intermediate_size"), experts)
+
+
+def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | None) -> ModelConfig:
+    config.require(conv_bias=False)
+    return _model_config(
+        config,
+        layers=_lfm2_layers(config, experts),
+        intermediate=intermediate,
+        rms_eps=config.float("norm_eps", 1e-5),
+        rope_theta=1e6,
+        num_kv_heads=config.int("num_key_value_heads", 8),
+        tied=config.bool("tie_embedding", config.bool("tie_word_embeddings", True)),
+        has_qk_norm=True,
+        conv_kernel=config.int("conv_L_cache", 3),
+        conv_channels=config.int("hidden_size"),
+        experts=experts,
+    )
+
+
+def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpec]:
+    count = config.int("num_hidden_layers")
+    num_dense = config.int("num_dense_layers", 2) if experts else count
+    return [
+        LayerSpec(
+            mixer="attention" if attends else "conv",
+            feed_forward="dense" if index < num_dense else "experts",
+        )
+        for index, attends in enumerate(_lfm2_attends(config, count))
+    ]
+
+
+def _lfm2_attends(config: HFConfig, count: int) -> list[bool]:
+    """Returns which layers attend, from either spelling of the configuration."""
+    types = config.list("layer_types")
+    if types is None:
+        indices = config.list("full_attn_idxs")
+        return [indices is None or index in indices for index in range(count)]
+    if len(types) != count or not {"full_attention", "conv"}.issuperset(map(str, types)):
+        raise WeightsError(
+            f"{config.path}: layer_types is {types!r}, not one full_attention or conv for each of "
+            f"{count} layers; use another model"
+        )
+    return [kind == "full_attention" for kind in types]
+
+
+def _lfm2_adjusted_width(config: HFConfig) -> int:
+    """Returns the width of feed-forward layers: two thirds of what is configured, in whole
+    multiples."""
+    given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
+    width = config.int(given)
+    if not config.bool("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    if config.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return width
+    width = int(config.float("block_ffn_dim_multiplier", 1.0) * width)
+    multiple = config.int("block_multiple_of", 256)
+    return -(-width // multiple) * multiple
+
+
+def gpt_oss(config: HFConfig) -> ModelConfig:
+    """Reads a gpt-oss from its config.json."""
+    config.require(attention_bias=True, hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702)
+    width = config.int("intermediate_size")
+    config.int("head_dim")  # explicit in every gpt-oss, and not hidden / heads
+    return _model_config(
+        config,
+        layers=_gpt_oss_layers(config),
+        intermediate=width,
+        rms_eps=config.float("rms_norm_eps"),
+        rope_theta=150_000.0,
+        num_kv_heads=config.int("num_key_value_heads"),
+        has_attention_bias=True,
+        has_sinks=True,
+        experts=ExpertsSpec(
+            num_experts=config.int("num_local_experts"),
+            experts_per_token=config.int("num_experts_per_tok"),
+            intermediate=width,
+            scoring="softmax",
+            is_biased=True,
+        ),
+    )
+
+
+def _gpt_oss_layers(config: HFConfig) -> list[LayerSpec]:
+    count, window = config.int("num_hidden_layers"), config.int("sliding_window")
+    types = config.list("layer_types")
+    if types is None:
+        types = ["full_attention" if index % 2 else "sliding_attention" for index in range(count)]
+    windows = {"full_attention": 0, "sliding_attention": window}
+    if len(types) != count or not windows.keys() >= set(map(str, types)):
+        raise WeightsError(
+            f"{config.path}: layer_types is {types!r}, not one full_attention or "
+            f"sliding_attention for each of {count} layers; use another model"
+        )
+    return [LayerSpec(window=windows[str(kind)], feed_forward="experts") for kind in types]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The reader and the tensor names of one architecture's checkpoints."""
+
+    architecture: str
+    """The class that a config.json's `architectures` names."""
+    read: Callable[[HFConfig], ModelConfig]
+    names: Names
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", llama, LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3, LLAMA),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2_moe, LFM2),
+    "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
+}
+
+
+def read_model_config(config: HFConfig) -> ModelConfig:
+    """The `ModelConfig` that a config.json describes.
+
+    Raises:
+        WeightsError: its architecture is unknown, or a value is missing or not supported.
+    """
+    name = config.values.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise WeightsError(
+            f"{config.path}: model_type {name!r} is not supported; "
+            f"use a model of {', '.join(sorted(FAMILIES))}"
+        )
+    architectures = config.list("architectures")
+    # A classifier or an embedder of the same family has other outputs.
+    if architectures is not None and family.architecture not in architectures:
+        served = ", ".join(sorted(each.architecture for each in FAMILIES.values()))
+        raise WeightsError(
+            f"{config.path}: architectures {architectures!r} are not supported; use a model of "
+            f"{served}"
+        )
+    try:
+        model_config = family.read(config)
+    except (ArithmeticError, ValueError) as error:
+        raise WeightsError(
+            f"{config.path}: its numbers contradict one another ({error}); download the model again"
+        ) from error
+    wrong = contradiction(model_config)
+    if wrong:
+        raise WeightsError(f"{config.path}: {wrong}; download the model again")
+    return model_config

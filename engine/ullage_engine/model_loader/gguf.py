@@ -1,0 +1,416 @@
+"""Reads GGUF files: metadata as a model configuration, tensors dequantised one at a time.
+
+Metadata are put into the words of Hugging Face's config.json and tensors get the names of its
+checkpoints, so that one reader of configurations serves both formats.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+from ullage_engine.model_config.hf_config import HFConfig, Json
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.safetensors import PlainMatrices
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import (
+    BLOCK,
+    KEPT,
+    Encoding,
+    Format,
+    Quantized,
+    read_blocks,
+    read_mxfp4,
+)
+
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "gpt-oss": "gpt_oss",
+}
+"""Architectures, from GGUF's names to Hugging Face's."""
+
+_SIGMOID = 2
+"""Value of llama.cpp's key for how experts are scored that means sigmoid, as in LFM2."""
+
+Keys = dict[str, str]
+
+_COMMON: Keys = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+class GgufMetadata:
+    """The metadata of one file; errors name the file and the key."""
+
+    def __init__(self, path: Path, file: GGUFReader) -> None:
+        self._path = path
+        self._fields = file.fields
+        architecture = self.value("general.architecture")
+        if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+            raise WeightsError(
+                f"{path}: architecture {architecture!r} is not supported; "
+                f"use a model of {', '.join(sorted(MODEL_TYPES))}"
+            )
+        self.architecture = architecture
+
+    def value(self, key: str) -> object:
+        """Returns one value; None where there is none."""
+        field = self._fields.get(key)
+        contents: object = None if field is None else field.contents()
+        return contents
+
+    def config(self, vocab: int, tied: bool) -> HFConfig:
+        """Describes the file's architecture as a config.json would."""
+        values: Json = {name: self._own(key) for name, key in _COMMON.items()}
+        for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
+            if values[name] is None:
+                raise self._missing(_COMMON[name])
+        values |= {
+            "model_type": MODEL_TYPES[self.architecture],
+            "vocab_size": vocab,
+            "eos_token_id": self._eos_token_ids(),
+            "tie_word_embeddings": tied,
+            "rope_scaling": self._rope_scaling(),
+            # llama.cpp stores the width itself.
+            "block_auto_adjust_ff_dim": False,
+        }
+        if self.architecture == "gpt-oss":
+            values["intermediate_size"] = self._own("expert_feed_forward_length")
+        self._check_values(values)
+        return HFConfig(self._path, values | self._kv_heads())
+
+    def _eos_token_ids(self) -> list[int]:
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        return sorted({value for key in keys if isinstance(value := self.value(key), int)})
+
+    def _own(self, key: str) -> object:
+        return self.value(f"{self.architecture}.{key}")
+
+    def _missing(self, key: str) -> WeightsError:
+        key = f"{self.architecture}.{key}"
+        return WeightsError(f"{self._path}: metadata {key!r} is missing; convert the file again")
+
+    def _kv_heads(self) -> Json:
+        """Returns the KV heads and which layers attend: those of a list that have any."""
+        heads = self._own("attention.head_count_kv")
+        if not isinstance(heads, list):
+            return {"num_key_value_heads": heads}
+        kinds = ["full_attention" if count else "conv" for count in heads]
+        present = sorted({count for count in heads if count})
+        if len(present) != 1:
+            raise WeightsError(
+                f"{self._path}: layers with {present} KV heads, but only one number of them is "
+                "supported; use another model"
+            )
+        return {"num_key_value_heads": present[0], "layer_types": kinds}
+
+    def _rope_scaling(self) -> Json | None:
+        kind = self._own("rope.scaling.type")
+        if kind in (None, "none"):
+            return None
+        if kind != "yarn":
+            raise WeightsError(
+                f"{self._path}: rope scaling {kind!r} is not supported; use a model without it"
+            )
+        return {
+            "rope_type": "yarn",
+            "factor": self._own("rope.scaling.factor"),
+            "original_max_position_embeddings": self._own("rope.scaling.original_context_length"),
+            "truncate": False,
+        }
+
+    def _check_values(self, values: Json) -> None:
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        assert isinstance(hidden, int) and isinstance(heads, int)
+        head_dim = values["head_dim"] or hidden // heads
+        self._require("rope.dimension_count", head_dim)
+        self._require("attention.value_length", head_dim)
+        if self.architecture in ("llama", "qwen3", "lfm2"):
+            self._require("expert_count", 0)
+        if self.architecture == "lfm2moe":
+            self._require("expert_gating_func", _SIGMOID)
+
+    def _require(self, key: str, expected: object) -> None:
+        value = self._own(key)
+        if value not in (None, expected):
+            raise WeightsError(
+                f"{self._path}: metadata '{self.architecture}.{key}' is {value}, but only "
+                f"{expected} is supported; use another model"
+            )
+
+
+COMMON = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+LFM2 = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+
+GPT_OSS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router": "ffn_gate_inp",
+}
+
+NAMES = COMMON | LFM2
+"""Tensor names without layer and suffix, from Hugging Face's to GGUF's."""
+
+BY_ARCHITECTURE = {"gpt-oss": NAMES | GPT_OSS}
+
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+"""GGUF tensors that stack the matrices of all experts."""
+
+_HUGGING_FACE = re.compile(
+    r"(?:model\.layers\.(?P<layer>\d+)\.)?(?:feed_forward\.experts\.(?P<expert>\d+)\.)?"
+    r"(?P<part>.+?)(?P<suffix>\.weight|\.bias)?"
+)
+
+
+def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
+    """Returns GGUF's name of a tensor that Hugging Face calls `name`, and which expert's of it."""
+    match = _HUGGING_FACE.fullmatch(name)
+    assert match is not None, name
+    prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
+    part = BY_ARCHITECTURE.get(architecture, NAMES)[match["part"]]
+    expert = None if match["expert"] is None else int(match["expert"])
+    return f"{prefix}{part}{match['suffix'] or ''}", expert
+
+
+def is_known(architecture: str, name: str) -> bool:
+    """Whether a layer reads the tensor that GGUF calls `name`."""
+    parts = {*BY_ARCHITECTURE.get(architecture, NAMES).values(), *EXPERTS}
+    whole = "|".join(re.escape(part) for part in parts if part.endswith((".bias", ".weight")))
+    weights = "|".join(re.escape(part) for part in [*parts, "rope_freqs"])
+    biased = r"attn_(q|k|v|output)|ffn_(gate|up|down)_exps|ffn_gate_inp"
+    suffixes = rf"({weights})\.weight"
+    if architecture == "gpt-oss":
+        suffixes += rf"|({biased})\.bias"
+    return re.fullmatch(rf"(blk\.\d+\.)?({whole}|{suffixes})", name) is not None
+
+
+QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4")
+
+
+class GgufReader(PlainMatrices):
+    """One open GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        """Maps the file and reads its header.
+
+        Raises:
+            WeightsError: not GGUF, cut short, or of an architecture or quantisation not supported.
+        """
+        self._path = path
+        self._file = _open(path)
+        self._tensors = {tensor.name: tensor for tensor in self._file.tensors}
+        self._check_quantisation()
+        self._metadata = GgufMetadata(path, self._file)
+        self.model_config = self._load_model_config()
+        self._check_names()
+
+    @property
+    def config(self) -> HFConfig:
+        """Returns the config.json that the metadata amount to."""
+        return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads a tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
+        if ".mlp.experts." in name:
+            return self._read_stacked(name)
+        own, expert = gguf_name(self._metadata.architecture, name)
+        values = self._dequantised(own, expert)
+        if name.endswith("conv.conv.weight"):
+            return values[:, None]
+        return self._unpermute(own, values)
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        """Formats the file is quantised to: MXFP4 of gpt-oss's experts; other blocks are
+        dequantised."""
+        names = [name for name in self._tensors if ".ffn_gate_exps.weight" in name]
+        is_packed = self.model_config.architecture == "gpt_oss" and any(map(self._is_mxfp4, names))
+        return frozenset({"mxfp4"} if is_packed else ())
+
+    def encoding(self, name: str, target: Format | None) -> Encoding | None:
+        """Keeps MXFP4 of gpt-oss's experts, and blocks of four bits if int4 is the target."""
+        if ".mlp.experts." in name:
+            return self._packed_encoding(name)
+        own, expert = gguf_name(self._metadata.architecture, name)
+        tensor = self._tensors.get(own)
+        if target != "int4" or tensor is None or expert is not None:
+            return None
+        if tensor.tensor_type.name not in KEPT:
+            return None
+        columns, rows = (int(size) for size in tensor.shape)
+        return Encoding(format="int4", shape=(rows, columns), group=BLOCK, has_zeros=True)
+
+    def quantized(self, name: str) -> Quantized:
+        if ".mlp.experts." in name:
+            pieces = [read_mxfp4(self._tensors[each].data) for each in _stacked_names(name)]
+            codes, scales = (_alternating(list(each)) for each in zip(*pieces, strict=True))
+            return Quantized("mxfp4", codes.flatten(0, 1), scales.flatten(0, 1))
+        own, _ = gguf_name(self._metadata.architecture, name)
+        tensor = self._tensors[own]
+        blocks = read_blocks(tensor.data, tensor.tensor_type.name)
+        assert blocks.zeros is not None, "both kinds have zeros"
+        parts = (blocks.values, blocks.scales, blocks.zeros)
+        return Quantized("int4", *(self._unpermute(own, part) for part in parts))
+
+    def _dequantised(self, own: str, expert: int | None = None) -> torch.Tensor:
+        tensor = self._tensors.get(own)
+        if tensor is None:
+            raise WeightsError(f"{self._path}: tensor {own!r} is missing; download the file again")
+        shape = [int(size) for size in reversed(tensor.shape.tolist())]
+        data = tensor.data if expert is None else tensor.data[expert]
+        shape = shape if expert is None else shape[1:]
+        if tensor.tensor_type.name == "BF16":
+            return torch.from_numpy(np.array(data).view(np.int16)).view(torch.bfloat16).view(shape)
+        return torch.from_numpy(np.array(dequantize(data, tensor.tensor_type))).reshape(shape)
+
+    def _read_stacked(self, name: str) -> torch.Tensor:
+        """Reads all experts of a gpt-oss layer: GGUF keeps gates and ups apart and [out, in]."""
+        rows = _alternating([self._dequantised(each) for each in _stacked_names(name)])
+        return rows if name.endswith("_bias") else rows.transpose(1, 2)
+
+    def _is_mxfp4(self, own: str) -> bool:
+        tensor = self._tensors.get(own)
+        return tensor is not None and tensor.tensor_type.name == "MXFP4"
+
+    def _packed_encoding(self, name: str) -> Encoding | None:
+        """Returns the encoding of all experts' rows, one after another."""
+        names = _stacked_names(name)
+        if not all(map(self._is_mxfp4, names)):
+            return None
+        columns, *rows = (int(size) for size in self._tensors[names[0]].shape)
+        shape = (math.prod(rows) * len(names), columns)
+        return Encoding(format="mxfp4", shape=shape, group=BLOCK)
+
+    def _unpermute(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Undoes the interleaving of rotary halves that llama.cpp's converter does to a Llama's Q
+        and K; other models keep theirs."""
+        heads = {
+            "attn_q.weight": self.model_config.num_heads,
+            "attn_k.weight": self.model_config.num_kv_heads,
+        }.get(name.rpartition("blk.")[2].partition(".")[2])
+        is_kept = self._metadata.architecture != "llama"
+        if heads is None or is_kept or values.shape[0] % (2 * heads):
+            return values
+        return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+
+    def _check_quantisation(self) -> None:
+        for tensor in self._tensors.values():
+            if tensor.tensor_type.name not in QUANTISATIONS:
+                raise WeightsError(
+                    f"{self._path}: tensor {tensor.name!r} is {tensor.tensor_type.name}; "
+                    f"use a file quantised as one of {', '.join(QUANTISATIONS)}"
+                )
+
+    def _check_names(self) -> None:
+        """Refuses tensors that no layer reads: leaving one out, such as a bias, changes answers."""
+        for name in self._tensors:
+            if not is_known(self._metadata.architecture, name):
+                raise WeightsError(
+                    f"{self._path}: tensor {name!r} is not part of the models supported; "
+                    "use another model"
+                )
+
+    def _load_model_config(self) -> ModelConfig:
+        model_config = read_model_config(self.config)
+        factors = self._tensors.get("rope_freqs.weight")
+        if factors is None:
+            return model_config
+        return msgspec.structs.replace(
+            model_config, rope_factors=[float(each) for each in factors.data]
+        )
+
+    def _vocab(self) -> int:
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            raise WeightsError(f"{self._path}: tensor 'token_embd.weight' is missing")
+        return int(embedding.shape[1])
+
+
+def _stacked_names(name: str) -> list[str]:
+    """Lists GGUF's names of what Hugging Face stores as one tensor of a gpt-oss layer."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
+    assert match is not None, name
+    layer, part = match.groups()
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    names = ["ffn_down_exps"] if part.startswith("down") else ["ffn_gate_exps", "ffn_up_exps"]
+    return [f"blk.{layer}.{each}.{suffix}" for each in names]
+
+
+def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Interleaves [experts, rows, ...]: the rows of gate and up in turn, as Hugging Face has
+    them."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror or error}; check the file") from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        # The reader meets the end of a file, or nonsense, as any of these.
+        reason = " ".join(str(error).split())
+        raise WeightsError(
+            f"{path}: not a whole GGUF file ({reason}); download it again"
+        ) from error

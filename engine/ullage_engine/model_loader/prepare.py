@@ -1,0 +1,208 @@
+"""From checkpoint tensors to those of a prepared file, one at a time."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ullage_engine.model_config.dtypes import dtype_name
+from ullage_engine.model_loader.safetensors import CheckpointReader
+from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.model_loader.tensor_plan import Part, TensorPlan
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import (
+    Encoding,
+    Piece,
+    Quantized,
+    chosen_encoding,
+    laid_out_for,
+    pack,
+    pieces_of,
+    quantise,
+    stacked,
+)
+
+MATRICES = frozenset(
+    {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
+)
+"""Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
+computing type."""
+
+_NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""Types whose elements are plain numbers, without a scale."""
+
+FLOAT32 = frozenset({"router_bias"})
+"""Names of what stays float32 in any computing type: rounded, it would choose other experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTensor:
+    """One tensor of the plan in the form in which it is stored."""
+
+    source: Path
+    reader: CheckpointReader
+    plan: TensorPlan
+    dtype: torch.dtype
+    """Type of plain tensors and of scales."""
+    encoding: Encoding | None
+    """Encoding of the numbers; None: in the computing type."""
+    is_kept: bool
+    """Whether the checkpoint's own numbers are stored."""
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Lists what the tensor takes in the file, in order, by full names."""
+        if self.encoding is None:
+            return [Piece(self.name, self.plan.shape, self.dtype)]
+        named = pieces_of(self.encoding, self.dtype)
+        return [each._replace(name=f"{self.name}.{each.name}") for each in named]
+
+    def chunks(self) -> Iterator[Iterable[torch.Tensor]]:
+        """Yields the contents of each piece, in parts that follow one another."""
+        if self.encoding is None:
+            yield (self._read(part).to(self.dtype) for part in self.plan.parts)
+            return
+        parts = [self._quantized(part, self.encoding) for part in self.plan.parts]
+        pieces = pack(stacked(parts), self.encoding, self.dtype)
+        for piece in pieces_of(self.encoding, self.dtype):
+            yield [pieces[piece.name]]
+
+    def _quantized(self, part: Part, encoding: Encoding) -> Quantized:
+        if self.is_kept:
+            return self._kept(part)
+        return quantise(self._read(part).flatten(0, -2), encoding, self.dtype)
+
+    def _kept(self, part: Part) -> Quantized:
+        kept = self.reader.quantized(part.source)
+        columns = self.plan.shape[-1]
+        shape = (math.prod(part.shape) // columns, columns)
+        self._check_shape(part, tuple(kept.values.shape), shape)
+        if part.rearrange_rows is None:
+            return kept
+        rearrange, count = part.rearrange_rows, part.shape[0]
+        values, scales = (
+            rearrange(each.view(count, -1, each.shape[1])).flatten(0, 1)
+            for each in (kept.values, kept.scales)
+        )
+        return Quantized(kept.format, values, scales)
+
+    def _check_shape(self, part: Part, shape: tuple[int, ...], needed: tuple[int, ...]) -> None:
+        if shape != needed:
+            raise WeightsError(
+                f"{self.source}: tensor {part.source!r} has shape {list(shape)}, but the "
+                f"model's configuration needs {list(needed)}; download the model again"
+            )
+
+    def _read(self, part: Part) -> torch.Tensor:
+        tensor = self.reader.read(part.source)
+        self._check_shape(part, tuple(tensor.shape), part.shape)
+        if tensor.dtype not in _NUMBERS:
+            raise WeightsError(
+                f"{self.source}: tensor {part.source!r} is {tensor.dtype} and has no scale that is "
+                "known; use a model of another quantisation, or the unquantised one"
+            )
+        return tensor if part.rearrange is None else part.rearrange(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedForm:
+    """The form that weights are prepared in: computing type, quantisation and device."""
+
+    dtype: torch.dtype
+    quantization: Literal["none", "int8", "int4", "fp8", "w8a8"]
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """A name that differs for forms that differ."""
+        sample = Encoding(format="int4", shape=(64, 128), group=128, has_zeros=True)
+        layout = "tiles" if laid_out_for(sample, self.device, self.dtype).is_tiled else "rows"
+        return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
+
+    def prepare(self, source: Path, reader: CheckpointReader, plan: TensorPlan) -> PreparedTensor:
+        """Decides how one tensor is stored.
+
+        Raises:
+            WeightsError: the checkpoint is of another format than is asked for.
+        """
+        self._check(source, reader)
+        encoding, is_kept = self._encoding(reader, plan) if is_matrix(plan) else (None, False)
+        if encoding is not None:
+            self._check_dtype(encoding)
+            count = plan.shape[0] if len(plan.shape) == 3 else 1
+            encoding = laid_out_for(encoding, self.device, self.dtype, count)
+        dtype = torch.float32 if _kind(plan) in FLOAT32 else self.dtype
+        return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
+
+    def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
+        """Returns the encoding of a matrix, and whether it is the checkpoint's own."""
+        target = None if self.quantization == "none" else self.quantization
+        *rows, columns = plan.shape
+        shape = (math.prod(rows), columns)
+        kept = _common([reader.encoding(part.source, target) for part in plan.parts], shape)
+        if kept is not None:
+            return kept, True
+        return (chosen_encoding(target, shape) if target else None), False
+
+    def _check_dtype(self, encoding: Encoding) -> None:
+        if encoding.format == "mxfp4" and self.dtype == torch.float16:
+            raise WeightsError(
+                "model.dtype float16: cannot hold the scales of MXFP4 weights; "
+                "use bfloat16 or float32"
+            )
+
+    def _check(self, source: Path, reader: CheckpointReader) -> None:
+        formats = reader.formats
+        if self.quantization == "w8a8" and "w8a8" not in formats:
+            raise WeightsError(
+                f"model.quantization w8a8: {source} is not calibrated; make a model that is with "
+                "ullage quantize --format w8a8 --calibrate FILE and name it in model.source"
+            )
+        if self.quantization != "none" and formats and self.quantization not in formats:
+            raise WeightsError(
+                f"model.quantization {self.quantization}: {source} is quantised as "
+                f"{', '.join(sorted(formats))} already; set none, or use the unquantised model"
+            )
+
+
+def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
+    """Returns the encoding of parts that differ in nothing but their rows."""
+    whole = {
+        Encoding(format=each.format, shape=shape, group=each.group, has_zeros=each.has_zeros)
+        for each in parts
+        if each is not None
+    }
+    return whole.pop() if len(whole) == 1 and None not in parts else None
+
+
+def is_matrix(plan: TensorPlan) -> bool:
+    """Whether this is a weight matrix that formats apply to, or one of each expert."""
+    return _kind(plan) in MATRICES
+
+
+def _kind(plan: TensorPlan) -> str:
+    """Returns the last part of a name, which is the same in every layer."""
+    return plan.name.rpartition(".")[2]
+
+
+def open_checkpoint(files: ModelFiles) -> CheckpointReader:
+    """Opens the reader of these files.
+
+    Raises:
+        WeightsError: a file is missing, broken, or of a kind that is not supported.
+    """
+    # Imported when needed: a worker that starts again maps the prepared file and reads neither.
+    if files.format == "gguf":
+        from ullage_engine.model_loader.gguf import GgufReader
+
+        return GgufReader(files.path)
+    from ullage_engine.model_loader.quantized import open_directory
+
+    return open_directory(files.path)

@@ -1,0 +1,144 @@
+"""The interface of all checkpoint readers, and the reader of config.json with safetensors."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ullage_engine.model_config.hf_config import HFConfig, Json
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import Encoding, Format, Quantized
+
+
+class CheckpointReader(Protocol):
+    """The interface of an open checkpoint of any kind; names are those of Hugging Face."""
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        """Formats that the checkpoint has been quantised to; none: any can be asked for."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor, dequantised if need be."""
+        ...
+
+    def encoding(self, name: str, target: Format | None) -> Encoding | None:
+        """Returns the encoding of a matrix's stored numbers if they can be kept for the target
+        format; None if the matrix is to be read."""
+        ...
+
+    def quantized(self, name: str) -> Quantized:
+        """Returns the numbers of a matrix that has an `encoding`."""
+        ...
+
+
+class PlainMatrices:
+    """The part of a reader for checkpoints that are not quantised."""
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        return frozenset()
+
+    def encoding(self, name: str, target: Format | None) -> Encoding | None:
+        return None
+
+    def quantized(self, name: str) -> Quantized:
+        raise KeyError(name)
+
+
+class SafetensorsReader(PlainMatrices):
+    """A reader of one model directory."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the configuration and maps the tensors.
+
+        Raises:
+            WeightsError: a file is missing, cut short, or the architecture is not supported.
+        """
+        self._folder = folder
+        self.model_config = read_model_config(read_config(folder))
+        self._stack = ExitStack()
+        self._files: dict[str, safe_open] = {}
+        for path in weight_files(folder):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                reason = " ".join(str(error).split())
+                raise WeightsError(
+                    f"{path}: not a whole safetensors file ({reason}); download it again"
+                ) from error
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of one tensor, without reading it."""
+        return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
+    def dtype(self, name: str) -> str:
+        """Returns the type of one tensor as safetensors name it (BF16, I8), without reading it."""
+        return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor as stored."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._files:
+            raise WeightsError(
+                f"{self._folder}: tensor {name!r} is missing; download the model again"
+            )
+        return self._files[name]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Lists the safetensors files of a model, those of its index if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{folder}: no .safetensors file; download the model again")
+        return files
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise WeightsError(f"{index}: no 'weight_map'; download the model again")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise WeightsError(f"{index}: {name!r} is no file of this folder; check the source")
+    files = [folder / name for name in sorted(set(names.values()))]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise WeightsError(f"{folder}: {missing[0]} is missing; download the model again")
+    return files
+
+
+def read_config(folder: Path) -> HFConfig:
+    """Reads a model's config.json."""
+    path = folder / "config.json"
+    return HFConfig(path, _read_json(path))
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}; download the model again") from error
+    except ValueError as error:
+        raise WeightsError(f"{path}: not JSON: {error}; download the model again") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object; download the model again")
+    return value

@@ -1,0 +1,115 @@
+"""Where a model's files are: one URI field, four schemes.
+
+Imports no torch and no model code, so the server process finds the tokenizer with it too.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+from ullage_engine.protocol.errors import WeightsError
+
+PVC_ROOT = Path("/models")
+"""Folder in which the operator mounts the claims of `pvc://` sources."""
+
+SCHEMES = "pkg://package/file, file:///path, hf://org/name@revision or pvc://claim/path"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model on this machine."""
+
+    path: Path
+    """Path of a `.gguf` file, or of a directory with config.json, tokenizer.json and
+    safetensors."""
+    format: Literal["gguf", "directory"]
+
+
+def resolve_source(source: str) -> ModelFiles:
+    """Finds the files that a source URI names; only `hf://` may use the network.
+
+    Raises:
+        WeightsError: the URI is malformed or what it names does not exist.
+    """
+    parts = urlsplit(source)
+    resolvers = {"pkg": _package_path, "file": _file_path, "hf": _hub_path, "pvc": _claim_path}
+    resolve = resolvers.get(parts.scheme)
+    if resolve is None:
+        raise WeightsError(f"model.source {source!r}: unknown scheme; use {SCHEMES}")
+    return _check(source, resolve(source, parts.netloc, unquote(parts.path)))
+
+
+def _package_path(source: str, package: str, path: str) -> Path:
+    # find_spec, not import: a package of weights may run anything when imported.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise WeightsError(
+            f"model.source {source!r}: Python package {package!r} is not installed; install it"
+        )
+    return Path(next(iter(spec.submodule_search_locations)), path.lstrip("/"))
+
+
+def _file_path(source: str, host: str, path: str) -> Path:
+    if host:
+        raise WeightsError(f"model.source {source!r}: write three slashes, file:///{host}{path}")
+    return Path(path)
+
+
+def _claim_path(source: str, claim: str, path: str) -> Path:
+    return PVC_ROOT / claim / path.lstrip("/")
+
+
+def _hub_path(source: str, organisation: str, path: str) -> Path:
+    name, _, revision = path.lstrip("/").partition("@")
+    if not organisation or not name or "/" in name:
+        raise WeightsError(
+            f"model.source {source!r}: write hf://org/name or hf://org/name@revision"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise WeightsError(
+            f"model.source {source!r}: hf:// needs the huggingface_hub package; "
+            "pip install huggingface_hub, or use file://"
+        ) from error
+    try:
+        folder = snapshot_download(
+            f"{organisation}/{name}",
+            revision=revision or None,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise WeightsError(
+            f"model.source {source!r}: cannot download: {reason}; check the name and the network"
+        ) from error
+    return Path(folder)
+
+
+def _check(source: str, path: Path) -> ModelFiles:
+    try:
+        return _look(source, path)
+    except OSError as error:
+        raise WeightsError(
+            f"model.source {source!r}: {path}: {error.strerror}; check the path and its permissions"
+        ) from error
+
+
+def _look(source: str, path: Path) -> ModelFiles:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise WeightsError(
+                f"model.source {source!r}: {path} is not a .gguf file; "
+                "name one, or a directory with config.json and safetensors"
+            )
+        return ModelFiles(path, "gguf")
+    if not path.is_dir():
+        raise WeightsError(f"model.source {source!r}: {path} does not exist; check the path")
+    if not (path / "config.json").is_file():
+        raise WeightsError(
+            f"model.source {source!r}: {path} has no config.json; name a model's directory or .gguf"
+        )
+    return ModelFiles(path, "directory")

@@ -1,0 +1,167 @@
+"""Names and shapes of prepared tensors, and which checkpoint tensors each is made of."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.model_config.registry import FAMILIES, Names
+
+Rearrange = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A checkpoint tensor that a prepared one is made of."""
+
+    source: str
+    """Name of the tensor, as Hugging Face spells it."""
+    shape: tuple[int, ...]
+    rearrange: Rearrange | None = None
+    """Function that brings the elements into the order of the prepared tensor."""
+    rearrange_rows: Rearrange | None = None
+    """Function that does the same for the numbers of a quantised tensor [experts, out, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One prepared tensor: checkpoint tensors stacked along their rows.
+
+    Matrices are stored [out, in], as most checkpoints do: oneDNN multiplies by their transposed
+    view faster than by a transposed copy (measured: 122 against 176 µs for 3072 x 576 bfloat16).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
+    """Lists everything a model computes with, in the order in which it is used."""
+    names = FAMILIES[model_config.architecture].names
+    hidden, vocab = model_config.hidden, model_config.vocab
+    plans = [_single("embedding", "model.embed_tokens.weight", vocab, hidden)]
+    for index, layer in enumerate(model_config.layers, model_config.first_layer):
+        plans += _LayerPlans(model_config, names, index).of(layer)
+    plans.append(_single("norm", f"{names.norm}.weight", hidden))
+    if not model_config.tied:
+        plans.append(_single("head", "lm_head.weight", vocab, hidden))
+    return plans
+
+
+class _LayerPlans:
+    """The prepared tensors of one layer, from the checkpoint's of the same layer."""
+
+    def __init__(self, model_config: ModelConfig, names: Names, index: int) -> None:
+        self._model_config, self._names = model_config, names
+        self._source, self._prefix = f"model.layers.{index}.", f"layers.{index}."
+
+    def of(self, layer: LayerSpec) -> Iterator[TensorPlan]:
+        """Yields the plans of a layer's tensors."""
+        hidden = self._model_config.hidden
+        yield self._weight("mixer_norm", self._names.mixer_norm, hidden)
+        yield from self._conv() if layer.mixer == "conv" else self._attention()
+        yield self._weight("mlp_norm", self._names.mlp_norm, hidden)
+        yield from self._mlp() if layer.feed_forward == "dense" else self._experts()
+
+    def _attention(self) -> Iterator[TensorPlan]:
+        config, names = self._model_config, self._names
+        hidden, query, head_dim = config.hidden, config.query_width, config.head_dim
+        key = config.num_kv_heads * head_dim
+        qkv = ((names.q, query), (names.k, key), (names.v, key))
+        yield self._stacked("qkv", *qkv)
+        yield self._weight("output", names.output, hidden, query)
+        if config.has_qk_norm:
+            yield self._weight("q_norm", names.q_norm, head_dim)
+            yield self._weight("k_norm", names.k_norm, head_dim)
+        if config.has_attention_bias:
+            parts = [Part(f"{self._source}{name}.bias", (rows,)) for name, rows in qkv]
+            yield self._plan("qkv_bias", (config.qkv_width,), *parts)
+            yield self._single("output_bias", f"{names.output}.bias", hidden)
+        if config.has_sinks:
+            yield self._single("sinks", names.sinks, config.num_heads)
+
+    def _conv(self) -> Iterator[TensorPlan]:
+        names, hidden = self._names, self._model_config.hidden
+        kernel = self._model_config.conv_kernel
+        yield self._weight("conv_in", names.conv_in, 3 * hidden, hidden)
+        # Stored as one channel each in and out.
+        taps = Part(f"{self._source}{names.conv}.weight", (hidden, 1, kernel))
+        yield self._plan("conv", (hidden, kernel), taps)
+        yield self._weight("conv_out", names.conv_out, hidden, hidden)
+
+    def _mlp(self) -> Iterator[TensorPlan]:
+        names, width = self._names, self._model_config.intermediate
+        yield self._stacked("gate_up", (names.gate, width), (names.up, width))
+        yield self._weight("down", names.down, self._model_config.hidden, width)
+
+    def _experts(self) -> Iterator[TensorPlan]:
+        spec, names, hidden = self._model_config.experts, self._names, self._model_config.hidden
+        assert spec is not None, "a layer of experts, and no experts"
+        count, width = spec.num_experts, spec.intermediate
+        gate_up, down = (count, 2 * width, hidden), (count, hidden, width)
+        yield self._weight("router", names.router, count, hidden)
+        yield self._single("router_bias", names.router_bias, count)
+        if names.expert:
+            parts = [self._expert(e, n) for e in range(count) for n in (names.gate, names.up)]
+            yield self._plan("experts_gate_up", gate_up, *parts)
+            parts = [self._expert(e, names.down) for e in range(count)]
+            yield self._plan("experts_down", down, *parts)
+            return
+        stacked = f"{self._source}mlp.experts."
+        shape = (count, hidden, 2 * width)
+        part = Part(stacked + "gate_up_proj", shape, _columns_apart, _rows_apart)
+        yield self._plan("experts_gate_up", gate_up, part)
+        part = Part(stacked + "down_proj", (count, width, hidden), _transposed)
+        yield self._plan("experts_down", down, part)
+        biases = Part(stacked + "gate_up_proj_bias", (count, 2 * width), _apart)
+        yield self._plan("experts_gate_up_bias", (count, 2 * width), biases)
+        yield self._single("experts_down_bias", "mlp.experts.down_proj_bias", count, hidden)
+
+    def _expert(self, expert: int, name: str) -> Part:
+        """Returns one expert's matrix of a checkpoint that has one tensor for each."""
+        hidden, spec = self._model_config.hidden, self._model_config.experts
+        assert spec is not None, "a layer of experts, and no experts"
+        is_down = name == self._names.down
+        shape = (hidden, spec.intermediate) if is_down else (spec.intermediate, hidden)
+        prefix = self._source + self._names.expert.format(expert)
+        return Part(f"{prefix}{name.rpartition('.')[2]}.weight", shape)
+
+    def _stacked(self, name: str, *parts: tuple[str, int]) -> TensorPlan:
+        """Puts matrices of the hidden rows' width one above the other."""
+        columns, rows = self._model_config.hidden, sum(count for _, count in parts)
+        sources = [Part(f"{self._source}{each}.weight", (n, columns)) for each, n in parts]
+        return self._plan(name, (rows, columns), *sources)
+
+    def _weight(self, name: str, source: str, *shape: int) -> TensorPlan:
+        return self._single(name, f"{source}.weight", *shape)
+
+    def _single(self, name: str, source: str, *shape: int) -> TensorPlan:
+        return _single(self._prefix + name, self._source + source, *shape)
+
+    def _plan(self, name: str, shape: tuple[int, ...], *parts: Part) -> TensorPlan:
+        return TensorPlan(self._prefix + name, shape, parts)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Sorts gates and ups that alternate along the last dimension: first all gates, then all
+    ups."""
+    pairs = tensor.view(*tensor.shape[:-1], -1, 2)
+    return pairs.transpose(-1, -2).reshape(tensor.shape)
+
+
+def _columns_apart(tensor: torch.Tensor) -> torch.Tensor:
+    return _apart(tensor).transpose(1, 2)
+
+
+def _rows_apart(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _single(name: str, source: str, *shape: int) -> TensorPlan:
+    return TensorPlan(name, shape, (Part(source, shape),))

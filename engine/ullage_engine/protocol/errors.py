@@ -1,0 +1,32 @@
+"""Errors that cross rooms of the engine.
+
+WeightsError      the model cannot be loaded
+LayoutError       the model cannot be shared out as asked (in `ullage_engine.parallel.layout`)
+RankFailedError   another rank has reported why it cannot serve
+GroupLostError    another rank is gone
+"""
+
+
+class WeightsError(Exception):
+    """The weights cannot be used; one line naming the file or tensor, what is wrong, what to do."""
+
+
+class RankFailedError(Exception):
+    """Another rank cannot serve; one line with its rank and its reason."""
+
+    def __init__(self, message: str, may_retry: bool = False) -> None:
+        """`may_retry`: nobody foresaw the reason, so another start may do better."""
+        super().__init__(message)
+        self.may_retry = may_retry
+
+
+class GroupLostError(RuntimeError):
+    """Another rank is gone, or out of step with this one; only a new group helps."""
+
+
+def one_line(error: Exception) -> str:
+    """Describes an unforeseen error for a message: its class and its first line."""
+    if isinstance(error, RankFailedError):
+        return str(error)
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,78 @@
+"""What a grammar may cost, and whether one can be compiled at all.
+
+A schema may be made to exhaust the stack or the memory of whoever compiles it. So a grammar that
+nobody has seen before is first compiled by a process of its own, `python -m
+ullage_engine.protocol.grammar`, which reads it from its input and writes why it cannot be used, or
+nothing.
+"""
+
+import resource
+import sys
+import threading
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+"""States take 1 to 2 kB each and are made while text is matched, so these bound the memory of one
+answer's grammar; fuel and items bound its time: about 20 ms to begin with, 15 ms a token."""
+
+COMPILE_STACK_BYTES = 64 << 20
+"""Stack of a worker's compiling thread: many times what the first compilation may use."""
+
+_FIRST_STACK_BYTES = 4 << 20
+_MOST_BYTES = 24 << 20
+"""Most bytes that a grammar may take before it has matched anything."""
+_HARD_BYTES = 2 << 30
+"""Most bytes of address space; a process that needs more is killed."""
+_CPU_SECONDS = 3
+
+
+def compile_error(text: str) -> str:
+    """Returns why a grammar in llguidance's form cannot be used; empty if it can."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
+    return " ".join(messages[0].split())[:300] if is_error else ""
+
+
+def _cost_error(text: str) -> str:
+    """The same, of what shows only with a vocabulary: any one does."""
+    before = _peak_bytes()
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return " ".join(matcher.get_error().split())[:300]
+    used = _peak_bytes() - before
+    if used > _MOST_BYTES:
+        return f"it takes {used >> 20} MiB to compile, and at most {_MOST_BYTES >> 20} are allowed"
+    return ""
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def main() -> None:
+    """Reads a grammar, writes its error; ends by a signal, not SIGKILL, where it is too much."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))
+    # With a hard limit of the same height it would end by SIGKILL, as where memory is short.
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 1))
+    text = sys.stdin.buffer.read().decode()
+
+    def tell() -> None:
+        sys.stdout.write(compile_error(text) or _cost_error(text))
+
+    threading.stack_size(_FIRST_STACK_BYTES)
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

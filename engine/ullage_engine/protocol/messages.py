@@ -1,0 +1,347 @@
+"""Messages between the server process and its worker, and the requests that they carry.
+
+Messages are msgpack over a ZeroMQ PAIR on ipc://. The worker connects and sends `Loading` (any
+number), then `Ready` once or `StartFailed` once; from then on the server sends `Submit` and
+`Cancel`, the worker `StepDone` after each step and `StateReport` when its memory changes. Every
+request of a `Submit` is answered by tokens ending with a finish, by one `Rejected` or by one
+`RequestFailed`.
+
+`EngineRequest` is a request as every room of the engine sees it, and `usable_cores` says how many
+CPU cores a process of either kind may keep busy.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ullage_common.request_cost import MemoryProfile, charged_output
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of sampling, already validated by the server."""
+
+    temperature: float = 1.0
+    """Divisor of the logits; 0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Number of likeliest tokens that are kept; 0 keeps all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Always set: noise is a function of (seed, position), so a resumed request repeats itself."""
+    logit_bias: dict[int, float] = {}
+    """Biases added to the logits of these tokens, after penalties."""
+    top_logprobs: int | None = None
+    """Alternatives reported for each token; None reports no log-probabilities at all."""
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether earlier tokens change the logits of the next."""
+        additive = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return additive or self.repetition_penalty != 1.0
+
+
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a beam search over one prompt."""
+
+    width: int
+    """Hypotheses kept."""
+    length_penalty: float = 1.0
+    """Exponent of the length that divides a hypothesis' log-probability."""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the worker gets it, for the first time or again after a restart."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, followed by the output already sent when the request is resumed."""
+    num_prompt_tokens: int
+    """Number of `token_ids` that are prompt; penalties and positions count from here."""
+    max_tokens: int
+    """Output limit, counting output that is already part of `token_ids`."""
+    sampling: SamplingParams
+    stop_token_ids: list[int] = []
+    """Ends generation when produced, unless it would be an end-of-sequence token being ignored."""
+    priority: int = 0
+    session_id: str = ""
+    """Turns of one conversation, whose KV is kept between them; empty: none."""
+    min_tokens: int = 0
+    """Tokens of output before which no stop token is chosen."""
+    grammar: str = ""
+    """Grammar that the output must match, in llguidance's form; empty: any text."""
+    beam: BeamParams | None = None
+    """Parameters of a beam search that replaces sampling."""
+
+    def charged_tokens(self, expected_output: int, limit: int) -> int:
+        """Returns the tokens it is charged for: its prompt and the output it is expected to have.
+
+        Output that it has already counts, and one token more that it is going to produce. Never
+        above `limit`, the longest sequence that this engine can hold.
+        """
+        produced = len(self.token_ids) - self.num_prompt_tokens
+        output = charged_output(self.max_tokens, expected_output, produced)
+        return min(limit, self.num_prompt_tokens + output)
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the device map."""
+
+    rank: int
+    stage: int
+    tensor_rank: int
+    device: str
+    first_layer: int
+    num_layers: int
+    num_attention_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+    def __str__(self) -> str:
+        last = self.first_layer + self.num_layers - 1
+        return (
+            f"rank {self.rank}  stage {self.stage}  tensor rank {self.tensor_rank}  "
+            f"{self.device}  layers {self.first_layer}-{last} "
+            f"({self.num_attention_layers} attend)  heads {self.num_heads}/{self.num_kv_heads}"
+        )
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The base class of all messages."""
+
+
+# server → worker ---------------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    requests: list[EngineRequest]
+    """Samples of one prompt, admitted together or refused together by one `Rejected` that names the
+    first; of a beam search, its hypotheses from best to worst, answered when all are known."""
+    resumed: bool = False
+    """Whether a former worker had admitted it: it waits for memory and is never rejected for lack
+    of it."""
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    request_id: str
+    is_answered: bool = False
+    """Whether a stop string ended it, which only the server sees; else its client has gone."""
+
+
+class Fault(Message, frozen=True, kw_only=True):
+    """Command: raise torch.OutOfMemoryError inside a coming step."""
+
+    after_steps: int
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """Command: exit with status 0."""
+
+
+# worker → server ---------------------------------------------------------------------------------
+
+
+class Loading(Message, frozen=True, kw_only=True):
+    """Progress of the start: stage is weights, arena, warm_up or kv_pool."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    rank: int = 0
+
+
+class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the ledger, bytes."""
+
+    name: str
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a running request is predicted to give back."""
+
+    after_s: float
+    num_bytes: int
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler holds and has done at one moment."""
+
+    kv_pool_bytes: int
+    kv_free_bytes: int
+    """KV bytes of free blocks."""
+    kv_reclaimable_bytes: int
+    """KV bytes kept for reuse and evicted as soon as they are needed."""
+    kv_committed_bytes: int
+    """KV bytes that are reserved and not yet allocated."""
+    kv_used_bytes: int = 0
+    """Bytes of the allocated blocks that hold tokens; the rest of the blocks is waste."""
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    """Steps that were committed since the worker started."""
+    expected_output_tokens: int
+    """Output length that blocks are reserved for when a request is admitted."""
+    prefill_backlog_tokens: int
+    """Prompt tokens admitted and not computed."""
+    num_preemptions: int
+    """Preemptions since the worker started."""
+    num_swaps: int = 0
+    """Preemptions by swapping since the worker started."""
+    prefix_lookup_tokens: int = 0
+    """Tokens looked up in the prefix cache when requests first started."""
+    prefix_hit_tokens: int = 0
+    """Looked-up tokens whose KV was cached."""
+    prefix_merged_tokens: int = 0
+    """Tokens whose KV was computed twice and is now stored once."""
+    num_sessions: int = 0
+    session_bytes: int = 0
+    """KV bytes that sessions keep between their requests."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """KV that a new request may take: free + reclaimable - committed."""
+        available = self.kv_free_bytes + self.kv_reclaimable_bytes - self.kv_committed_bytes
+        return max(0, available)
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """KV in block tables: neither free nor kept by caches alone."""
+        return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
+
+    @property
+    def kv_waste_ratio(self) -> float:
+        """Share of the KV in block tables that holds no tokens, 0 to 1."""
+        held = self.kv_held_bytes
+        return max(0.0, 1.0 - self.kv_used_bytes / held) if held else 0.0
+
+
+class WorkerState(SchedulerStats, frozen=True, kw_only=True):
+    """The worker's memory and load at one moment; see ullage.headroom.v1.Headroom."""
+
+    total_bytes: int
+    threshold: float
+    decode_tokens_per_second: float
+    prefill_tokens_per_second: float
+    pressure_level: int = 0
+    """Degrade level that holds, counted from 1, the mildest; 0 is none."""
+    num_oom_events: int
+    """torch.OutOfMemoryError caught since the worker started."""
+    releases: list[ReleaseState]
+    ledger: list[ReservationState]
+    rss_bytes: int
+    """Resident bytes of the worker process (device bytes on CUDA)."""
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The worker serves."""
+
+    profile: MemoryProfile
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    ranks: list[RankPlace] = []
+    """The device map."""
+    state: WorkerState
+
+
+class StartFailed(Message, frozen=True, kw_only=True):
+    """The worker cannot serve; restarting would not help. One line naming field or file."""
+
+    error: str
+    may_retry: bool = False
+    """Whether restarting may help, since nobody foresaw the error."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the chosen token and the likeliest alternatives, likeliest first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The output of one step for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish: Literal["", "stop", "length"]
+    """Reason why the request ended; empty: more to come."""
+    logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had when the request first started."""
+
+
+class StepDone(Message, frozen=True, kw_only=True):
+    """Output of one step, sent as soon as it is known."""
+
+    outputs: list[TokenOutput]
+
+
+class Admitted(Message, frozen=True, kw_only=True):
+    """The request is in the worker's hands: it computes it, or it waits for memory there."""
+
+    request_id: str
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    """Admission refused a request; nothing of it is kept."""
+
+    request_id: str
+    needed_bytes: int
+    available_bytes: int
+    never: bool
+    """Whether the request is larger than the whole pool or the model's length."""
+    retry_after_s: float
+    message: str
+
+
+class RequestFailed(Message, frozen=True, kw_only=True):
+    """The failure of one request after admission, for instance because a step for it alone ran out
+    of memory."""
+
+    request_id: str
+    message: str
+    field: str = ""
+    """Field of the request that is at fault; empty: the engine is."""
+
+
+class StateReport(Message, frozen=True, kw_only=True):
+    state: WorkerState
+
+
+ToWorker = Submit | Cancel | Fault | Shutdown
+ToServer = (
+    Loading | Ready | StartFailed | StepDone | Admitted | Rejected | RequestFailed | StateReport
+)
+
+
+def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores of its affinity, and no more than its cgroup's quota pays for, rounded up.
+
+    With more threads than that the kernel stops all of them for the rest of every period.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    quota = _quota(cgroup_root)
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def _quota(root: Path) -> float | None:
+    """Cores; cgroup v2 says `quota period` or `max period`, v1 has a file each and -1 for none."""
+    try:
+        quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        except OSError:
+            return None
+    return int(quota) / int(period) if quota.isdecimal() and int(period) else None

@@ -1,0 +1,98 @@
+"""Step plans: what the scheduler has the runner compute, and the tokens that come back."""
+
+from dataclasses import dataclass, field
+
+from ullage_engine.protocol.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence to compute in one step; decode is a chunk of one token."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens whose KV this step computes and stores."""
+    start: int
+    """Position of the first token."""
+    block_ids: list[int]
+    """Block table covering positions 0 to end - 1, in order."""
+    sampling: SamplingParams | None
+    """Parameters of choosing the token after the last of `token_ids`; None: a prompt chunk with
+    more prompt to come, nothing is sampled."""
+    history: list[int]
+    """Prompt and output so far including `token_ids`; never changed. Only penalties read it: other
+    ranks get none without them."""
+    num_prompt_tokens: int
+    num_replayed: int = 0
+    """The first so many of `token_ids` have their KV already: they are computed again to rebuild
+    the convolution state, and the KV they would store is thrown away."""
+    state_slot: int | None = None
+    """Slot of the convolution state before `start`; None: the chunk begins from zero state."""
+    next_state_slot: int = 0
+    """Where the state after the last token goes: never a slot that a chunk of the same step reads,
+    so that computing a plan again gives the same. Models without convolutions have no slots."""
+    allowed: bytes | None = None
+    """Tokens that may be chosen, a bit each, the lowest of a byte first; None: any."""
+    banned: list[int] = field(default_factory=list)
+    """Tokens that may not be chosen."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def first_stored(self) -> int:
+        """Position of the first token whose KV is stored."""
+        return self.start + self.num_replayed
+
+
+def state_slots(max_sequences: int) -> int:
+    """Slots of convolution states: the one that a sequence's step reads and the one it writes.
+
+    There are never more, so the ledger reserves them all before serving starts.
+    """
+    return 2 * max_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies of whole blocks over all layers, done in this order before the step, once.
+
+    They allocate nothing and cannot fail for lack of memory. No destination of a kind is given
+    twice. A source of `copy` may be the destination of a `copy` after it, so these are done in
+    their order, or all read before any is written.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (block, host slot) to copy."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (host slot, block) to copy."""
+    copy: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (source block, destination block) to copy."""
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: at most one chunk a sequence; decodes first."""
+
+    chunks: list[Chunk]
+    moves: Moves = field(default_factory=Moves)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence."""
+
+    request_id: str
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]

@@ -1,1 +1,0 @@
-"""Small number formats of weight matrices: rounding to them, their layout, checkpoints of them."""

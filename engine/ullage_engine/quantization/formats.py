@@ -1,0 +1,406 @@
+"""Formats of quantised matrices: how weights are rounded to them, and how they lie in memory.
+
+weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
+
+MXFP4's values and scales are codes: one of 16 numbers, and a power of two. GGUF's blocks of 32
+numbers of four bits are kept as they are: Q4_0 is a float16 scale d and 16 bytes, weight =
+d * (q - 8); Q4_1 has a float16 minimum m after the scale, weight = d * q + m. An MXFP4 block is a
+scale of one byte and 16 bytes. Low halves of the bytes are the first 16 numbers.
+
+Matrices are packed alike in memory and in prepared files. int4, row by row: two columns a byte, the
+even one in the low half; mxfp4 the same, with scales of a byte each. int4, tiled: for each 64 rows
+and column 32 bytes, row r in the low half and row r + 32 in the high half of byte r, which is what
+torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs [groups, out, 2], of
+experts one expert's after another's.
+
+Rounding rounds scales to the type they will be stored in before it rounds values, so that a value's
+error is half a step whatever that type is.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
+"""int8 and int4: integers, activations stay as they are. fp8: E4M3. w8a8: int8, and activations
+are rounded to int8 as well, row by row. mxfp4: experts of checkpoints that have it; nothing is
+rounded to it."""
+
+GROUPS = (128, 64, 32)
+"""Columns that share a scale in int4: the first of these that divides the number of columns."""
+
+TILE_ROWS = 64
+"""Rows whose int4 values lie together in the layout that torch's CPU kernel reads."""
+
+MIN_VALUE: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
+MAX_VALUE: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
+
+E4M3_MOST = 448.0
+
+MXFP4_GROUP = 32
+
+MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives."""
+
+
+class Encoding(msgspec.Struct, frozen=True, kw_only=True):
+    """The storage of a matrix: its format, shape and layout."""
+
+    format: Format
+    shape: tuple[int, int]
+    """Shape (out, in)."""
+    group: int
+    """Columns that share a scale; all of them: one scale for each row."""
+    has_zeros: bool = False
+    is_tiled: bool = False
+    """Whether int4 has the layout of torch's CPU kernel instead of row by row."""
+    count: int = 1
+    """Number of tiled matrices, one above the other, that have scales of their own."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.shape[1] // self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix in small numbers, each in an element of its own."""
+
+    format: Format
+    values: torch.Tensor
+    """Numbers [out, in], int8 or float8_e4m3fn; of int4 from -8 to 7, of mxfp4 uint8 from 0 to
+    15."""
+    scales: torch.Tensor
+    """Scales [out, groups]; of mxfp4 uint8, each 127 more than the power of two."""
+    zeros: torch.Tensor | None = None
+    """Values [out, groups] that are added."""
+
+    @property
+    def encoding(self) -> Encoding:
+        rows, columns = self.values.shape
+        return Encoding(
+            format=self.format,
+            shape=(rows, columns),
+            group=columns // self.scales.shape[1],
+            has_zeros=self.zeros is not None,
+        )
+
+    def dequantise(self) -> torch.Tensor:
+        """Returns the weights, float32 [out, in]."""
+        rows, columns = self.values.shape
+        values, scales = self.values, self.scales
+        if self.format == "mxfp4":
+            values, scales = mxfp4_numbers()[values.int()], mxfp4_powers()[scales.int()]
+        grouped = values.to(torch.float32).view(rows, scales.shape[1], -1)
+        weights = grouped * scales.unsqueeze(2).to(torch.float32)
+        if self.zeros is not None:
+            weights += self.zeros.unsqueeze(2).to(torch.float32)
+        return weights.view(rows, columns)
+
+
+def mxfp4_numbers() -> torch.Tensor:
+    """Returns the number of each code, float32 [16]."""
+    magnitudes = torch.tensor(MXFP4_MAGNITUDES)
+    return torch.cat([magnitudes, -magnitudes])
+
+
+def mxfp4_powers() -> torch.Tensor:
+    """Returns the factor of each scale, float32 [256]: 2^(byte - 127), and 255 is not a number."""
+    powers = (torch.arange(256, dtype=torch.float64) - 127).exp2()
+    powers[255] = float("nan")
+    return powers.to(torch.float32)
+
+
+def stacked(parts: list[Quantized]) -> Quantized:
+    """Puts together matrices of one encoding but for their rows, one above the other."""
+    first = parts[0]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return Quantized(
+        first.format,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def int4_group(columns: int) -> int | None:
+    """Returns the columns of an int4 group; None if no group divides them."""
+    return next((group for group in GROUPS if columns % group == 0), None)
+
+
+def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
+    """Returns how weights of this shape are quantised: int8 stands in where int4 has no group."""
+    columns = shape[1]
+    if format != "int4":
+        return Encoding(format=format, shape=shape, group=columns)
+    group = int4_group(columns)
+    if group is None:
+        return Encoding(format="int8", shape=shape, group=columns)
+    return Encoding(format="int4", shape=shape, group=group, has_zeros=True)
+
+
+BLOCK = 32
+
+KEPT = ("Q4_0", "Q4_1")
+
+
+def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
+    """Reads a matrix of either kind from its rows [out, bytes]."""
+    blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, 18 if kind == "Q4_0" else 20)
+    scales = _half(blocks, 0)
+    codes = blocks[..., -BLOCK // 2 :]
+    values = torch.cat([codes & 15, codes >> 4], dim=2).view(torch.int8) + MIN_VALUE["int4"]
+    zeros = _half(blocks, 2) + 8 * scales if kind == "Q4_1" else torch.zeros_like(scales)
+    return Quantized("int4", values.flatten(1), scales, zeros)
+
+
+def read_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads codes 0 to 15 [..., in] and scales [..., groups] from [..., bytes], both uint8."""
+    blocks = torch.from_numpy(np.array(data)).view(*data.shape[:-1], -1, 17)
+    codes = blocks[..., 1:]
+    return torch.cat([codes & 15, codes >> 4], dim=-1).flatten(-2), blocks[..., 0]
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Reads the float16 at a byte of each block, as float32."""
+    stored = blocks[..., start : start + 2].contiguous()
+    return stored.view(torch.float16).squeeze(2).to(torch.float32)
+
+
+VALUES, SCALES, ZEROS = "values", "scales", "zeros"
+
+PIECES = (VALUES, SCALES, ZEROS)
+
+_HALF = TILE_ROWS // 2
+
+
+class Piece(NamedTuple):
+    """One tensor of a stored matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Packed(NamedTuple):
+    """A stored matrix."""
+
+    encoding: Encoding
+    pieces: dict[str, torch.Tensor]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.pieces[VALUES]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """[out, groups], or [count, groups, out / count, 2] with the zeros where tiled and of more
+        than one matrix; [groups, out, 2] of one."""
+        return self.pieces[SCALES]
+
+    @property
+    def zeros(self) -> torch.Tensor | None:
+        """[out, groups]; None where there are none, or beside the scales."""
+        return self.pieces.get(ZEROS)
+
+    def split(self, count: int) -> "list[Packed]":
+        """Returns so many matrices that lie one above the other, all of them this one's memory."""
+        assert not self.encoding.is_tiled or self.encoding.count == count, "scales lie together"
+        rows, columns = self.encoding.shape
+        part = msgspec.structs.replace(self.encoding, shape=(rows // count, columns), count=1)
+        chunks = {
+            name: tensor if self._is_apart(name) else tensor.view(count, -1, *tensor.shape[1:])
+            for name, tensor in self.pieces.items()
+        }
+        return [Packed(part, {n: each[i] for n, each in chunks.items()}) for i in range(count)]
+
+    def _is_apart(self, name: str) -> bool:
+        return self.encoding.count > 1 and name == SCALES
+
+
+def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
+    """Lists the tensors that a matrix is stored in; `dtype` is that of the computation."""
+    rows, columns = encoding.shape
+    scale_type = _scale_type(encoding, dtype)
+    scales = Piece(SCALES, (rows, encoding.num_groups), scale_type)
+    if encoding.is_tiled:
+        tiles = (rows // TILE_ROWS, columns, _HALF)
+        pairs: tuple[int, ...] = (encoding.num_groups, rows, 2)
+        if encoding.count > 1:
+            pairs = (encoding.count, encoding.num_groups, rows // encoding.count, 2)
+        return [Piece(VALUES, tiles, torch.uint8), Piece(SCALES, pairs, scale_type)]
+    width = columns // 2 if encoding.format in ("int4", "mxfp4") else columns
+    byte = torch.int8 if encoding.format in ("int8", "w8a8") else torch.uint8
+    zeros = [scales._replace(name=ZEROS)] if encoding.has_zeros else []
+    return [Piece(VALUES, (rows, width), byte), scales, *zeros]
+
+
+def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Makes the tensors of `pieces_of`."""
+    if encoding.is_tiled:
+        assert quantized.zeros is not None, "tiles hold scales and zeros in pairs"
+        pairs = torch.stack([quantized.scales.t(), quantized.zeros.t()], dim=2)
+        if encoding.count > 1:
+            pairs = pairs.view(pairs.shape[0], encoding.count, -1, 2).transpose(0, 1).contiguous()
+        return {VALUES: pack_tiles(_codes(quantized.values)), SCALES: pairs.to(dtype)}
+    scale_type = _scale_type(encoding, dtype)
+    pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(scale_type)}
+    if quantized.zeros is not None:
+        pieces[ZEROS] = quantized.zeros.to(scale_type)
+    return pieces
+
+
+def unpack(packed: Packed) -> Quantized:
+    """Does the opposite of `pack`."""
+    encoding = packed.encoding
+    if encoding.is_tiled:
+        pairs = packed.scales
+        if encoding.count > 1:
+            pairs = pairs.transpose(0, 1).flatten(1, 2)
+        scales, zeros = pairs.unbind(dim=2)
+        values = unpack_tiles(packed.values).view(torch.int8) + MIN_VALUE["int4"]
+        return Quantized("int4", values, scales.t(), zeros.t())
+    values = packed.values
+    if encoding.format == "int4":
+        values = unpack_nibbles(values).view(torch.int8) + MIN_VALUE["int4"]
+    elif encoding.format == "mxfp4":
+        values = unpack_nibbles(values)
+    elif encoding.format == "fp8":
+        values = values.view(torch.float8_e4m3fn)
+    return Quantized(encoding.format, values, packed.scales, packed.zeros)
+
+
+def _stored_values(quantized: Quantized) -> torch.Tensor:
+    match quantized.format:
+        case "int4":
+            return pack_nibbles(_codes(quantized.values))
+        case "mxfp4":
+            return pack_nibbles(quantized.values)
+        case "fp8":
+            return quantized.values.view(torch.uint8)
+        case _:
+            return quantized.values
+
+
+def _scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` is that of the computation."""
+    types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
+    return types.get(encoding.format, dtype)
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    """Converts int4 values -8 to 7 to codes 0 to 15."""
+    return (values - MIN_VALUE["int4"]).view(torch.uint8)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Packs [rows, columns] of 0 to 15 to [rows, columns / 2]."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
+
+
+def pack_tiles(codes: torch.Tensor) -> torch.Tensor:
+    """Packs [rows, columns] of 0 to 15 to [rows / 64, columns, 32]."""
+    tiles = codes.view(-1, TILE_ROWS, codes.shape[1])
+    return (tiles[:, :_HALF] | (tiles[:, _HALF:] << 4)).transpose(1, 2).contiguous()
+
+
+def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
+    halves = torch.cat([packed & 15, packed >> 4], dim=2)
+    return halves.transpose(1, 2).reshape(-1, packed.shape[1])
+
+
+def laid_out_for(
+    encoding: Encoding, device: torch.device, dtype: torch.dtype, num_matrices: int = 1
+) -> Encoding:
+    """Returns the same matrix, or matrices one above the other, in the layout that this device's
+    kernels read."""
+    rows = encoding.shape[0] // num_matrices
+    fits = encoding.format == "int4" and encoding.has_zeros and rows % TILE_ROWS == 0
+    is_cpu = device.type == "cpu" and dtype == torch.bfloat16
+    known_group = encoding.group in (32, 64, 128)
+    is_tiled = fits and is_cpu and known_group and cpu_reads_tiles()
+    count = num_matrices if is_tiled else 1
+    return msgspec.structs.replace(encoding, is_tiled=is_tiled, count=count)
+
+
+@cache
+def cpu_reads_tiles() -> bool:
+    """Whether torch's int4 kernel on this processor reads the tiles packed here: it packs other
+    tiles for other instruction sets."""
+    codes = torch.arange(TILE_ROWS * 32, dtype=torch.int32).view(TILE_ROWS, 32) * 7 % 16
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return torch.equal(theirs.view(-1), pack_tiles(codes.to(torch.uint8)).view(-1))
+
+
+_TINY = 1e-12
+"""Scale of weights that are all zero; representable in every type but float16, where it is 0."""
+
+
+def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
+    """Rounds weights [out, in]; scales and zeros are of `dtype`, except float32 for w8a8."""
+    weights = weights.to(torch.float32)
+    match encoding.format:
+        case "int4":
+            return quantise_int4(weights, encoding.group, dtype)
+        case "fp8":
+            return quantise_fp8(weights, dtype)
+        case "w8a8":
+            return quantise_symmetric(weights, "w8a8", torch.float32)
+        case _:
+            return quantise_symmetric(weights, "int8", dtype)
+
+
+def quantise_symmetric(weights: torch.Tensor, format: Format, dtype: torch.dtype) -> Quantized:
+    """Rounds to 127 steps on each side of zero, with one scale for each row.
+
+    |weight - dequantised| <= scale / 2, for scale = max|row| / 127.
+    """
+    limit = MAX_VALUE[format]
+    scales = _stored(weights.abs().amax(dim=1, keepdim=True) / limit, dtype)
+    values = (weights / scales.to(torch.float32)).round_().clamp_(-limit, limit)
+    return Quantized(format, values.to(torch.int8), scales)
+
+
+def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
+    """Rounds to E4M3, with one scale for each row.
+
+    |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 bits, and half
+    of the smallest subnormal step 2^-9. Values beyond 448 scales are cut, by the scale's rounding.
+    """
+    scales = _stored(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
+    values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
+    return Quantized("fp8", values.to(torch.float8_e4m3fn), scales)
+
+
+def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quantized:
+    """Rounds to 16 steps from the group's least to its greatest weight, zero among them.
+
+    The zero point is a whole number of steps, as GPTQ and AWQ have it, so weights of zero stay
+    zero. Narrower ranges of less squared error were measured to be worse (docs/quantization.md).
+    |weight - dequantised| <= scale / 2, but for the rounding of scale and zero to `dtype`: the zero
+    point's rounding cuts half a step off the range at most.
+    """
+    rows, columns = weights.shape
+    grouped = weights.view(rows, columns // group, group)
+    low, high = grouped.amin(dim=2).clamp_(max=0.0), grouped.amax(dim=2).clamp_(min=0.0)
+    scales = _stored((high - low) / 15, dtype)
+    steps = scales.to(torch.float32)
+    point = (-low / steps).round_().clamp_(0, 15) + MIN_VALUE["int4"]
+    values = (grouped / steps.unsqueeze(2)).round_() + point.unsqueeze(2)
+    values = values.clamp_(MIN_VALUE["int4"], MAX_VALUE["int4"]).to(torch.int8)
+    return Quantized("int4", values.flatten(1), scales, (-point * steps).to(dtype))
+
+
+def _stored(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns scales as they are stored, never zero."""
+    smallest = max(_TINY, torch.finfo(dtype).tiny)
+    return scales.clamp(min=smallest).to(dtype)

@@ -1,0 +1,141 @@
+"""SmoothQuant: activations with a few large channels are made easier to round to int8.
+
+Channel j of a matrix's input is divided by s_j and column j of the matrix multiplied by it, which
+leaves the product as it is: s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) (Xiao et al. 2023,
+arXiv:2211.10438, equation 4). The division is folded into the weights of the norm before the
+matrix, so it costs nothing. Maxima are those of a calibration text, which `TextPass` runs through
+the model without an engine; it measures quality, too.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits
+from ullage_engine.layers.linear import Linear
+from ullage_engine.model_config.dtypes import KvDtype
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.prepare import MATRICES
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.runner.model_runner import ModelRunner, Wrap
+
+
+class TextPass:
+    """A model run over one window of text at a time, each without knowledge of the others."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        dtype: torch.dtype,
+        window: int,
+        wrap: Wrap | None = None,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
+        """`wrap` may put something between the model and each of its matrices."""
+        limits = StepLimits(
+            max_tokens=window,
+            max_rows=1,
+            max_model_len=window,
+            decode_max_batch_tokens=window,
+            itemsize=dtype.itemsize,
+            fp8_kv=kv_dtype == "fp8",
+        )
+        device = next(iter(loaded.tensors.values())).device
+        self._runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap)
+        self._runner.allocate_arena()
+        self._runner.allocate_kv(-(-window // BLOCK_TOKENS))
+
+    def hidden(self, tokens: list[int]) -> torch.Tensor:
+        """Computes hidden states after the last layer; they live until the next call."""
+        chunk = Chunk(
+            request_id="text",
+            token_ids=tokens,
+            start=0,
+            block_ids=list(range(-(-len(tokens) // BLOCK_TOKENS))),
+            sampling=None,
+            history=tokens,
+            num_prompt_tokens=len(tokens),
+        )
+        return self._runner.hidden(StepPlan([chunk]))
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Computes logits of what follows each token, [tokens, vocab]."""
+        hidden = self.hidden(tokens)
+        out = hidden.new_empty(len(tokens), self._runner.model_config.vocab)
+        self._runner.decoder.logits(hidden, list(range(len(tokens))), out)
+        return out
+
+
+WINDOW = 512
+"""Tokens that are computed at once."""
+
+FED_BY = {"qkv": "mixer_norm", "conv_in": "mixer_norm", "gate_up": "mlp_norm"}
+"""Matrices whose input is a norm's output."""
+
+_LEAST = 1e-5
+
+Maxima = dict[str, torch.Tensor]
+"""Largest |activation| of each column of a matrix, float32 [in], by the matrix's name."""
+
+
+class ActivationRecorder:
+    """A matrix that remembers the largest activations it was multiplied by."""
+
+    def __init__(self, matrix: Linear, largest: torch.Tensor) -> None:
+        self._matrix, self._largest = matrix, largest
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._matrix.shape
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._record(x)
+        self._matrix.forward(x, out)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._record(x)
+        self._matrix.forward_add(x, out)
+
+    def _record(self, x: torch.Tensor) -> None:
+        torch.maximum(self._largest, x.abs().amax(dim=0).float(), out=self._largest)
+
+
+def calibrate(
+    loaded: LoadedModel,
+    dtype: torch.dtype,
+    tokens: list[int],
+    progress: Callable[[int, int], None],
+) -> Maxima:
+    """Runs a text through the model; tokens are counted by `progress`."""
+    maxima: Maxima = {}
+
+    def wrap(name: str, matrix: Linear) -> Linear:
+        if name.rpartition(".")[2] not in MATRICES:
+            return matrix
+        maxima[name] = torch.zeros(matrix.shape[0])
+        return ActivationRecorder(matrix, maxima[name])
+
+    text = TextPass(loaded, dtype, WINDOW, wrap)
+    for start in range(0, len(tokens), WINDOW):
+        progress(start, len(tokens))
+        text.hidden(tokens[start : start + WINDOW])
+    return maxima
+
+
+def smoothing(
+    activations: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm's new weights, of its type, and what the matrix's columns are multiplied by.
+
+    Args:
+        activations: largest of each column, [in].
+        weights: [out, in].
+        norm: [in].
+    """
+    largest = weights.abs().amax(dim=0).float().clamp_(min=_LEAST)
+    scales = activations.clamp(min=_LEAST) ** alpha / largest ** (1 - alpha)
+    new = (norm.float() / scales.clamp_(min=_LEAST)).to(norm.dtype)
+    # What the norm's type rounded away the matrix takes back, so the product stays as it was.
+    exact = torch.where(new == 0, torch.ones_like(scales), norm.float() / new.float())
+    return torch.where(new == 0, norm, new), exact

@@ -1,0 +1,393 @@
+"""Executes step plans on a device, and knows the largest plans that it can meet."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ullage_engine.kernels.arena import (
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    ArenaLayout,
+    StepLimits,
+    sampler_arena,
+    step_arena,
+)
+from ullage_engine.kernels.batch import StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.kv_pool import (
+    HeadScales,
+    HostPool,
+    KVPool,
+    StatePool,
+    allocate,
+    kv_block_bytes,
+    move,
+    scratch_blocks,
+    shaped,
+    storage_bytes,
+)
+from ullage_engine.layers.attention import (
+    AttentionBackend,
+    DefaultBackend,
+    DeterministicBackend,
+    PagedBackend,
+    can_page,
+)
+from ullage_engine.layers.decoder import Decoder
+from ullage_engine.layers.linear import Linear
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
+from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
+from ullage_engine.runner.sampler import sample
+from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
+
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.999999,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    top_logprobs=20,
+)
+"""Sampling parameters that take the most memory: penalties, biases and a mask, a sort of the
+vocabulary, alternatives."""
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields one plan for every shape a matrix product can have; see
+    `ullage_engine.kernels.arena`."""
+    longest = min(limits.max_tokens, limits.max_model_len)
+    for tokens in _largest_of_each(limits.product_rows, longest):
+        yield StepPlan([_chunk(0, tokens, 0, limits, num_blocks, None)])
+    for rows in _largest_of_each(limits.product_rows, min(limits.max_rows, limits.max_tokens)):
+        yield StepPlan([_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
+    max_blocks = -(-limits.max_model_len // limits.block_tokens)
+    for blocks in _largest_of_each(limits.context_blocks, max_blocks):
+        context = min(blocks * limits.block_tokens, limits.max_model_len)
+        yield from _decodes(context, blocks, limits, num_blocks)
+        yield from _tiles(context, limits, num_blocks)
+
+
+def largest_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields the longest prompt chunk at the end of the longest sequence, and the fullest batch."""
+    longest = min(limits.max_tokens, limits.max_model_len)
+    yield StepPlan([_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks)])
+    rows = min(limits.max_rows, limits.max_tokens)
+    context = max(1, min(limits.max_gather_tokens // rows, limits.max_model_len))
+    yield StepPlan([_chunk(row, 1, context - 1, limits, num_blocks) for row in range(rows)])
+
+
+def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields decodes of every number of rows that sequences of this length can be attended in."""
+    gathered = max(
+        1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
+    )
+    rows = 1
+    while rows <= min(gathered, 2 * limits.max_rows - 1):
+        decodes = min(rows, limits.max_rows)
+        yield StepPlan(
+            [_chunk(row, 1, context - 1, limits, num_blocks, GREEDY) for row in range(decodes)]
+        )
+        rows *= 2
+
+
+def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    rows = MIN_TILE_ROWS
+    while rows <= min(MAX_TILE_ROWS, limits.max_tokens, context):
+        yield StepPlan([_chunk(0, rows, context - rows, limits, num_blocks, None)])
+        rows *= 2
+
+
+def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
+    """Lists the largest size up to `limit` of each bucket."""
+    largest = {bucket(size): size for size in range(1, limit + 1)}
+    return list(largest.values())
+
+
+def _chunk(
+    index: int,
+    tokens: int,
+    start: int,
+    limits: StepLimits,
+    num_blocks: int,
+    sampling: SamplingParams | None = EVERYTHING,
+) -> Chunk:
+    """Makes a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
+    end = start + tokens
+    return Chunk(
+        request_id=f"warm-up-{index}",
+        token_ids=[0] * tokens,
+        start=start,
+        block_ids=[(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))],
+        sampling=sampling,
+        history=[0] * end,
+        num_prompt_tokens=0,
+        allowed=b"\xff" if sampling is EVERYTHING else None,
+    )
+
+
+Wrap = Callable[[str, Linear], Linear]
+"""Function from a matrix and its name to what the model multiplies by instead."""
+
+
+class ModelRunner:
+    """Owns the KV pool and every buffer of a step; one thread uses it.
+
+    Order of use: `allocate_arena`, `allocate_kv`, `warm_up`, then `execute`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        limits: StepLimits,
+        pipeline_rank: PipelineRank | None = None,
+        wrap: Wrap | None = None,
+    ) -> None:
+        """`wrap` may put something between the model and each of its matrices."""
+        self._loaded = loaded
+        self._device = device
+        self._dtype = dtype
+        self._rank = pipeline_rank or PipelineRank()
+        self._wrap = wrap
+        is_paged = can_page(loaded.model_config, limits.block_tokens, device)
+        self._limits = replace(limits, fused=is_paged and not limits.deterministic)
+        self._step_layout = step_arena(loaded.model_config, self._limits)
+        sampler = sampler_arena(loaded.model_config, self._limits)
+        self._sampler_layout = sampler if self._rank.samples else ArenaLayout(())
+        self._model: Decoder | None = None
+        self._arena: dict[str, torch.Tensor] = {}
+        self._unpacked = torch.empty(0, dtype=torch.uint8)
+        self._sampling: dict[str, torch.Tensor] = {}
+        self._kv_scales: list[HeadScales] | None = None
+        self._pool: KVPool | None = None
+        self._host: HostPool | None = None
+        self._state_pool: StatePool | None = None
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._loaded.model_config
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._loaded.nbytes
+
+    @property
+    def step_arena_bytes(self) -> int:
+        """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
+        return self._step_layout.nbytes + linear_scratch_bytes(self._loaded, self._limits)
+
+    @property
+    def sampler_arena_bytes(self) -> int:
+        """Bytes that `allocate_arena` takes for logits."""
+        return self._sampler_layout.nbytes
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block over all layers."""
+        itemsize = 1 if self._limits.fp8_kv else self._dtype.itemsize
+        return kv_block_bytes(self.model_config, self._limits.block_tokens, itemsize)
+
+    @property
+    def state_pool_bytes(self) -> int:
+        """Bytes that `allocate_kv` takes beside KV blocks: convolution states, and the block that
+        rebuilding them needs; 0 for models without convolutions."""
+        state_bytes = self.model_config.state_bytes(self._dtype.itemsize)
+        return state_slots(self._limits.max_rows) * state_bytes + self._scratch_bytes
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """Bytes that were really allocated, by name of the reservation that they belong to."""
+        return {
+            "weights": storage_bytes(self._loaded.tensors.values(), ALIGNMENT),
+            "step_arena": storage_bytes([*self._arena.values(), self._unpacked]),
+            "sampler_arena": storage_bytes(self._sampling.values()),
+            "kv_pool": storage_bytes([self._kv.blocks]) - self._scratch_bytes,
+            "state_pool": storage_bytes([self._states.states]) + self._scratch_bytes,
+        }
+
+    def allocate_arena(self) -> None:
+        """Allocates both arenas, every page touched."""
+        with torch.inference_mode():
+            self._arena = allocate(self._step_layout, self._dtype, self._device)
+            self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
+            size = linear_scratch_bytes(self._loaded, self._limits)
+            # empty and zero_, because zeros would leave the pages unbacked until first use.
+            self._unpacked = torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
+            self._model = self._build()
+            if self._limits.fp8_kv:
+                self._kv_scales = self._model.kv_scales()
+
+    def _build(self) -> Decoder:
+        parts = (self.model_config, self._limits, self._arena)
+        backend: AttentionBackend
+        if self._limits.fused:
+            backend = PagedBackend(self.model_config, self._arena["partials"])
+        else:
+            kind = DeterministicBackend if self._limits.deterministic else DefaultBackend
+            backend = kind(*parts)
+        weights = model_weights(
+            self._loaded, self._limits, backend, self._dtype, self._unpacked, self._rank
+        )
+        if self._wrap is not None:
+            wrap, linear = self._wrap, weights.linear
+            weights = replace(weights, linear=lambda name: wrap(name, linear(name)))
+        return Decoder(weights, *parts, backend)
+
+    def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
+        """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
+        # A pool that is replaced goes before its successor comes.
+        self._pool = self._host = self._state_pool = None
+        with torch.inference_mode():
+            self._pool = KVPool(
+                self.model_config,
+                num_blocks,
+                self._limits.block_tokens,
+                self._dtype,
+                self._device,
+                self._kv_scales,
+            )
+            self._host = HostPool(self._pool, num_host_slots)
+            self._state_pool = StatePool(
+                self.model_config,
+                state_slots(self._limits.max_rows),
+                self._dtype,
+                self._device,
+            )
+
+    def verify_row_invariance(self) -> str | None:
+        """Checks that this machine computes as the settings promise; returns None, or the fault.
+
+        Overwrites the arena; call it before `warm_up`.
+        """
+        with torch.inference_mode():
+            return self.decoder.verify_row_invariance()
+
+    def warm_up(self) -> None:
+        """Runs the largest steps, so that every buffer libraries make lazily exists.
+
+        Overwrites the KV pool; call it before the first request.
+        """
+        self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
+        self.run_largest()
+
+    def run_largest(self) -> None:
+        """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
+        self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        """Computes a step; one token for each chunk with `sampling`, in the plan's order.
+
+        Of several ranks every one computes its part, and the tokens are on the one that samples.
+        """
+        parts = self.logits(plan)
+        tokens = [token for chunks, logits in parts for token in sample(logits, chunks)]
+        return in_plan_order(plan, tokens) if tokens else []
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
+        """Computes a step; yields each micro-batch's chunks with `sampling` and their logits.
+
+        Logits [chunks, vocab] live until the next are computed; ranks that do not sample have none.
+        """
+        self._clear_begun_blocks(plan)
+        parts = self._rank.split(plan)
+        transfers = self._rank.transfers([part.num_tokens for part in parts])
+        for index, part in enumerate(parts):
+            computed = self._run(part, transfers, index)
+            if computed is not None:
+                yield computed
+        transfers.finish()
+
+    @torch.inference_mode()
+    def hidden(self, plan: StepPlan) -> torch.Tensor:
+        """Computes a step of a whole model without sampling: hidden states of the batch's rows
+        after the last layer, which live until the next step."""
+        self._clear_begun_blocks(plan)
+        return self._forward(plan, self._rank.transfers([plan.num_tokens]), 0)[1]
+
+    @torch.inference_mode()
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks over all layers: out to the host, in from it, then on the device.
+
+        Allocates nothing, and steps executed later see the result.
+        """
+        assert self._host is not None, "allocate_kv comes first"
+        move(moves, self._kv, self._host)
+
+    @property
+    def num_host_slots(self) -> int:
+        """Number of blocks that host memory can hold."""
+        return self._host.num_slots if self._host else 0
+
+    @property
+    def decoder(self) -> Decoder:
+        assert self._model is not None, "allocate_arena comes first"
+        return self._model
+
+    @property
+    def _kv(self) -> KVPool:
+        assert self._pool is not None, "allocate_kv comes first"
+        return self._pool
+
+    @property
+    def _states(self) -> StatePool:
+        assert self._state_pool is not None, "allocate_kv comes first"
+        return self._state_pool
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return scratch_blocks(self.model_config) * self.kv_block_bytes
+
+    @torch.inference_mode()
+    def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
+        # Layers of one kind have the same shapes, and each frees what it took before the next.
+        layers = self.decoder.one_of_each_kind()
+        for plan in plans:
+            transfers = self._rank.transfers([plan.num_tokens])
+            computed = self._run(plan, transfers, 0, layers)
+            if computed is not None:
+                chunks, logits = computed
+                sample(logits, chunks)
+            transfers.finish()
+
+    def _clear_begun_blocks(self, plan: StepPlan) -> None:
+        for block in begun_blocks(plan, self._limits.block_tokens):
+            self._kv.clear(block)
+
+    def _forward(
+        self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
+    ) -> tuple[StepBatch, torch.Tensor]:
+        """Computes the index-th micro-batch of a step up to this rank's last layer."""
+        limits = self._limits
+        batch = build_batch(
+            plan,
+            limits.block_tokens,
+            limits.max_gather_tokens,
+            limits.context_blocks,
+            conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
+            scratch_block=self._kv.scratch_block,
+        )
+        caches, states = self._kv.layers, self._states.layers
+        received = transfers.receive(index)
+        return batch, self.decoder.forward(batch, caches, states, received, layers)
+
+    def _run(
+        self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
+    ) -> tuple[list[Chunk], torch.Tensor] | None:
+        """Computes the index-th micro-batch of a step; see `logits`."""
+        batch, hidden = self._forward(plan, transfers, index, layers)
+        if transfers.send(index, hidden) or not batch.sampled or not self._rank.samples:
+            return None
+        rows, vocab = len(batch.sampled), self.model_config.vocab
+        computed = shaped(self._sampling["computed"], self._limits.product_rows(rows), vocab)
+        self.decoder.logits(hidden, batch.sampled_rows, computed)
+        logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
+        return batch.sampled, logits

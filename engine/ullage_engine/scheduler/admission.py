@@ -1,0 +1,225 @@
+"""Admission: prices requests against what is free and admits or refuses them.
+
+Refusals are pure functions of the cost and of what is free. Samples of one prompt are admitted
+together or not at all; a refusal names the first of them.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from ullage_common.request_cost import MemoryProfile, sample_blocks
+from ullage_engine.memory.ledger import mib
+from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
+from ullage_engine.scheduler.sequence import Sequence, shared_tokens
+from ullage_engine.scheduler.state import SchedulerState
+
+_SHORTEST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 30.0
+_MAX_RELEASES = 32
+
+
+def refuse_never_fits(
+    requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
+) -> Rejected | None:
+    """Refuses requests that even an empty engine, which needs `needed_bytes`, could not serve."""
+    length = max(len(request.token_ids) for request in requests)
+    reason = ""
+    if any(not request.token_ids for request in requests):
+        reason = "prompt: is empty"
+    elif length >= max_model_len:
+        reason = f"prompt: {length} tokens leave no room in the model's {max_model_len}; shorten it"
+    elif needed_bytes > profile.kv_pool_bytes:
+        several = f" of {len(requests)} samples" if len(requests) > 1 else ""
+        remedy = "shorten it or ask for fewer" if several else "shorten it"
+        reason = (
+            f"prompt: {length} tokens and the first of the output{several} need "
+            f"{mib(needed_bytes)} of KV, more than the whole pool of "
+            f"{mib(profile.kv_pool_bytes)}; {remedy}"
+        )
+    return _never(requests[0], needed_bytes, profile.kv_pool_bytes, reason) if reason else None
+
+
+def refuse_now(
+    requests: list[EngineRequest],
+    needed_bytes: int,
+    available_bytes: int,
+    queue_slots: int,
+    releases: Iterable[tuple[float, int]],
+) -> Rejected | None:
+    """Refuses requests that do not fit beside those admitted already.
+
+    Args:
+        available_bytes: KV bytes that nobody holds and nobody has reserved.
+        queue_slots: requests that may still be admitted to wait for a slot in the batch.
+        releases: (seconds from now, bytes) of expected releases.
+    """
+    if needed_bytes > available_bytes:
+        reason = f"KV memory: {mib(needed_bytes)} needed, {mib(available_bytes)} available"
+    elif queue_slots < len(requests):
+        reason = "the waiting room is full"
+    else:
+        return None
+    return Rejected(
+        request_id=requests[0].request_id,
+        needed_bytes=needed_bytes,
+        available_bytes=available_bytes,
+        never=False,
+        retry_after_s=_retry_after(needed_bytes - available_bytes, releases),
+        message=f"{reason}; try again later",
+    )
+
+
+def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
+    """Lists expected releases, soonest first; the last of at most 32 entries sums up all the
+    rest."""
+    ordered = sorted(releases)
+    head, rest = ordered[: _MAX_RELEASES - 1], ordered[_MAX_RELEASES - 1 :]
+    if rest:
+        head.append((rest[-1][0], sum(num_bytes for _, num_bytes in rest)))
+    return [ReleaseState(after_s=after, num_bytes=num_bytes) for after, num_bytes in head]
+
+
+def _never(request: EngineRequest, needed: int, available: int, reason: str) -> Rejected:
+    return Rejected(
+        request_id=request.request_id,
+        needed_bytes=needed,
+        available_bytes=available,
+        never=True,
+        retry_after_s=0.0,
+        message=reason,
+    )
+
+
+def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
+    """Seconds until the missing bytes are released; those of the last release if they never are."""
+    ordered = sorted(releases)
+    for seconds, num_bytes in ordered:
+        missing_bytes -= num_bytes
+        if missing_bytes <= 0:
+            return _clipped(seconds)
+    return _clipped(ordered[-1][0] if ordered else _LONGEST_RETRY_S)
+
+
+def _clipped(seconds: float) -> float:
+    return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, seconds))
+
+
+_QUEUE_BATCHES = 4
+"""Size of the waiting queue in batches; later requests are better queued by the router."""
+
+
+class AdmissionControl:
+    """Turns requests into sequences with reserved blocks, or into refusals."""
+
+    def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
+        self._profile = profile
+        self._limits = state.limits
+        self._cache = state.cache
+        self._reservations = state.reservations
+        self._sequences = state.sequences
+        self._fork_groups = state.fork_groups
+        self._throughput = state.throughput
+        self._output_lengths = state.output_lengths
+        self._num_submitted = 0
+
+    def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
+        """Admits samples of one prompt together, or refuses all and keeps nothing.
+
+        Resumed requests are refused only if they are invalid; they may have to wait for memory.
+        """
+        group = self._group(requests)
+        if not resumed or not all(request.token_ids for request in requests):
+            refusal = self._refusal(requests, group)
+            if refusal:
+                return refusal
+        self._admit(group)
+        return None
+
+    def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
+        """Refuses ids that are in use, also within the group itself."""
+        ids = [request.request_id for request in requests]
+        for request in requests:
+            if request.request_id in self._sequences or ids.count(request.request_id) > 1:
+                reason = f"request_id: {request.request_id} is being served already; choose another"
+                return _never(request, 0, self._profile.kv_pool_bytes, reason)
+        return None
+
+    def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
+        """Creates a sequence that ranks by `priority`, then by `arrival`."""
+        self._num_submitted += 1
+        return Sequence(
+            request=request,
+            arrival=arrival,
+            serial=self._num_submitted,
+            priority=priority,
+            limit=self.max_sequence_tokens,
+            expected_output=self._output_lengths.estimate,
+            token_ids=list(request.token_ids),
+        )
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence that the pool and the model hold, tokens."""
+        pool_tokens = self._cache.num_blocks * self._cache.block_tokens
+        return min(self._limits.max_model_len, pool_tokens)
+
+    def releases(self) -> Iterator[tuple[float, int]]:
+        """Yields for each sequence in how many seconds it is expected to release how many bytes."""
+        for each in self._sequences:
+            # A shared block counts for its holders in equal parts.
+            shares = (1 / self._cache.ref_count(block) for block in each.block_ids)
+            blocks = each.num_reserved + sum(shares)
+            if blocks:
+                num_prompt = 0 if each.is_decoding else each.num_remaining
+                after = self._throughput.seconds_until(num_prompt, each.expected_remaining)
+                yield after, round(blocks * self._profile.block_bytes)
+
+    def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
+        size = self._profile.block_bytes
+        min_bytes = sum(map(self._min_blocks, group)) * size
+        max_model_len = self._limits.max_model_len
+        refusal = refuse_never_fits(requests, self._profile, max_model_len, min_bytes)
+        if refusal:
+            return refusal
+        # Samples that do not fit together take turns: an empty pool admits what it holds alone.
+        blocks = sum(self._reservations.cost(each).total for each in group)
+        needed = min(blocks, self._cache.num_blocks) * size
+        available = self._reservations.num_available * size
+        queue_slots = self._queue_slots(len(group))
+        return refuse_now(requests, needed, available, queue_slots, self.releases())
+
+    def _queue_slots(self, num_requests: int) -> int:
+        """Free slots of the waiting queue; requests that find it empty always fit."""
+        num_waiting = self._sequences.num_waiting
+        free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
+        return free if num_waiting else max(free, num_requests)
+
+    def _min_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence of a group needs to produce its first token."""
+        return sample_blocks(
+            self._cache.block_tokens,
+            len(sequence.token_ids) + 1,
+            shared_tokens=sequence.num_shared_tokens,
+            leads=sequence.has_children,
+        )
+
+    def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
+        """Makes sequences of one arrival; children of the first if they have a common prefix."""
+        arrival, priority = self._num_submitted, requests[0].priority
+        parent, *others = [self.new_sequence(request, priority, arrival) for request in requests]
+        shared = shared_tokens(requests) if others else 0
+        if shared > 0:
+            parent.has_children = True
+            for child in others:
+                child.parent, child.num_shared_tokens = parent, shared
+        return [parent, *others]
+
+    def _admit(self, group: list[Sequence]) -> None:
+        parent, *others = group
+        if parent.has_children:
+            self._fork_groups.form(parent, others, others[0].num_shared_tokens)
+        # Deferred first and granted together: the group then competes by rank like any other.
+        for sequence in group:
+            self._sequences.add(sequence)
+            self._reservations.defer(sequence)
+            self._cache.sessions.use(sequence.request.session_id)
+        self._reservations.grant_deferred(self._sequences)

@@ -1,0 +1,102 @@
+"""Estimates that scheduling and admission rest on: how long outputs are and how fast steps are."""
+
+import bisect
+
+_GROWTH = 1.125
+"""Ratio of neighbouring bucket bounds: an estimate is at most an eighth too high."""
+_RESCALE_AT = 1e12
+
+
+class OutputLengthEstimator:
+    """Estimates output length as a decaying quantile of the lengths produced.
+
+    A histogram over geometric buckets, so memory is bounded whatever happens. Each observation
+    weighs `2 ** (1 / half_life)` times the one before, which is the same as decaying all older ones
+    and costs one addition. The start value is an observation like any other and fades with them, so
+    the estimate falls as readily as it rises.
+    """
+
+    def __init__(
+        self, max_tokens: int, quantile: float = 0.9, start: int = 256, half_life: int = 64
+    ) -> None:
+        assert 0 < quantile < 1 and max_tokens > 0
+        self._quantile = quantile
+        self._bounds = _bucket_bounds(max_tokens)
+        self._weights = [0.0] * len(self._bounds)
+        self._gain = 2.0 ** (1.0 / half_life)
+        self._weight = 1.0
+        # The start value counts as much as a quarter of a half-life of observations.
+        self._add(min(start, max_tokens), max(1.0, half_life / 4))
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._bounds)
+
+    def observe(self, num_tokens: int) -> None:
+        """Counts the output length of one finished request, in tokens."""
+        self._weight *= self._gain
+        self._add(num_tokens, self._weight)
+        if self._weight > _RESCALE_AT:
+            self._rescale()
+
+    @property
+    def estimate(self) -> int:
+        """Output length in tokens that `quantile` of recent requests stay within."""
+        target = self._quantile * sum(self._weights)
+        cumulative = 0.0
+        for bound, weight in zip(self._bounds, self._weights, strict=True):
+            cumulative += weight
+            if cumulative >= target:
+                return bound
+        return self._bounds[-1]
+
+    def _add(self, num_tokens: int, weight: float) -> None:
+        bucket = bisect.bisect_left(self._bounds, num_tokens)
+        self._weights[min(bucket, len(self._bounds) - 1)] += weight
+
+    def _rescale(self) -> None:
+        self._weights = [weight / self._weight for weight in self._weights]
+        self._weight = 1.0
+
+
+def _bucket_bounds(max_tokens: int) -> list[int]:
+    bounds = [1]
+    while bounds[-1] < max_tokens:
+        bounds.append(min(max_tokens, max(bounds[-1] + 1, int(bounds[-1] * _GROWTH))))
+    return bounds
+
+
+_WEIGHT = 0.2
+"""Share of the newest measurement in the average."""
+_DEFAULT_DECODE_SPEED = 20.0
+"""Decode tokens a second of one sequence before any was measured; only shapes a Retry-After."""
+
+
+class ThroughputEstimator:
+    """Moving averages of decode and prefill speed, tokens a second; 0 until measured."""
+
+    def __init__(self) -> None:
+        self.decode_tokens_per_second = 0.0
+        """Decode speed of one running sequence."""
+        self.prefill_tokens_per_second = 0.0
+
+    def observe(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
+        """Counts one step that took `seconds`."""
+        if seconds <= 0:
+            return
+        if num_decodes:
+            self.decode_tokens_per_second = _average(self.decode_tokens_per_second, 1.0 / seconds)
+        if num_prompt_tokens:
+            self.prefill_tokens_per_second = _average(
+                self.prefill_tokens_per_second, num_prompt_tokens / seconds
+            )
+
+    def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """Predicts the seconds to compute a prompt and produce an output."""
+        decode = self.decode_tokens_per_second or _DEFAULT_DECODE_SPEED
+        prefill = self.prefill_tokens_per_second or _DEFAULT_DECODE_SPEED * 16
+        return num_prompt_tokens / prefill + num_output_tokens / decode
+
+
+def _average(old: float, new: float) -> float:
+    return new if old == 0.0 else old + _WEIGHT * (new - old)

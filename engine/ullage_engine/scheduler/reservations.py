@@ -1,0 +1,230 @@
+"""Who may take which blocks: reservations over the blocks of a prefix cache.
+
+An admitted sequence reserves the blocks of its prompt and expected output, less the cached blocks
+of its prompt, which it holds from then on; it allocates the rest as it grows. At every moment, in
+blocks,
+
+    reserved and not yet allocated <= free + reclaimable
+
+so a sequence within its reservation never waits for memory. One that outgrows it takes blocks that
+nobody has reserved, else revokes the reservation of a less important sequence. A revoked
+reservation is deferred: it is granted again, the most important sequence first, before anything new
+is admitted. A waiting sequence whose reservation is deferred holds nothing at all, so no sequence
+waits for memory that another one holds while waiting.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ullage_common.request_cost import sample_blocks
+from ullage_engine.kv_cache.prefix_cache import PrefixCache
+from ullage_engine.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationCost:
+    """The blocks that a sequence's reservation takes."""
+
+    hits: list[int]
+    """Cached blocks of the sequence's prefix."""
+    num_reserved: int
+    """Blocks that the sequence will allocate."""
+    num_reclaimable: int
+    """Hits that are reclaimable until the sequence holds them."""
+
+    @property
+    def total(self) -> int:
+        """Number of blocks that others can no longer have."""
+        return self.num_reserved + self.num_reclaimable
+
+
+class BlockReservations:
+    """Reserves and allocates the blocks of all admitted sequences."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._num_reserved = 0
+        self._deferred: dict[str, int] = {}
+
+    @property
+    def num_deferred(self) -> int:
+        """Blocks of deferred reservations, at most."""
+        return sum(self._deferred.values())
+
+    @property
+    def num_unreserved(self) -> int:
+        """Available blocks that no sequence has reserved."""
+        return self._cache.num_available - self._num_reserved
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a new request may reserve."""
+        return max(0, self.num_unreserved - self.num_deferred)
+
+    def is_granted(self, sequence: Sequence) -> bool:
+        """Whether no part of the sequence's reservation is deferred."""
+        return sequence.request_id not in self._deferred
+
+    def cost(self, sequence: Sequence) -> ReservationCost:
+        """Computes what a sequence that holds nothing would have to reserve now."""
+        hits = [] if sequence.parent else self._cache.match(sequence.token_ids)
+        num_reserved = self._blocks_needed(sequence) - len(hits)
+        return ReservationCost(hits, num_reserved, self._cache.count_reclaimable(hits))
+
+    def defer(self, sequence: Sequence) -> None:
+        """Releases all that the sequence holds; `grant_deferred` reserves for it again."""
+        self.release(sequence)
+        self._deferred[sequence.request_id] = self._blocks_needed(sequence)
+
+    def grant_deferred(self, by_rank: Iterable[Sequence]) -> None:
+        """Grants deferred reservations in full, the most important sequence first."""
+        if not self._deferred:
+            return
+        for sequence in by_rank:
+            if not self.is_granted(sequence) and not self._grant(sequence):
+                # Nobody overtakes: a small reservation behind a large one would starve the large
+                # one.
+                return
+
+    def add_cached(self, sequence: Sequence) -> None:
+        """Swaps reserved blocks of a starting sequence for blocks cached since the reservation."""
+        held = len(sequence.block_ids)
+        if sequence.num_computed != held * self._cache.block_tokens:
+            return
+        hits = self._cache.match(sequence.token_ids)
+        if hits[:held] == sequence.block_ids and len(hits) > held:
+            self._reserve(sequence, held - len(hits))
+            self._add_hits(sequence, hits[held:])
+
+    def fork(
+        self, parent: Sequence, child: Sequence, num_tokens: int, by_rank: Iterable[Sequence]
+    ) -> bool:
+        """Shares the parent's blocks of its first `num_tokens` tokens with a waiting child.
+
+        Returns False where the child's reservation does not fit beside those of more important
+        sequences: it is deferred, and nothing is shared.
+        """
+        size = self._cache.block_tokens
+        num_reserved = self._blocks_needed(child) - num_tokens // size
+        if not self._make_room(child, num_reserved, by_rank):
+            self.defer(child)
+            return False
+        self._deferred.pop(child.request_id, None)
+        child.block_ids = parent.block_ids[: -(-num_tokens // size)]
+        child.num_computed = num_tokens
+        child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
+        self._cache.share(child.block_ids)
+        return True
+
+    def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
+        """Allocates `count` blocks for the sequence; None where another must be preempted first."""
+        if count == 0:
+            return []
+        if count > sequence.num_reserved:
+            num_deferred = self._deferred.get(sequence.request_id, 0)
+            beyond = count - sequence.num_reserved
+            if not self._make_room(sequence, count, by_rank):
+                return None
+            # What it takes beyond its reservation pays off what was revoked from it before.
+            self._set_deferred(sequence, num_deferred - beyond)
+        self._reserve(sequence, -count)
+        last = sequence.block_ids[-1] if sequence.block_ids else None
+        return self._cache.allocate(count, after=last)
+
+    def release(self, sequence: Sequence) -> None:
+        """Releases all blocks of the sequence and its reservation."""
+        self._reserve(sequence, -sequence.num_reserved)
+        self._deferred.pop(sequence.request_id, None)
+        self._cache.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = sequence.num_cached_blocks = 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts the invariant of the module and that the counts are those of `sequences`."""
+        present = list(sequences)
+        self._cache.check_integrity(sequence.block_ids for sequence in present)
+        num_reserved = sum(each.num_reserved for each in present)
+        assert all(each.num_reserved >= 0 for each in present), "allocated without a reservation"
+        assert num_reserved == self._num_reserved, (
+            f"{num_reserved} reserved, not {self._num_reserved}"
+        )
+        assert self._num_reserved <= self._cache.num_available, "reserved more than there is"
+        assert self._deferred.keys() <= {each.request_id for each in present}, (
+            "deferred for a sequence that has ended"
+        )
+        for each in present:
+            if not each.is_running and not self.is_granted(each):
+                assert not each.block_ids and not each.num_reserved, "waits and holds memory"
+
+    def _blocks_needed(self, sequence: Sequence) -> int:
+        """Counts the blocks of the whole sequence, less those it will share with its parent."""
+        length = sequence.request.charged_tokens(sequence.expected_output, sequence.limit)
+        blocks = sample_blocks(
+            self._cache.block_tokens,
+            length,
+            shared_tokens=sequence.num_shared_tokens if sequence.parent else 0,
+            leads=sequence.has_children,
+        )
+        return min(self._cache.num_blocks, blocks)
+
+    def _grant(self, sequence: Sequence) -> bool:
+        if sequence.is_running:
+            num_deferred = self._deferred[sequence.request_id]
+            if num_deferred > self.num_unreserved:
+                return False
+            self._reserve(sequence, num_deferred)
+        else:
+            # Before the cost, which walks the radix tree over the whole prompt.
+            if self.num_unreserved <= 0:
+                return False
+            cost = self.cost(sequence)
+            if cost.total > self.num_unreserved:
+                return False
+            self._reserve(sequence, cost.num_reserved)
+            self._add_hits(sequence, cost.hits)
+        del self._deferred[sequence.request_id]
+        return True
+
+    def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
+        self._cache.share(hits)
+        sequence.block_ids = sequence.block_ids + hits
+        sequence.num_cached_blocks = len(sequence.block_ids)
+        sequence.num_computed = len(sequence.block_ids) * self._cache.block_tokens
+
+    def _reserve(self, sequence: Sequence, count: int) -> None:
+        sequence.num_reserved += count
+        self._num_reserved += count
+
+    def _set_deferred(self, sequence: Sequence, num_blocks: int) -> None:
+        self._deferred.pop(sequence.request_id, None)
+        if num_blocks > 0:
+            self._deferred[sequence.request_id] = num_blocks
+
+    def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
+        """Reserves up to `count` blocks for the sequence, revoking those of less important ones."""
+        beyond = count - sequence.num_reserved
+        # The least important first, and none as important as the sequence: no two revoke each
+        # other.
+        for victim in reversed(list(by_rank)):
+            if beyond <= self.num_unreserved or victim.rank <= sequence.rank:
+                break
+            self._revoke(victim, beyond - self.num_unreserved)
+        if beyond > self.num_unreserved:
+            return False
+        self._reserve(sequence, max(0, beyond))
+        return True
+
+    def _revoke(self, victim: Sequence, count: int) -> None:
+        """Takes up to `count` reserved blocks back from a less important sequence.
+
+        A waiting one loses all that it holds: it could not start with the rest, and the rest would
+        keep others from starting.
+        """
+        if not victim.is_running:
+            self.defer(victim)
+            return
+        revoked = min(count, victim.num_reserved)
+        if revoked:
+            self._reserve(victim, -revoked)
+            num_deferred = self._deferred.get(victim.request_id, 0)
+            self._deferred[victim.request_id] = num_deferred + revoked

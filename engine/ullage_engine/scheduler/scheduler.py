@@ -1,0 +1,463 @@
+"""The scheduler: which tokens of which sequences are computed next, and which are preempted.
+
+It counts blocks and tokens and knows neither device nor model.
+"""
+
+import time
+from collections.abc import Callable
+
+from ullage_common.request_cost import MemoryProfile
+from ullage_engine.kv_cache.prefix_cache import KvPolicy
+from ullage_engine.protocol.messages import (
+    EngineRequest,
+    Rejected,
+    ReleaseState,
+    SchedulerStats,
+    TokenOutput,
+)
+from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
+from ullage_engine.scheduler.admission import AdmissionControl, soonest_releases
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.sequence import (
+    Finish,
+    SchedulerLimits,
+    Sequence,
+    common_prefix,
+    finish_of,
+    logprobs_of,
+    make_chunk,
+    pick_decodes,
+    prefix_under_way,
+    prompt_share,
+    stored_tokens,
+)
+from ullage_engine.scheduler.state import SchedulerState
+
+__all__ = ["KvPolicy", "Scheduler", "SchedulerLimits"]
+
+_DEFAULT_POLICY = KvPolicy()
+
+
+class Scheduler:
+    """Continuous batching over the blocks of a prefix cache.
+
+    Use: `submit`, `submit_group`, `fork` and `cancel` at any time between steps; then for each step
+    `schedule`, do the plan's moves, compute it, `commit`. Nothing is dropped: an admitted request
+    ends by a token with a finish, by `cancel` or by `fail_newest`.
+    """
+
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        limits: SchedulerLimits,
+        throughput: ThroughputEstimator,
+        output_lengths: OutputLengthEstimator,
+        policy: KvPolicy = _DEFAULT_POLICY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        state = SchedulerState.create(profile, limits, throughput, output_lengths, policy, clock)
+        self._profile = profile
+        self._limits = limits
+        self._output_lengths = output_lengths
+        self._cache = state.cache
+        self._reservations = state.reservations
+        self._sequences = state.sequences
+        self._fork_groups = state.fork_groups
+        self._swap = state.swap
+        self._conv_states = state.conv_states
+        self._admission = AdmissionControl(profile, state)
+        self._planned: list[tuple[Sequence, Chunk]] = []
+        """Sequences of the last plan, each with the chunk of it that the plan computes."""
+        self._max_running = limits.max_sequences
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._prefix_lookup_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._prefix_merged_tokens = 0
+
+    # what it holds -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._sequences) > 0
+
+    def stats(self) -> SchedulerStats:
+        """Collects the statistics; walks over every block that sequences hold."""
+        cache, size = self._cache, self._cache.block_tokens
+        num_tail = stored_tokens(self._sequences, size, cache.is_cached)
+        num_used_tokens = cache.num_cached_used * size + num_tail
+        waiting = (each for each in self._sequences if not each.is_decoding)
+        num_committed = cache.num_available - self._reservations.num_available
+        return SchedulerStats(
+            kv_pool_bytes=self._profile.kv_pool_bytes,
+            kv_free_bytes=cache.num_free * self._profile.block_bytes,
+            kv_reclaimable_bytes=cache.num_reclaimable * self._profile.block_bytes,
+            kv_committed_bytes=num_committed * self._profile.block_bytes,
+            kv_used_bytes=num_used_tokens * self._profile.block_bytes // size,
+            num_running=self._sequences.num_running,
+            num_waiting=self._sequences.num_waiting,
+            num_steps=self._num_steps,
+            expected_output_tokens=self._output_lengths.estimate,
+            prefill_backlog_tokens=sum(each.num_remaining for each in waiting),
+            num_preemptions=self._num_preemptions,
+            num_swaps=self._swap.num_swaps,
+            prefix_lookup_tokens=self._prefix_lookup_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_merged_tokens=self._prefix_merged_tokens,
+            num_sessions=len(cache.sessions),
+            session_bytes=cache.num_session_blocks * self._profile.block_bytes,
+        )
+
+    def releases(self) -> list[ReleaseState]:
+        """Lists predicted releases of memory, soonest first; the last entry sums up all the
+        rest."""
+        return soonest_releases(self._admission.releases())
+
+    def check_integrity(self) -> None:
+        """Asserts that no block or slot is lost and nothing is reserved that does not exist."""
+        self._reservations.check_integrity(self._sequences)
+        self._swap.check_integrity(list(self._sequences))
+        self._sequences.check_integrity()
+        self._conv_states.check_integrity()
+        assert self._sequences.num_running <= self._limits.max_sequences, "batch too large"
+        for each in self._sequences:
+            held = len(each.block_ids) * self._cache.block_tokens
+            assert each.num_computed <= held, f"{each.request_id}: tokens outside its blocks"
+            assert each.parent is None or not each.is_running, "runs before its parent"
+
+    # requests in and out -------------------------------------------------------------------------
+
+    def submit(
+        self, request: EngineRequest, *, resumed: bool = False
+    ) -> Rejected | TokenOutput | None:
+        """Admits a request and reserves its memory, or refuses it and keeps nothing.
+
+        A resumed request was admitted before: it may have to wait for memory but is not refused
+        any. It is answered at once if nothing is left of it to produce.
+        """
+        answer = self.submit_group([request], resumed=resumed)
+        if isinstance(answer, Rejected):
+            return answer
+        return answer[0] if answer else None
+
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt together, or refuses all of them and names the first.
+
+        They share the KV of their common prefix and reserve it once. The result has an output for
+        each sample of which nothing is left to produce.
+        """
+        refusal = self._admission.refuse_duplicates(requests)
+        if refusal:
+            return refusal
+        complete = [request for request in requests if self._is_complete(request, resumed)]
+        remaining = [request for request in requests if request not in complete]
+        is_resumed = resumed or any(len(e.token_ids) > e.num_prompt_tokens for e in requests)
+        if remaining:
+            refusal = self._admission.submit(remaining, is_resumed)
+        if refusal:
+            return refusal
+        return [
+            TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
+            for request in complete
+        ]
+
+    def fork(self, parent_id: str, child_request: EngineRequest) -> None:
+        """Admits a request that shares the KV its tokens have in common with those of a parent.
+
+        For searches that branch. The child ranks right behind its parent and is never refused: if
+        memory is short it waits like a preempted sequence. The parent goes on unchanged; `cancel`
+        it when it is not needed, and before others fork, so that its blocks are free for them. From
+        a parent that has ended the child gets what the prefix cache still stores.
+        """
+        assert child_request.request_id not in self._sequences, "the child's id is in use"
+        parent = self._sequences.get(parent_id)
+        if parent is None:
+            self._admission.submit([child_request], resumed=True)
+            return
+        child = self._admission.new_sequence(child_request, parent.priority, parent.arrival)
+        child.cached_prompt_tokens = parent.cached_prompt_tokens
+        self._sequences.add(child)
+        computed = parent.token_ids[: parent.num_computed]
+        shared = common_prefix(child_request.token_ids[:-1], computed)
+        if shared:
+            self._fork(parent, child, shared)
+        else:
+            self._reservations.defer(child)
+
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """Drops a request and frees its memory; an unknown id is no error.
+
+        `is_answered`: a stop string ended the answer, whose length is observed like any other.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence:
+            if is_answered:
+                self._observe_output(sequence, "stop")
+            self._remove(sequence)
+
+    def fail_newest(self) -> str | None:
+        """Drops the least important running sequence; returns its request id."""
+        victim = self._sequences.newest_running
+        if victim:
+            self._remove(victim)
+        return victim.request_id if victim else None
+
+    def preempt_newest(self) -> bool:
+        """Preempts the least important running sequence; False where none runs."""
+        victim = self._sequences.newest_running
+        if victim:
+            self._preempt(victim)
+        return victim is not None
+
+    def set_batch_share(self, share: float) -> None:
+        """Limits the batch to a share of `max_sequences`, 0 to 1, and to at least one sequence.
+
+        Sequences that run already go on; none starts until fewer run.
+        """
+        self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
+
+    def end_idle_sessions(self) -> None:
+        """Ends sessions that were not used for their idle time."""
+        self._cache.sessions.end_idle()
+
+    def evict_all(self) -> None:
+        """Evicts all KV that no sequence holds."""
+        self._cache.evict_all()
+
+    # a step --------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step: running sequences first, then waiting ones as memory allows."""
+        self._cache.sessions.end_idle()
+        self._start_waiting()
+        chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
+        if not chunks:
+            # All that ran were preempted, for more important ones that had no slot in the batch.
+            self._start_waiting()
+            chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
+        # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
+        return StepPlan(chunks=chunks, moves=self._swap.drain())
+
+    def replan(self, prompt_tokens: int) -> StepPlan:
+        """Plans the same step again with smaller prompt chunks; no waiting sequence starts.
+
+        The moves of the previous plan are done; the new plan has only those requested since.
+        """
+        chunks = self._plan_chunks(prompt_tokens, is_chunked=True)
+        return StepPlan(chunks=chunks, moves=self._swap.drain())
+
+    def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
+        """Advances the sequences of the planned step by its sampled tokens.
+
+        A token that ends its sequence is part of the output, stop tokens included.
+        """
+        # All blocks are cached before anybody forks: children then share the cached ones.
+        for sequence, chunk in self._planned:
+            sequence.num_computed = max(sequence.num_computed, chunk.end)
+            self._conv_states.commit(sequence, chunk)
+            sequence.last_step = self._num_steps
+            self._cache_full_blocks(sequence)
+        for sequence, _ in self._planned:
+            for child in self._fork_groups.take_ready(sequence):
+                self._fork_child(sequence, child)
+        self._planned = []
+        self._num_steps += 1
+        return [self._append(token) for token in sampled if token.request_id in self._sequences]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's memory; it waits until it can have all it needs at once."""
+        # Before the blocks are freed: what to copy to the host is read from them.
+        self._swap.swap_out(sequence)
+        self._conv_states.release_next(sequence)
+        sequence.is_running = False
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+        # It outlived its estimate: reserve for what it has and as much again as is usual.
+        sequence.expected_output = sequence.num_output + self._output_lengths.estimate
+        self._reservations.defer(sequence)
+        # Children cannot start before their parent does, so what is reserved for them
+        # might be what it needs to start.
+        for child in self._fork_groups.children(sequence):
+            self._reservations.defer(child)
+
+    def _start_waiting(self) -> None:
+        """Starts waiting sequences, the most important first, as far as the batch has slots."""
+        # First what was revoked, by importance; only what remains may start anybody else.
+        self._reservations.grant_deferred(self._sequences)
+        num_slots = self._max_running - self._sequences.num_running
+        for sequence in self._sequences:
+            if num_slots <= 0:
+                return
+            if not sequence.is_running and self._can_start(sequence):
+                self._start(sequence)
+                num_slots -= 1
+
+    def _plan_chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
+        running = self._sequences.running
+        ready = [each for each in running if self._can_decode(each)]
+        decoding = pick_decodes(ready, self._limits.decode_tokens)
+        decodes: list[Chunk] = []
+        prompts: list[Chunk] = []
+        self._planned = []
+        # Oldest first: whoever is preempted for another's block is newer, so not yet planned.
+        for sequence in running:
+            start = self._conv_states.next_position(sequence)
+            is_decode = self._can_decode(sequence)
+            if is_decode:
+                count = 1 if sequence.request_id in decoding else 0
+            else:
+                count = prompt_share(self._end(sequence) - start, prompt_tokens, is_chunked)
+            # `is_running` again: an older sequence of this loop may have preempted this one.
+            if not sequence.is_running or not count:
+                continue
+            if not self._allocate(sequence, start + count):
+                continue
+            slots = self._conv_states.assign_slots(sequence)
+            chunk = make_chunk(sequence, start, count, self._cache.block_tokens, slots)
+            self._planned.append((sequence, chunk))
+            if is_decode:
+                decodes.append(chunk)
+            else:
+                prompts.append(chunk)
+                prompt_tokens -= count
+        return decodes + prompts
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        """Whether one token gives the next; tokens to replay before it count as prompt tokens."""
+        start = self._conv_states.next_position(sequence)
+        return sequence.is_decoding and start == sequence.num_computed
+
+    def _end(self, sequence: Sequence) -> int:
+        """Position that this step may compute the sequence up to.
+
+        A parent with a convolution state stops where its children begin, which is the only
+        position from which they can continue with it.
+        """
+        children = self._fork_groups.children(sequence) if self._conv_states.replay_tokens else []
+        if children and sequence.num_computed < children[0].num_shared_tokens:
+            return children[0].num_shared_tokens
+        return len(sequence.token_ids)
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        if sequence.parent or not self._reservations.is_granted(sequence):
+            return False
+        if sequence.awaited_prefix is None and self._cache.has_cache and not sequence.swapped:
+            size = self._cache.block_tokens
+            sequence.awaited_prefix = prefix_under_way(sequence, self._sequences.running, size)
+        if sequence.awaited_prefix is None:
+            return True
+        other, num_tokens = sequence.awaited_prefix
+        if other.is_running and other.num_computed < num_tokens:
+            return False
+        sequence.awaited_prefix = None
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        # Cached blocks first: what the cache has need not be copied in from the host.
+        self._reservations.add_cached(sequence)
+        if sequence.cached_prompt_tokens is None:
+            num_hits, num_prompt = sequence.num_computed, sequence.request.num_prompt_tokens
+            sequence.cached_prompt_tokens = min(num_hits, num_prompt)
+            if self._cache.has_cache:
+                self._prefix_lookup_tokens += len(sequence.token_ids)
+                self._prefix_hit_tokens += num_hits
+        self._swap.swap_in(sequence, self._reservations)
+        sequence.is_running = True
+
+    def _allocate(self, sequence: Sequence, end: int) -> bool:
+        """Allocates blocks that tokens up to `end` may be written to, preempting for them.
+
+        Returns False where the sequence itself was the least important and was preempted.
+        """
+        size = self._cache.block_tokens
+        first = sequence.num_computed // size
+        while True:
+            table = sequence.block_ids
+            missing = max(0, -(-end // size) - len(table))
+            # Asked again in every round: a preempted sequence may have been the other holder.
+            is_shared = first < len(table) and self._cache.is_shared(table[first])
+            blocks = self._reservations.take(sequence, missing + is_shared, self._sequences)
+            if blocks is not None:
+                break
+            victim = self._sequences.newest_running
+            assert victim is not None, "a running sequence found none to preempt"
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if is_shared:
+            self._copy_on_write(sequence, first, blocks.pop(0))
+        if blocks:
+            sequence.block_ids = sequence.block_ids + blocks
+        return True
+
+    def _copy_on_write(self, sequence: Sequence, index: int, block: int) -> None:
+        shared = sequence.block_ids[index]
+        self._swap.copy(shared, block)
+        sequence.block_ids = [*sequence.block_ids[:index], block, *sequence.block_ids[index + 1 :]]
+        self._cache.free([shared])
+
+    # results -------------------------------------------------------------------------------------
+
+    def _cache_full_blocks(self, sequence: Sequence) -> None:
+        full = sequence.num_computed // self._cache.block_tokens
+        first = sequence.num_cached_blocks
+        if not self._cache.has_cache or full <= first:
+            return
+        table = list(sequence.block_ids)
+        num_merged = self._cache.insert(sequence.token_ids, table, first, full)
+        self._prefix_merged_tokens += num_merged * self._cache.block_tokens
+        sequence.block_ids, sequence.num_cached_blocks = table, full
+
+    def _fork_child(self, parent: Sequence, child: Sequence) -> None:
+        child.cached_prompt_tokens = parent.cached_prompt_tokens
+        self._fork(parent, child, child.num_shared_tokens)
+
+    def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        if self._reservations.fork(parent, child, num_tokens, self._sequences):
+            self._conv_states.share(parent, child)
+
+    def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
+        """Whether nothing is left to produce of a request that was admitted before."""
+        num_produced = len(request.token_ids) - request.num_prompt_tokens
+        was_admitted = resumed or num_produced > 0
+        is_full = len(request.token_ids) >= self._admission.max_sequence_tokens
+        return was_admitted and (num_produced >= request.max_tokens or is_full)
+
+    def _append(self, sampled: SampledToken) -> TokenOutput:
+        sequence = self._sequences[sampled.request_id]
+        sequence.token_ids.append(sampled.token_id)
+        finish = finish_of(sequence, sampled.token_id)
+        if finish:
+            self._observe_output(sequence, finish)
+            self._remove(sequence)
+        return TokenOutput(
+            request_id=sampled.request_id,
+            token_ids=[sampled.token_id],
+            finish=finish,
+            logprobs=logprobs_of(sequence, sampled),
+            num_preemptions=sequence.num_preemptions,
+            num_cached_tokens=sequence.cached_prompt_tokens or 0,
+        )
+
+    def _observe_output(self, sequence: Sequence, finish: Finish) -> None:
+        # Output cut below the estimate by its own limit says nothing of how long outputs are.
+        if finish == "stop" or sequence.num_output >= self._output_lengths.estimate:
+            self._output_lengths.observe(sequence.num_output)
+
+    def _remove(self, sequence: Sequence) -> None:
+        session, path = sequence.request.session_id, sequence.block_ids
+        # Pinned while the sequence still holds them, so none becomes evictable in between.
+        if session and sequence.num_cached_blocks:
+            self._cache.sessions.keep(session, path[: sequence.num_cached_blocks])
+        orphans = self._fork_groups.remove(sequence)
+        self._swap.free_slots(sequence)
+        self._reservations.release(sequence)
+        self._conv_states.release(sequence)
+        sequence.is_running = False
+        self._sequences.remove(sequence)
+        self._planned = [entry for entry in self._planned if entry[0] is not sequence]
+        # Their reservations counted on sharing with the parent that is gone.
+        for child in orphans:
+            self._reservations.defer(child)

@@ -1,0 +1,360 @@
+"""Admitted requests while they are scheduled: sequences, their table, and fork groups.
+
+What a step computes of one sequence, and whether it ends then, are pure functions.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+from ullage_engine.protocol.step_plan import Chunk, SampledToken
+
+Finish = Literal["", "stop", "length"]
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Finds the length of the longest common prefix; compares each element about once."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """KV of a preempted sequence that was copied to host memory."""
+
+    first_block: int
+    """Index of the first copied block; those before are in use by other sequences, too."""
+    slots: list[int]
+    """Host slot of each block from there on."""
+    num_tokens: int
+    """Tokens whose KV was stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState:
+    """A sequence's convolution state: a function of its tokens from `since` to `num_tokens`."""
+
+    slot: int
+    num_tokens: int
+    """Tokens that the state covers: the position of the next one."""
+    since: int
+    """Position at which the state began from zero."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, blocks and reservation of one request; only the scheduler changes it.
+
+    A running sequence holds the blocks of what was computed. A waiting one has a reservation and
+    with it holds the cached blocks of its prefix; or its reservation is deferred and it holds
+    nothing.
+    """
+
+    request: EngineRequest
+    arrival: int
+    """Number of its submission; with the priority it orders all sequences."""
+    serial: int
+    """Order among sequences of one arrival: the samples of a prompt, the beams of a search."""
+    priority: int
+    limit: int
+    """Length in tokens at which the sequence ends."""
+    expected_output: int
+    """Output length that blocks are reserved for, tokens."""
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt and output so far."""
+    num_computed: int = 0
+    """Tokens whose KV is stored in `block_ids`."""
+    block_ids: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    """Leading blocks of `block_ids` that are in the prefix cache."""
+    num_reserved: int = 0
+    """Blocks that are reserved and not yet allocated."""
+    parent: "Sequence | None" = None
+    """Sample of the same prompt that computes the first `num_shared_tokens` for this one."""
+    num_shared_tokens: int = 0
+    """Leading tokens that the parent computes for its children."""
+    has_children: bool = False
+    awaited_prefix: "tuple[Sequence, int] | None" = None
+    """A running sequence that computes the same prefix, and the prefix' length in tokens."""
+    swapped: Swapped | None = None
+    state: ConvState | None = None
+    """Convolution state; a waiting sequence keeps it until its slot is needed."""
+    next_slot: int | None = None
+    """Slot that the planned step writes the next state to."""
+    cached_prompt_tokens: int | None = None
+    """Prompt tokens found in the prefix cache; None before it first starts."""
+    num_preemptions: int = 0
+    last_step: int = -1
+    """Number of the step in which it was last computed."""
+    is_running: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order of importance, smallest first: larger priority, then earlier arrival."""
+        return (-self.priority, self.arrival, self.serial)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be stored before the next token can be chosen."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_remaining == 1 and self.num_computed > 0
+
+    @property
+    def expected_remaining(self) -> int:
+        """Output tokens still expected, at least one."""
+        return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)
+
+
+class SequenceTable:
+    """All admitted sequences, running and waiting, by id; iterates from the most important on."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Sequence] = {}
+        self._by_rank: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_rank)
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __getitem__(self, request_id: str) -> Sequence:
+        return self._by_id[request_id]
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._by_id.get(request_id)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences in the batch, the most important first."""
+        return [sequence for sequence in self._by_rank if sequence.is_running]
+
+    @property
+    def num_running(self) -> int:
+        return sum(sequence.is_running for sequence in self._by_rank)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_rank) - self.num_running
+
+    @property
+    def newest_running(self) -> Sequence | None:
+        """The least important running sequence."""
+        return next((each for each in reversed(self._by_rank) if each.is_running), None)
+
+    def add(self, sequence: Sequence) -> None:
+        self._by_id[sequence.request_id] = sequence
+        bisect.insort(self._by_rank, sequence, key=lambda each: each.rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._by_id[sequence.request_id]
+        self._by_rank.remove(sequence)
+
+    def check_integrity(self) -> None:
+        assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
+        ranks = [sequence.rank for sequence in self._by_rank]
+        assert ranks == sorted(set(ranks)), "sequences out of order"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of one step and of the worker."""
+
+    max_model_len: int
+    """Longest sequence, tokens."""
+    max_sequences: int
+    prompt_tokens: int
+    """Prompt tokens computed in one step."""
+    is_chunked: bool
+    """Whether prompts are split over steps; otherwise `prompt_tokens` must hold a whole one."""
+    decode_tokens: int
+    """Most tokens of context that the decodes of one step read together."""
+    replay_tokens: int = 0
+    """Tokens that rebuild a convolution state from zero, over all layers of the whole model whoever
+    computes them; 0: the model has no convolutions."""
+
+
+class ForkGroups:
+    """Samples of one prompt: a parent computes the tokens all share, its children fork from it.
+
+    A child waits until its parent has computed the shared tokens. When the parent is removed
+    before that, the most important child takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[Sequence, list[Sequence]] = {}
+
+    def form(self, parent: Sequence, children: list[Sequence], num_shared_tokens: int) -> None:
+        """Makes `children` wait until the parent has computed its first `num_shared_tokens`."""
+        parent.has_children = bool(children)
+        for child in children:
+            child.parent, child.num_shared_tokens = parent, num_shared_tokens
+        if children:
+            self._children[parent] = children
+
+    def children(self, parent: Sequence) -> list[Sequence]:
+        """Sequences that wait for the parent, the most important first."""
+        return list(self._children.get(parent, ()))
+
+    def take_ready(self, parent: Sequence) -> list[Sequence]:
+        """Releases the children that can fork from the parent now; they are independent from then
+        on."""
+        ready = self._children.get(parent)
+        if not ready or parent.num_computed < ready[0].num_shared_tokens:
+            return []
+        del self._children[parent]
+        parent.has_children = False
+        for child in ready:
+            child.parent = None
+        return ready
+
+    def remove(self, sequence: Sequence) -> list[Sequence]:
+        """Removes a sequence; returns the children that lose it, the first of them their new
+        parent."""
+        if sequence.parent:
+            self._detach(sequence, sequence.parent)
+        orphans = self._children.pop(sequence, [])
+        if orphans:
+            new_parent, *others = orphans
+            new_parent.parent = None
+            self.form(new_parent, others, new_parent.num_shared_tokens)
+        return orphans
+
+    def _detach(self, child: Sequence, parent: Sequence) -> None:
+        remaining = [each for each in self._children[parent] if each is not child]
+        child.parent = None
+        parent.has_children = bool(remaining)
+        if remaining:
+            self._children[parent] = remaining
+        else:
+            del self._children[parent]
+
+
+def shared_tokens(requests: list[EngineRequest]) -> int:
+    """Counts the leading tokens that all of these requests have in common.
+
+    The last token of each is excluded, because each request needs its logits.
+    """
+    first, *others = [request.token_ids for request in requests]
+    shared = min(len(tokens) for tokens in [first, *others]) - 1
+    return min([shared, *(common_prefix(first, tokens) for tokens in others)])
+
+
+def pick_decodes(ready: Iterable[Sequence], max_context_tokens: int) -> set[str]:
+    """Picks the decodes of a step, longest unserved first, within the context they read
+    together."""
+    picked: set[str] = set()
+    remaining = max_context_tokens
+    for sequence in sorted(ready, key=lambda each: each.last_step):
+        remaining -= len(sequence.token_ids)
+        # The first one always goes, or a sequence longer than the limit would never decode.
+        if remaining < 0 and picked:
+            break
+        picked.add(sequence.request_id)
+    return picked
+
+
+def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
+    """Prompt tokens of one sequence to compute in a step that has `budget` of them left."""
+    if is_chunked:
+        return min(remaining, max(0, budget))
+    return remaining if remaining <= budget else 0
+
+
+def make_chunk(
+    sequence: Sequence, start: int, count: int, block_tokens: int, slots: tuple[int | None, int]
+) -> Chunk:
+    """Makes the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
+
+    Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
+    """
+    end, request = start + count, sequence.request
+    is_sampled = end == len(sequence.token_ids)
+    is_short = is_sampled and sequence.num_output < request.min_tokens
+    return Chunk(
+        request_id=sequence.request_id,
+        token_ids=sequence.token_ids[start:end],
+        start=start,
+        block_ids=sequence.block_ids[: -(-end // block_tokens)],
+        sampling=request.sampling if is_sampled else None,
+        history=sequence.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_replayed=min(count, sequence.num_computed - start),
+        state_slot=slots[0],
+        next_state_slot=slots[1],
+        banned=request.stop_token_ids if is_short else [],
+    )
+
+
+def finish_of(sequence: Sequence, token_id: int) -> Finish:
+    """Why the token just appended ends the sequence; empty while it does not."""
+    if token_id in sequence.request.stop_token_ids:
+        return "stop"
+    is_full = len(sequence.token_ids) >= sequence.limit
+    return "length" if is_full or sequence.num_output >= sequence.request.max_tokens else ""
+
+
+def logprobs_of(sequence: Sequence, sampled: SampledToken) -> list[TokenLogprobs] | None:
+    """Returns what the request reports of a sampled token; None where it reports nothing."""
+    if sequence.request.sampling.top_logprobs is None:
+        return None
+    return [TokenLogprobs(sampled.logprob, sampled.top_ids, sampled.top_logprobs)]
+
+
+def prefix_under_way(
+    sequence: Sequence, running: Iterable[Sequence], block_tokens: int
+) -> tuple[Sequence, int] | None:
+    """Finds a running sequence that computes more of a waiting one's prefix than that one holds.
+
+    Returns it and the length of the common prefix in tokens, in whole blocks. Only more important
+    sequences count: those never wait for this one, so no two wait for each other.
+    """
+    for other in running:
+        if other.rank > sequence.rank or other.num_remaining <= 1:
+            continue
+        common = common_prefix(sequence.token_ids[:-1], other.token_ids)
+        whole = common // block_tokens * block_tokens
+        if whole > max(sequence.num_computed, other.num_computed):
+            return other, whole
+    return None
+
+
+def stored_tokens(
+    sequences: Iterable[Sequence], block_tokens: int, is_cached: Callable[[int], bool]
+) -> int:
+    """Counts tokens in blocks outside the prefix cache, those of a shared block once."""
+    filled: dict[int, int] = {}
+    for sequence in sequences:
+        for block, tokens in _tail(sequence, block_tokens):
+            if not is_cached(block):
+                filled[block] = max(tokens, filled.get(block, 0))
+    return sum(filled.values())
+
+
+def _tail(sequence: Sequence, block_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yields the blocks that the sequence has not cached and how many of its tokens each holds."""
+    for index in range(sequence.num_cached_blocks, len(sequence.block_ids)):
+        tokens = min(block_tokens, sequence.num_computed - index * block_tokens)
+        yield sequence.block_ids[index], max(0, tokens)

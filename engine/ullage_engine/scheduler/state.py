@@ -1,0 +1,276 @@
+"""The state that scheduling, planning and admission share: sequences and all that they hold.
+
+Convolution states: a state is a value, which a step reads in one slot while it writes the successor
+to another. So a step that failed is computed again from what it began with, and sequences that
+branch share a state. Each running sequence needs at most two slots, and there are two for each that
+may run; those that wait keep their state until its slot is needed. The prefix cache and the host
+hold KV and no states: computing tokens again from zero state, while attention reads their KV as
+stored, makes the state exact after `replay_tokens` of them (or at the sequence's own beginning,
+where zero is right). A replay may take several steps.
+
+Swapping: the KV of a preempted sequence is copied to host memory or computed again, whichever is
+cheaper. Host memory is counted in slots of one block each; the copies themselves are moves of a
+`StepPlan`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ullage_common.request_cost import MemoryProfile
+from ullage_engine.kv_cache.block_pool import BlockPool
+from ullage_engine.kv_cache.prefix_cache import KvPolicy, PrefixCache
+from ullage_engine.protocol.step_plan import Chunk, Moves, state_slots
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.reservations import BlockReservations
+from ullage_engine.scheduler.sequence import (
+    ConvState,
+    ForkGroups,
+    SchedulerLimits,
+    Sequence,
+    SequenceTable,
+    Swapped,
+)
+
+
+class ConvStatePool:
+    """Assigns state slots to all sequences; without `replay_tokens` there are none."""
+
+    def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
+        self.replay_tokens = replay_tokens
+        num_slots = state_slots(max_sequences) if replay_tokens else 0
+        self._slots = BlockPool(num_slots, block_tokens=1)
+        self._sequences = sequences
+
+    def next_position(self, sequence: Sequence) -> int:
+        """Position of the first token to compute; before `num_computed` where the state is missing
+        and tokens are replayed to rebuild it."""
+        if not self.replay_tokens:
+            return sequence.num_computed
+        if sequence.state and self._is_usable(sequence.state, sequence.num_computed):
+            return sequence.state.num_tokens
+        return max(0, sequence.num_computed - self.replay_tokens)
+
+    def assign_slots(self, sequence: Sequence) -> tuple[int | None, int]:
+        """Assigns a planned chunk's slots: of the state it reads, None for zero, and of the
+        next."""
+        if not self.replay_tokens:
+            return None, 0
+        if sequence.next_slot is None:
+            self._free_a_slot()
+            [sequence.next_slot] = self._slots.allocate(1)
+        state = sequence.state
+        is_usable = state is not None and self._is_usable(state, sequence.num_computed)
+        return state.slot if state and is_usable else None, sequence.next_slot
+
+    def commit(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Makes the state that a computed chunk has written the sequence's own."""
+        if sequence.next_slot is None:
+            return
+        previous, slot = sequence.state, sequence.next_slot
+        is_continued = previous is not None and chunk.state_slot is not None
+        since = previous.since if previous and is_continued else chunk.start
+        sequence.next_slot = None
+        self._drop(sequence)
+        sequence.state = ConvState(slot, chunk.end, since)
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Gives a child that shares the parent's first `num_computed` tokens its state, too, unless
+        that is already for later ones."""
+        if parent.state and parent.state.num_tokens <= child.num_computed:
+            self._slots.share([parent.state.slot])
+            child.state = parent.state
+
+    def release_next(self, sequence: Sequence) -> None:
+        """Frees the slot that the sequence would have written next."""
+        if sequence.next_slot is not None:
+            self._slots.free([sequence.next_slot])
+            sequence.next_slot = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees all slots of a sequence that ends."""
+        self.release_next(sequence)
+        self._drop(sequence)
+
+    def check_integrity(self) -> None:
+        """Asserts that every slot is free or held, and that no state was written that is read."""
+        states = [each.state.slot for each in self._sequences if each.state]
+        written = [each.next_slot for each in self._sequences if each.next_slot is not None]
+        self._slots.check_integrity([states, written])
+        waiting = [each for each in self._sequences if not each.is_running]
+        assert all(each.next_slot is None for each in waiting), "a waiting sequence has one"
+        assert len(set(written)) == len(written), "two sequences write to one slot"
+        assert not set(written) & set(states), "a state is overwritten"
+
+    def _is_usable(self, state: ConvState, num_computed: int) -> bool:
+        """Whether going on from the state makes one that is exact at `num_computed`, and computes
+        no more tokens than beginning from zero would."""
+        zero = max(0, num_computed - self.replay_tokens)
+        return state.since <= zero <= state.num_tokens <= num_computed
+
+    def _free_a_slot(self) -> None:
+        """Drops states of waiting sequences, the least important first, until a slot is free."""
+        for sequence in reversed(list(self._sequences)):
+            if self._slots.num_free:
+                return
+            if not sequence.is_running:
+                self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.state:
+            self._slots.free([sequence.state.slot])
+            sequence.state = None
+
+
+SWAP_BYTES_PER_SECOND = 4 << 30
+"""Assumed bandwidth between device and host: what a PCIe 3 link or one core's copy reaches at the
+least. Too low only means that short sequences are computed again."""
+
+
+def is_swap_cheaper(num_bytes: int, recompute_s: float) -> bool:
+    """Whether copying KV out and back takes less time than computing it again."""
+    return 2 * num_bytes / SWAP_BYTES_PER_SECOND < recompute_s
+
+
+class SwapManager:
+    """Collects the block copies of the next plan and owns the host slots.
+
+    A plan does swap_out before swap_in before copy, in whatever order they were requested; so no
+    block or slot may be read after something requested later has overwritten it. Slots read by a
+    swap_in are therefore not used again before the plan is drained, and a sequence preempted before
+    its swap_in is drained stays swapped.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, block_bytes: int, num_slots: int, throughput: ThroughputEstimator
+    ) -> None:
+        self.num_swaps = 0
+        self._cache = cache
+        self._block_bytes = block_bytes
+        self._slots = BlockPool(num_slots, block_tokens=1)
+        self._throughput = throughput
+        self._outs: list[tuple[int, int]] = []
+        self._ins: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._swapping_in: list[Sequence] = []
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copies one block on the device."""
+        self._copies.append((source, destination))
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Saves a running sequence's KV to the host if that is possible and worth it.
+
+        Its blocks may be freed at once: whatever is written to them comes later.
+        """
+        if sequence in self._swapping_in:
+            # Its KV is still on the host; the copy in is dropped instead of being copied out again.
+            self._cancel_swap_in(sequence)
+            return
+        first, size = self._num_shared_blocks(sequence), self._cache.block_tokens
+        blocks = sequence.block_ids[first : -(-sequence.num_computed // size)]
+        recompute_s = self._throughput.seconds_until(sequence.num_computed - first * size, 0)
+        if not blocks or not is_swap_cheaper(len(blocks) * self._block_bytes, recompute_s):
+            return
+        if len(blocks) > self._slots.num_free:
+            return
+        slots = self._slots.allocate(len(blocks))
+        self._outs += zip(blocks, slots, strict=True)
+        sequence.swapped = Swapped(first, slots, sequence.num_computed)
+        self.num_swaps += 1
+
+    def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
+        """Copies back what a starting sequence has on the host and not in its blocks already."""
+        swapped = sequence.swapped
+        if swapped is None:
+            return
+        held = len(sequence.block_ids)
+        missing = swapped.slots[max(0, held - swapped.first_block) :]
+        is_usable = held >= swapped.first_block and sequence.num_computed < swapped.num_tokens
+        blocks = reservations.take(sequence, len(missing), ()) if is_usable else None
+        if blocks is None:
+            self.free_slots(sequence)
+            return
+        self._ins += zip(missing, blocks, strict=True)
+        self._swapping_in.append(sequence)
+        sequence.block_ids = sequence.block_ids + blocks
+        sequence.num_computed = swapped.num_tokens
+
+    def free_slots(self, sequence: Sequence) -> None:
+        """Frees the host slots of a sequence."""
+        if sequence.swapped is None:
+            return
+        slots = set(sequence.swapped.slots)
+        assert sequence not in self._swapping_in, "its swap_in is still to be drained"
+        self._outs = [move for move in self._outs if move[1] not in slots]
+        self._slots.free(slots)
+        sequence.swapped = None
+
+    def drain(self) -> Moves:
+        """Returns the moves of the plan that is executed now; each move is returned once."""
+        moves = Moves(swap_out=self._outs, swap_in=self._ins, copy=self._copies)
+        swapped_in, self._swapping_in = self._swapping_in, []
+        self._outs, self._ins, self._copies = [], [], []
+        for sequence in swapped_in:
+            self.free_slots(sequence)
+        return moves
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Asserts that every host slot is free or holds KV of one of `sequences`."""
+        self._slots.check_integrity(each.swapped.slots for each in sequences if each.swapped)
+
+    def _num_shared_blocks(self, sequence: Sequence) -> int:
+        """Leading blocks that stay in the cache because other sequences use them."""
+        if not self._cache.has_cache:
+            return 0
+        count = 0
+        for block in sequence.block_ids[: sequence.num_cached_blocks]:
+            if self._cache.ref_count(block) < 2:
+                break
+            count += 1
+        return count
+
+    def _cancel_swap_in(self, sequence: Sequence) -> None:
+        assert sequence.swapped is not None, "swaps in without host slots"
+        slots = set(sequence.swapped.slots)
+        self._ins = [move for move in self._ins if move[0] not in slots]
+        self._swapping_in.remove(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """Every admitted sequence and every block, slot and reservation that it holds."""
+
+    limits: SchedulerLimits
+    cache: PrefixCache
+    reservations: BlockReservations
+    sequences: SequenceTable
+    swap: SwapManager
+    conv_states: ConvStatePool
+    throughput: ThroughputEstimator
+    output_lengths: OutputLengthEstimator
+    fork_groups: ForkGroups = field(default_factory=ForkGroups)
+
+    @classmethod
+    def create(
+        cls,
+        profile: MemoryProfile,
+        limits: SchedulerLimits,
+        throughput: ThroughputEstimator,
+        output_lengths: OutputLengthEstimator,
+        policy: KvPolicy,
+        clock: Callable[[], float],
+    ) -> "SchedulerState":
+        """Creates the state of an engine without requests; `clock` in seconds."""
+        size = profile.block_bytes
+        cache = PrefixCache(profile.kv_pool_bytes // size, profile.block_tokens, policy, clock)
+        sequences = SequenceTable()
+        return cls(
+            limits=limits,
+            cache=cache,
+            reservations=BlockReservations(cache),
+            sequences=sequences,
+            swap=SwapManager(cache, size, policy.host_slots, throughput),
+            conv_states=ConvStatePool(limits.replay_tokens, limits.max_sequences, sequences),
+            throughput=throughput,
+            output_lengths=output_lengths,
+        )

@@ -1,0 +1,297 @@
+"""Health of the engine and its worker: the present status, hang detection and restarts.
+
+`HangDetector` is pure, so that every case can be tested without waiting for it; `ProcStats` is what
+/proc says of a worker and of the ranks it started.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage_common.request_cost import MemoryProfile
+from ullage_engine.protocol.messages import Ready, WorkerState
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Limits of the supervisor; all times are seconds."""
+
+    first_backoff_s: float = 0.5
+    """Seconds before the second restart in a row; the first is immediate, the later ones double
+    it."""
+    max_backoff_s: float = 10.0
+    max_failures: int = 8
+    """Workers in a row that may die without having served before the engine gives up."""
+    stable_after_s: float = 30.0
+    """Age in seconds at which an idle worker counts as having served."""
+    max_stalled_resumes: int = 3
+    """Restarts that a request may live through without a single new token; it is the likely cause.
+    In the last two of them it runs alone, so that others are not blamed for its faults."""
+    step_deadline_s: float = 30.0
+    """Seconds after which a worker that has work and finishes no step hangs, whatever it does."""
+    load_silence_s: float = 600.0
+    """Seconds after which a worker that is loading and reports no progress hangs."""
+    slow_steps: float = 20.0
+    """Multiple of its slowest step after which a worker that uses no processor time hangs."""
+    min_suspect_s: float = 2.0
+    """Least seconds without processor time after which a worker hangs, however short its steps."""
+    stopped_after_s: float = 1.0
+    """Seconds after which a worker that a signal has stopped hangs, working or not."""
+    stop_grace_s: float = 3.0
+    """Seconds between asking a worker to stop and killing it."""
+
+    def backoff(self, num_failures: int) -> float | None:
+        """Returns the seconds before the next start after so many failures in a row (at least 1).
+
+        None: the budget is spent.
+        """
+        if num_failures > self.max_failures:
+            return None
+        if num_failures == 1:
+            return 0.0
+        return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
+
+    def is_suspect(self, stalled_resumes: int) -> bool:
+        """Whether workers may die of a request, after so many deaths since its last token."""
+        return stalled_resumes >= max(1, self.max_stalled_resumes - 1)
+
+    def is_last_chance(self, num_failures: int) -> bool:
+        """Whether one more failure in a row ends the engine: a new pod is likelier to help."""
+        return num_failures >= self.max_failures
+
+    def suspect_after_s(self, slowest_step_s: float | None) -> float:
+        """Returns the seconds without processor time after which a worker with work hangs.
+
+        clamp(slow_steps * slowest recent step, min_suspect_s, step_deadline_s); with no step
+        known yet the deadline.
+        """
+        if slowest_step_s is None:
+            return self.step_deadline_s
+        threshold_s = max(self.min_suspect_s, self.slow_steps * slowest_step_s)
+        return min(threshold_s, self.step_deadline_s)
+
+
+class HealthScore:
+    """A score from 0 to 1 (healthy): each fault multiplies it, and the loss decays with time."""
+
+    def __init__(self, recovery_s: float = 60.0) -> None:
+        self._recovery_s = recovery_s
+        self._loss = 0.0
+        self._since = 0.0
+
+    def value(self, now: float) -> float:
+        """Returns 1 - loss * e^(-t / recovery), t seconds after the last fault."""
+        return 1.0 - self._loss * math.exp(-(now - self._since) / self._recovery_s)
+
+    def fault(self, now: float, factor: float = 0.5) -> None:
+        self._loss = 1.0 - self.value(now) * factor
+        self._since = now
+
+
+@dataclass(frozen=True, slots=True)
+class ProcStats:
+    """What the kernel says of one process, over all its threads, or of several together."""
+
+    is_stopped: bool
+    """Whether a signal has stopped it: it goes on only when another one says so."""
+    is_waiting: bool
+    """Whether every thread sleeps until something happens; none runs, waits for a core or for a
+    disk."""
+    cpu_ticks: int
+    """Processor time so far, in ticks of the kernel (10 ms), that of its ended children
+    included."""
+
+
+def read_proc_stats(pid: int) -> ProcStats | None:
+    """Reads the stats of a process and its children as one; None when it is gone.
+
+    A rank waits for the others most of the time, so one that sleeps means nothing by itself; and
+    one that is stopped stops them all.
+    """
+    own = _read(pid)
+    if own is None:
+        return None
+    group = [own, *(stats for child in _children(pid) if (stats := _read(child)) is not None)]
+    return ProcStats(
+        is_stopped=any(each.is_stopped for each in group),
+        is_waiting=all(each.is_waiting for each in group),
+        cpu_ticks=sum(each.cpu_ticks for each in group),
+    )
+
+
+def _read(pid: int) -> ProcStats | None:
+    try:
+        process = _fields(Path(f"/proc/{pid}/stat"))
+        threads = [_fields(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    states = {fields[0] for fields in threads}
+    return ProcStats(
+        is_stopped=states == {"T"},
+        is_waiting=states <= {"S", "I", "T"},
+        cpu_ticks=sum(int(field) for field in process[11:15]),
+    )
+
+
+def _children(pid: int) -> list[int]:
+    """Lists the children of the main thread, which starts all ranks."""
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _fields(path: Path) -> list[str]:
+    """Returns a stat file's fields from the third, the state, on; the second may hold blanks."""
+    return path.read_text().rpartition(")")[2].split()
+
+
+# Steps are alike for a while: the slowest of so many bounds the next one's order of magnitude.
+_RECENT_STEPS = 128
+# Time between two ticks counts no longer than this. When the detector itself could not run - it was
+# stopped, its container was frozen, its core was taken - the worker's messages are still unread.
+MAX_TICK_S = 0.5
+
+
+class HangDetector:
+    """Measures how long a worker has been silent, asleep and without progress, from tick to
+    tick."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._silent_s = 0.0
+        self._still_s = 0.0
+        self._stopped_s = 0.0
+        self._waiting_s = 0.0
+        self._cpu_ticks: int | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the worker is silent for longer than any healthy one, so that /proc is worth
+        reading."""
+        return self._silent_s > MAX_TICK_S
+
+    def on_message(self) -> None:
+        """Records that the worker sent a message."""
+        self._silent_s = self._still_s = self._stopped_s = 0.0
+        self._cpu_ticks = None
+
+    def on_progress(self) -> None:
+        """Records a finished step or a stage of loading. A heartbeat alone is no progress."""
+        self._waiting_s = 0.0
+
+    def on_step(self, seconds: float) -> None:
+        """Records a finished step that took `seconds`."""
+        self._steps.append(seconds)
+        self.on_progress()
+
+    def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
+        """Counts the time since the last tick."""
+        elapsed_s = min(elapsed_s, MAX_TICK_S)
+        self._silent_s += elapsed_s
+        # Without work a worker owes nothing: the time it takes counts from when it gets some.
+        self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
+
+    def observe(self, stats: ProcStats, elapsed_s: float) -> None:
+        """Counts the time since the last tick by what the kernel says of the worker."""
+        elapsed_s = min(elapsed_s, MAX_TICK_S)
+        is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
+        self._cpu_ticks = stats.cpu_ticks
+        self._still_s = self._still_s + elapsed_s if is_still else 0.0
+        self._stopped_s = self._stopped_s + elapsed_s if stats.is_stopped else 0.0
+
+    def reason(self, *, is_loading: bool) -> str:
+        """Returns why the worker counts as hung; empty while it does not."""
+        policy = self._policy
+        if self._stopped_s > policy.stopped_after_s:
+            return "stopped by a signal"
+        if is_loading:
+            return "silent while loading" if self._waiting_s > policy.load_silence_s else ""
+        if self._waiting_s > policy.step_deadline_s:
+            return "no step within the deadline"
+        suspect_s = policy.suspect_after_s(max(self._steps, default=None))
+        if min(self._waiting_s, self._still_s) > suspect_s:
+            return "asleep in a step"
+        return ""
+
+
+_NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
+
+
+class EngineStatus:
+    """The worker's latest report and the engine's own condition.
+
+    Written by the supervisor and by draining; every write wakes all watchers.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = time.time_ns()
+        self.ready: Ready | None = None
+        """Facts of the loaded model; kept while a worker is being replaced."""
+        self.state: WorkerState | None = None
+        self.serving = False
+        """Whether a worker is loaded and steps."""
+        self.draining = False
+        self.worker_restarts = 0
+        """Number of workers that ended unasked."""
+        self.live = True
+        """Whether one more worker may help; False when only a new pod can."""
+        self.created = int(time.time())
+        self._health = HealthScore()
+        self._changed = asyncio.Event()
+
+    @property
+    def health(self) -> float:
+        return self._health.value(time.monotonic())
+
+    @property
+    def profile(self) -> MemoryProfile:
+        return self.ready.profile if self.ready else _NO_PROFILE
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Returns the KV bytes a new request may take; 0 while no worker serves."""
+        return self.state.headroom_bytes if self.state and self.serving else 0
+
+    def worker_ready(self, ready: Ready) -> None:
+        self.ready, self.state, self.serving, self.live = ready, ready.state, True, True
+        self._wake()
+
+    def set_live(self, live: bool) -> None:
+        self.live = live
+        self._wake()
+
+    def worker_state(self, state: WorkerState) -> None:
+        self.state = state
+        self._wake()
+
+    def worker_lost(self) -> None:
+        self.serving = False
+        self.worker_restarts += 1
+        self.fault()
+
+    def fault(self, factor: float = 0.5) -> None:
+        """Lowers the health, which recovers with time."""
+        self._health.fault(time.monotonic(), factor)
+        self._wake()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; there is no way back."""
+        self.draining = True
+        self._wake()
+
+    async def changed(self, within_s: float) -> None:
+        """Waits for the next change, or until the time is up."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _wake(self) -> None:
+        waiting, self._changed = self._changed, asyncio.Event()
+        waiting.set()

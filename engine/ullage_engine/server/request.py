@@ -1,0 +1,269 @@
+"""Turns a Generate call into requests of the engine: every field checked, limits applied.
+
+Nothing is sent to a worker here. Errors are ServiceError with INVALID_ARGUMENT (the field is named)
+or NOT_FOUND. A call may ask for several samples, each with a seed of its own.
+
+Under memory pressure a new request's limits are lowered once, when it is accepted; a request that
+is resumed under a new worker keeps what was granted. The client reads the changes in the router's
+words: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
+"""
+
+import dataclasses
+import secrets
+from dataclasses import dataclass, field
+
+import grpc
+import msgspec
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.engine import DegradeLevel, DegradeSection, LimitsSection
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.validation import (
+    check_prompt_tokens,
+    check_vocabulary,
+    invalid_value,
+    num_answers,
+    validate_request,
+)
+from ullage_engine.memory.pressure import level_at
+from ullage_engine.protocol.messages import BeamParams, EngineRequest, SamplingParams, WorkerState
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """How many answers to one prompt are generated and returned."""
+
+    n: int = 1
+    """Number of answers that are returned."""
+    num_generated: int = 1
+    """Number of answers that are generated; of a beam search, of hypotheses."""
+    beam: BeamParams | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are computed side by side."""
+        return self.beam.width if self.beam else self.num_generated
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether only the best of the generated answers are returned."""
+        return self.num_generated > self.n
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether text is sent while it grows; otherwise answers are known only at the end."""
+        return not self.is_ranked and self.beam is None
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Returns the seed of answer `index`: (seed + index * 0x9E3779B97F4A7C15) mod 2^64.
+
+    The first answer has the request's own. The stride is odd, so no two answers share a seed; asked
+    for alone with its seed an answer is the same.
+    """
+    return (seed + index * _SEED_STRIDE) % _SEEDS
+
+
+def sample_plan(samples: pb.Samples) -> SamplePlan:
+    """Returns the plan of samples that were checked."""
+    n = num_answers(samples)
+    if not samples.HasField("beam"):
+        return SamplePlan(n, samples.best_of if samples.HasField("best_of") else n)
+    beam = samples.beam
+    penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
+    return SamplePlan(n, n, BeamParams(width=beam.width, length_penalty=penalty))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Facts of the loaded model that bound a request."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedRequest:
+    """A checked request; each of its samples has one of its own."""
+
+    client_id: str
+    """The client's name for the request, or one generated here."""
+    request: EngineRequest
+    stop_strings: tuple[str, ...]
+    return_token_ids: bool
+    echo: bool
+    special_tokens: bool = False
+    """Whether special tokens appear in the text."""
+    samples: SamplePlan = field(default_factory=SamplePlan)
+    degraded: tuple[str, ...] = ()
+    """Limits that were lowered because memory is short, as `name=value`."""
+
+
+def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
+    """Checks all that does not depend on the prompt's tokens; cheap, so done before tokenising.
+
+    Raises:
+        ServiceError: a field is out of range, or the model is another one.
+    """
+    check_model(request.model, model.name)
+    validate_request(request)
+    _check_vocabulary(request, model.vocab_size)
+    _check_support(request, model)
+
+
+def check_model(asked: str, served: str) -> None:
+    """Checks that the request names the served model; an empty name means that one.
+
+    Raises:
+        ServiceError: NOT_FOUND, for any other model.
+    """
+    if asked not in ("", served):
+        raise ServiceError(
+            grpc.StatusCode.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            f"model {asked!r} is not served here; ask for {served!r}",
+            metadata={"field": "model", "model": asked},
+        )
+
+
+def validated_request(
+    request: pb.GenerateRequest,
+    prompt_ids: list[int],
+    key: str,
+    model: ModelLimits,
+    limits: LimitsSection,
+    grammar: str = "",
+) -> ValidatedRequest:
+    """Builds the request of a checked call whose `grammar` is in the form that workers compile.
+
+    The output limit is cut to what the model's length leaves.
+
+    Raises:
+        ServiceError: the prompt is empty or leaves no room for output.
+    """
+    num_prompt = len(prompt_ids)
+    if not num_prompt:
+        raise invalid_value("prompt", "no token", "at least one token")
+    if num_prompt >= model.max_model_len:
+        raise _too_long(num_prompt, model.max_model_len)
+    max_tokens = min(limits.max_output_tokens, model.max_model_len - num_prompt)
+    if request.stop.HasField("max_tokens"):
+        max_tokens = min(max_tokens, request.stop.max_tokens)
+    samples = sample_plan(request.samples)
+    engine_request = EngineRequest(
+        request_id=key,
+        token_ids=prompt_ids,
+        num_prompt_tokens=num_prompt,
+        max_tokens=max_tokens,
+        min_tokens=min(request.stop.min_tokens, max_tokens),
+        sampling=_sampling(request),
+        stop_token_ids=_stop_token_ids(request.stop, model.eos_token_ids),
+        priority=request.priority,
+        session_id=request.session_id,
+        beam=samples.beam,
+        grammar=grammar,
+    )
+    return ValidatedRequest(
+        client_id=request.request_id or key,
+        request=engine_request,
+        stop_strings=tuple(request.stop.stop_strings),
+        return_token_ids=request.output.return_token_ids,
+        echo=request.output.echo,
+        special_tokens=request.output.special_tokens,
+        samples=samples,
+    )
+
+
+def _too_long(num_prompt: int, max_model_len: int) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "CONTEXT_TOO_LONG",
+        f"the prompt has {num_prompt} tokens and the model's length is {max_model_len}; "
+        f"send at most {max_model_len - 1}",
+        metadata={
+            "field": "input",
+            "prompt_tokens": str(num_prompt),
+            "max_model_len": str(max_model_len),
+        },
+    )
+
+
+def _sampling(request: pb.GenerateRequest) -> SamplingParams:
+    """Converts sampling parameters: unset fields take defaults, and the seed is fixed once,
+    here."""
+    given = {field.name: value for field, value in request.sampling.ListFields()}
+    # 53 bits: a seed survives a JSON number on its way back to the client.
+    given["logit_bias"] = dict(request.sampling.logit_bias)
+    given.setdefault("seed", secrets.randbits(53))
+    if request.output.HasField("top_logprobs"):
+        given["top_logprobs"] = request.output.top_logprobs
+    return SamplingParams(**given)
+
+
+def _stop_token_ids(stop: pb.StopConditions, eos_token_ids: tuple[int, ...]) -> list[int]:
+    ends = () if stop.ignore_eos else eos_token_ids
+    return sorted({*stop.stop_token_ids, *ends})
+
+
+def _check_vocabulary(request: pb.GenerateRequest, vocab_size: int) -> None:
+    if request.WhichOneof("input") == "token_ids":
+        check_prompt_tokens(request.token_ids.ids, vocab_size)
+    check_vocabulary("logit_bias", request.sampling.logit_bias, vocab_size)
+    check_vocabulary("stop_token_ids", request.stop.stop_token_ids, vocab_size)
+
+
+def _check_support(request: pb.GenerateRequest, model: ModelLimits) -> None:
+    if request.HasField("grammar") and not model.eos_token_ids:
+        raise invalid("grammar", "grammar: the model has no end-of-sequence token; leave it out")
+    if request.messages.HasField("tools"):
+        raise invalid("tools", "tools are not served by an engine; ask a router, or send none")
+
+
+def degrade(
+    job: ValidatedRequest, section: DegradeSection, state: WorkerState | None
+) -> ValidatedRequest:
+    """Lowers limits by the pressure level of the worker's last state; `degraded` lists what
+    changed."""
+    level = level_at(section, state.pressure_level if state else 0)
+    if level is None:
+        return job
+    request = lowered(job.request, level, change_sampling=section.change_sampling)
+    return dataclasses.replace(job, request=request, degraded=changes(job.request, request))
+
+
+def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:
+    """Returns the request within a level's limits; nothing is ever raised."""
+    sampling = request.sampling
+    if change_sampling and request.beam is None:
+        sampling = _lowered_sampling(sampling, level)
+    limit = level.max_output_tokens
+    max_tokens = request.max_tokens if limit is None else min(limit, request.max_tokens)
+    return msgspec.structs.replace(request, max_tokens=max_tokens, sampling=sampling)
+
+
+def changes(before: EngineRequest, after: EngineRequest) -> tuple[str, ...]:
+    """Lists what differs, as `name=value`, the form that clients read."""
+    pairs = (
+        ("max_tokens", before.max_tokens, after.max_tokens),
+        ("temperature", before.sampling.temperature, after.sampling.temperature),
+        ("top_p", before.sampling.top_p, after.sampling.top_p),
+    )
+    return tuple(f"{name}={new:.10g}" for name, old, new in pairs if new != old)
+
+
+def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> SamplingParams:
+    temperature = _capped(sampling.temperature, level.max_temperature)
+    # A greedy choice has no use for top_p.
+    top_p = _capped(sampling.top_p, level.max_top_p) if temperature > 0 else sampling.top_p
+    return msgspec.structs.replace(sampling, temperature=temperature, top_p=top_p)
+
+
+def _capped(value: float, limit: float | None) -> float:
+    """Returns at most `limit`. Values came as float32, so 0.8 arrives a little larger and is no
+    excess."""
+    return value if limit is None or float(f"{value:.7g}") <= limit else limit

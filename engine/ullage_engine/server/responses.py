@@ -1,0 +1,256 @@
+"""The messages of an answer, and the answers to one prompt merged into one stream.
+
+Messages are built from what the engine reports; nothing here decides anything.
+"""
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire import memory_profile
+from ullage_engine.server.health import EngineStatus
+from ullage_engine.server.journal import Finish, JournalEntry, Reason, Update
+from ullage_engine.server.request import ValidatedRequest, sample_seed
+from ullage_engine.tokenizer.detokenizer import TokenBytes
+from ullage_engine.tokenizer.tokenizer import ModelTokenizer
+
+# Of several answers' ends the one that says most about the request as a whole comes first.
+_WEIGHTIEST: tuple[Reason, ...] = ("cancelled", "timeout", "length", "stop")
+
+
+class SampleGroup:
+    """One request's samples, from its acceptance to its last message.
+
+    Samples that are all returned are sent as they grow. Of best_of more than n, and of a beam
+    search, nothing is sent before all have ended: then the likeliest first.
+    """
+
+    def __init__(self, job: ValidatedRequest, token_bytes: TokenBytes, prefix: str = "") -> None:
+        """
+        Args:
+            prefix: text that begins every answer.
+        """
+        self.job = job
+        self._news = asyncio.Event()
+        self.entries = [
+            JournalEntry(_sample_job(job, i), token_bytes, index=i, news=self._news, prefix=prefix)
+            for i in range(job.samples.num_generated)
+        ]
+        self._returned = self.entries
+        self._unfinished = list(self.entries)
+
+    @property
+    def is_over(self) -> bool:
+        return all(entry.is_over for entry in self.entries)
+
+    @property
+    def all_finishes_sent(self) -> bool:
+        """Whether every returned sample's finish has been in an update."""
+        return not self._unfinished
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens over all samples, those not returned included."""
+        return sum(len(entry.output_ids) for entry in self.entries)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was cached before the request."""
+        return self.entries[0].num_cached_tokens
+
+    @property
+    def resumes(self) -> int:
+        return max(entry.resumes for entry in self.entries)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(entry.preemptions for entry in self.entries)
+
+    @property
+    def finish(self) -> Finish:
+        """How the request ended: as its only sample did, or as the weightiest end of several."""
+        ends = [entry.finish for entry in self._returned if entry.finish]
+        if len(ends) == 1:
+            return ends[0]
+        return Finish(min((end.reason for end in ends), key=_WEIGHTIEST.index))
+
+    @property
+    def latest(self) -> JournalEntry:
+        """The sample whose last token is the newest."""
+        return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
+
+    def end(self, reason: Reason) -> list[JournalEntry]:
+        """Ends the unfinished samples with their text so far and returns them."""
+        ended = [entry for entry in self.entries if not entry.is_over]
+        for entry in ended:
+            entry.end(reason)
+        return ended
+
+    async def next_updates(self) -> list[Update]:
+        """Waits for news and returns updates, possibly none; each finish comes once.
+
+        Raises:
+            ServiceError: a sample failed, and with it the request.
+        """
+        await self._news.wait()
+        self._news.clear()
+        failed = next((entry.failure for entry in self.entries if entry.failure), None)
+        if failed is not None:
+            raise failed
+        if not self.job.samples.is_streamed:
+            if not self.is_over:
+                return []
+            self._rank()
+        return [update for entry in list(self._unfinished) if (update := self._take(entry))]
+
+    def _rank(self) -> None:
+        if self.job.samples.is_ranked:
+            ranked = sorted(self.entries, key=_mean_logprob, reverse=True)
+            self._returned = ranked[: self.job.samples.n]
+            self._unfinished = list(self._returned)
+
+    def _take(self, entry: JournalEntry) -> Update | None:
+        """Returns the update of one sample, under the number by which the client knows it."""
+        update = entry.pop_update()
+        if update is None:
+            return None
+        update.sample = self._returned.index(entry)
+        if self.job.request.sampling.top_logprobs is None:
+            update.logprobs = []
+        if update.finish:
+            self._unfinished.remove(entry)
+        return update
+
+
+def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
+    """Returns the request of one sample, with a key and a seed of its own."""
+    request, sampling = job.request, job.request.sampling
+    if job.samples.is_ranked and sampling.top_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, top_logprobs=0)
+    if index:
+        key = f"{request.request_id}#{index}"
+        # The first answer is what the session goes on from.
+        request = msgspec.structs.replace(request, request_id=key, session_id="")
+        sampling = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, index))
+    return dataclasses.replace(job, request=msgspec.structs.replace(request, sampling=sampling))
+
+
+def _mean_logprob(entry: JournalEntry) -> float:
+    """Mean log-probability of a sample's tokens under the model; without tokens, the least."""
+    count = len(entry.output_ids)
+    return entry.total_logprob / count if count else -math.inf
+
+
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "timeout": pb.FINISH_REASON_TIMEOUT,
+    "cancelled": pb.FINISH_REASON_CANCELLED,
+}
+
+
+def accepted(job: ValidatedRequest, engine: str, predicted_bytes: int) -> pb.GenerateResponse:
+    request = job.request
+    message = pb.Accepted(
+        request_id=job.client_id,
+        engine=engine,
+        prompt_tokens=request.num_prompt_tokens,
+        predicted_bytes=predicted_bytes,
+        max_tokens=request.max_tokens,
+        degraded=job.degraded,
+        seed=request.sampling.seed,
+        prompt_token_ids=request.token_ids if job.return_token_ids else (),
+    )
+    return pb.GenerateResponse(accepted=message)
+
+
+def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.GenerateResponse:
+    message = pb.Delta(
+        text=update.text,
+        num_tokens=len(update.token_ids),
+        token_ids=update.token_ids if job.return_token_ids else (),
+        logprobs=_logprobs(update, token_bytes),
+        sample=update.sample,
+    )
+    return pb.GenerateResponse(delta=message)
+
+
+def sample_finished(update: Update) -> pb.GenerateResponse:
+    """Builds the message that ends one of several samples."""
+    assert update.finish is not None, "a sample that goes on"
+    message = pb.SampleFinished(
+        sample=update.sample,
+        reason=_REASONS[update.finish.reason],
+        stop_string=update.finish.stop_string,
+    )
+    return pb.GenerateResponse(sample_finished=message)
+
+
+def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResponse:
+    finish = group.finish
+    message = pb.Finished(
+        reason=_REASONS[finish.reason],
+        usage=pb.Usage(
+            prompt_tokens=group.job.request.num_prompt_tokens,
+            completion_tokens=group.num_output_tokens,
+            cached_tokens=group.num_cached_tokens,
+        ),
+        stop_string=finish.stop_string,
+        resumes=group.resumes,
+        preemptions=group.preemptions,
+        headroom_bytes=engine_status.headroom_bytes,
+    )
+    return pb.GenerateResponse(finished=message)
+
+
+def model_response(
+    name: str, tokenizer: ModelTokenizer, engine_status: EngineStatus
+) -> pb.GetModelResponse:
+    """Builds the description of a loaded model."""
+    ready = engine_status.ready
+    assert ready is not None
+    return pb.GetModelResponse(
+        model=name,
+        tokenizer_json=tokenizer.json_bytes,
+        chat_template=tokenizer.chat_template,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        eos_token_ids=tokenizer.eos_token_ids,
+        max_model_len=ready.max_model_len,
+        vocab_size=ready.vocab_size,
+        profile=memory_profile.to_wire(engine_status.profile),
+        dtype=ready.dtype,
+        add_bos=tokenizer.add_bos,
+        created=engine_status.created,
+        ranks=[pb.RankPlacement(**msgspec.structs.asdict(place)) for place in ready.ranks],
+    )
+
+
+def _logprobs(update: Update, token_bytes: TokenBytes) -> Iterator[pb.TokenLogprob]:
+    # Log-probabilities are all there or, when not asked for, all missing.
+    for token_id, logprobs in zip(update.token_ids, update.logprobs, strict=False):
+        chosen = _alternative(token_id, logprobs.logprob, token_bytes)
+        yield pb.TokenLogprob(
+            token_id=token_id,
+            token=chosen.token,
+            token_bytes=chosen.token_bytes,
+            logprob=chosen.logprob,
+            top=[
+                _alternative(other, logprob, token_bytes)
+                for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+            ],
+        )
+
+
+def _alternative(token_id: int, logprob: float, token_bytes: TokenBytes) -> pb.Alternative:
+    spelling = token_bytes.spelling(token_id)
+    return pb.Alternative(
+        token_id=token_id,
+        token=spelling.decode("utf-8", "replace"),
+        token_bytes=spelling,
+        logprob=logprob,
+    )

@@ -1,0 +1,165 @@
+"""Who may send requests to this engine: holders of a router's ticket, as often as it says."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.engine import TicketsSection
+from ullage_common.tickets.tickets import (
+    CLOCK_SKEW_S,
+    TICKET_KEY,
+    Claims,
+    TicketError,
+    TicketKeys,
+    engine_tag,
+    verify,
+)
+from ullage_common.wire.errors import ServiceError
+
+MAX_REMEMBERED = 200_000
+"""Number of tickets remembered until they expire."""
+
+
+@dataclass(slots=True)
+class _TicketUse:
+    """How often a ticket was used, and until when it counts."""
+
+    until: float
+    """Unix time in seconds at which the ticket expires."""
+    count: int = 0
+
+
+class TicketVerifier:
+    """Admits requests by their tickets, each as often as it says.
+
+    Args:
+        section: None lets everybody in and looks at no ticket.
+        engine_id: tickets name the engine they are for.
+        clock: Unix time, seconds.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+
+    def __init__(
+        self,
+        section: TicketsSection | None,
+        engine_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = TicketKeys(Path(section.keys_dir)) if section else None
+        self._is_required = bool(section and section.required)
+        self._tag = engine_tag(engine_id)
+        self._clock = clock
+        self._uses: dict[int, _TicketUse] = {}
+        """Tickets in the order of their first use. Nothing is awaited between a look and a use."""
+
+    def start(self) -> None:
+        if self._keys:
+            self._keys.start()
+
+    async def close(self) -> None:
+        if self._keys:
+            await self._keys.close()
+
+    @property
+    def num_remembered(self) -> int:
+        """Number of used tickets that are remembered."""
+        return len(self._uses)
+
+    def admit(
+        self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
+    ) -> None:
+        """Takes the request's ticket, if it has one, and holds the request to its claims.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
+        """
+        if self._keys is None:
+            return
+        ticket = dict(metadata or ()).get(TICKET_KEY)
+        if ticket is not None:
+            self._take(request, ticket if isinstance(ticket, str) else ticket.decode("latin-1"))
+        elif self._is_required:
+            raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
+
+    def _take(self, request: pb.GenerateRequest, ticket: str) -> None:
+        assert self._keys
+        now = self._clock()
+        try:
+            claims = verify(ticket, self._keys.all, self._tag, now)
+        except TicketError as error:
+            raise _refused(error.reason, str(error)) from error
+        self._forget(now)
+        self._count(claims)
+        _hold(request, claims)
+
+    def _count(self, claims: Claims) -> None:
+        """Counts one more use of a ticket."""
+        use = self._uses.get(claims.id)
+        if use is None:
+            if len(self._uses) >= MAX_REMEMBERED:
+                raise _too_many()
+            use = _TicketUse(claims.expires_ms / 1000 + CLOCK_SKEW_S)
+            self._uses[claims.id] = use
+        if use.count >= max(1, claims.uses):  # older routers leave it out
+            raise _refused("TICKET_USED", "the ticket was used; pick again")
+        use.count += 1
+
+    def _forget(self, now: float) -> None:
+        """Drops expired tickets; one behind a longer-lived one waits for that."""
+        while self._uses:
+            first = next(iter(self._uses))
+            if self._uses[first].until >= now:
+                return
+            del self._uses[first]
+
+
+def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
+    """Checks that a request is no larger than was priced, and fills in what it leaves open.
+
+    Raises:
+        ServiceError: PERMISSION_DENIED.
+    """
+    if request.WhichOneof("input") != "token_ids":
+        raise _over("the input", "text", "token ids")
+    samples = request.samples
+    requested = {
+        "prompt": (len(request.token_ids.ids), claims.prompt_tokens),
+        "max_tokens": (request.stop.max_tokens, claims.max_tokens),
+        "answers": (max(1, samples.n, samples.best_of, samples.beam.width), claims.samples),
+    }
+    for name, (value, limit) in requested.items():
+        if value > limit:
+            raise _over(name, str(value), f"at most {limit}")
+    if not request.stop.HasField("max_tokens"):
+        request.stop.max_tokens = claims.max_tokens
+    request.priority = claims.priority
+    if claims.is_sessionless:
+        request.session_id = ""
+
+
+def _too_many() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_TICKETS",
+        f"{MAX_REMEMBERED} tickets were taken and have not expired yet; come back",
+        retry_after_s=1.0,
+    )
+
+
+def _over(field: str, value: str, budget: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.PERMISSION_DENIED,
+        "TICKET_BUDGET",
+        f"{field} is {value} and the ticket is for {budget}; pick what is sent",
+        metadata={"field": field},
+    )
+
+
+def _refused(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)

@@ -1,0 +1,263 @@
+"""One worker process seen from the server: its environment, its ZeroMQ link and its health.
+
+The link is a PAIR with one msgpack message a frame. glibc and OpenMP read the environment before
+any Python runs.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ullage_engine.protocol.messages import (
+    Loading,
+    Ready,
+    StateReport,
+    StepDone,
+    ToServer,
+    ToWorker,
+)
+from ullage_engine.server.health import HangDetector, RestartPolicy, read_proc_stats
+
+
+class ChildProcess:
+    """A started process; its standard streams are the parent's.
+
+    Start it on the main thread: the kernel kills a worker that asked for it when the *thread* that
+    started it ends. subprocess.Popen and not asyncio's: it uses vfork, so gRPC's fork handlers,
+    which cannot cope with running threads, are never called.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(command, env={**os.environ, **environment})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Waits for the exit status; minus the signal's number when a signal killed the process."""
+        return await asyncio.to_thread(self._process.wait)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+# Longest path of a Unix socket, less the terminating zero.
+MAX_PATH_BYTES = 107
+_PREFIX = "worker-"
+
+
+class EndpointError(Exception):
+    """The worker's socket cannot be created; the message is one line naming server.run_dir."""
+
+
+def endpoint(run_dir: Path, number: int) -> str:
+    """Returns the address for the worker with this number; sockets of its ranks have longer
+    names."""
+    return f"ipc://{run_dir}/{_PREFIX}{number}.ipc"
+
+
+def clear_endpoints(run_dir: Path) -> None:
+    """Removes sockets that killed workers left behind. Call it while there is no worker."""
+    for path in run_dir.glob(f"{_PREFIX}*"):
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+class ServerLink:
+    """One worker's connection; a new worker gets a new link, so nothing of an old one arrives.
+
+    Messages to the worker are queued without limit and never block: there are at most a few for
+    each open request.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        path = endpoint.removeprefix("ipc://")
+        if len(path.encode()) > MAX_PATH_BYTES:
+            raise EndpointError(f"server.run_dir: {path} is longer than a socket's path may be")
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise EndpointError(f"server.run_dir: cannot make {path}: {error}") from error
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+        self._outbox: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self.sending = asyncio.create_task(self._send_all())
+        """The sending task, done only when it failed: then no message reaches the worker any
+        more."""
+
+    def post(self, message: ToWorker) -> None:
+        """Queues a message; it is lost if the worker dies before taking it."""
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> ToServer:
+        """Waits for the next message.
+
+        Raises:
+            msgspec.MsgspecError: the worker sent something that is not a message.
+        """
+        return self._decoder.decode(await self._socket.recv())
+
+    async def close(self) -> None:
+        self.sending.cancel()
+        await asyncio.gather(self.sending, return_exceptions=True)
+        self._socket.close()
+
+    async def _send_all(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            await self._socket.send(self._encoder.encode(message))
+
+
+log = logging.getLogger("ullage.engine.supervisor")
+
+# Least time between two progress lines of one stage.
+_PROGRESS_S = 1.0
+
+
+class WorkerHandle:
+    """One worker process and its link, from start to end."""
+
+    def __init__(self, process: ChildProcess, link: ServerLink, detector: HangDetector) -> None:
+        self.process = process
+        self.link = link
+        self.exited = asyncio.create_task(process.wait())
+        self.started_at = time.monotonic()
+        self.ready_at: float | None = None
+        self.last_message_at = self.started_at
+        """Time of the last message."""
+        self.served = False
+        """Whether the worker has done a step."""
+        self.start_error = ""
+        self.may_retry = True
+        """Whether another start may do better."""
+        self._logged = (("", 0), 0.0)
+        self._detector = detector
+        self._checked_at = self.started_at
+        self._submitted_at = self.started_at
+        self._num_steps = 0
+
+    def on_message(self, message: ToServer) -> None:
+        """Records that the worker is alive and, by some messages, that it makes progress."""
+        now = time.monotonic()
+        match message:
+            case StepDone():
+                self.served = True
+                self._detector.on_step(now - max(self.last_message_at, self._submitted_at))
+            case StateReport(state=state) if state.num_steps != self._num_steps:
+                self._num_steps = state.num_steps
+                self._detector.on_progress()
+            case Loading() | Ready():
+                self._detector.on_progress()
+        self.last_message_at = now
+        self._detector.on_message()
+
+    def on_submit(self) -> None:
+        """Records that it was sent a request: idle time before it is not part of the next step."""
+        self._submitted_at = time.monotonic()
+
+    def check_health(self, has_work: bool) -> str:
+        """Returns why the worker counts as hung; empty while it does not. Call it regularly."""
+        now = time.monotonic()
+        elapsed, self._checked_at = now - self._checked_at, now
+        is_loading = self.ready_at is None
+        self._detector.tick(elapsed, is_loading=is_loading, has_work=has_work)
+        stats = read_proc_stats(self.process.pid) if self._detector.is_suspect else None
+        if stats is not None:
+            self._detector.observe(stats, elapsed)
+        return self._detector.reason(is_loading=is_loading)
+
+    def has_served(self, policy: RestartPolicy) -> bool:
+        """Whether the worker was of use, so that its end is the first failure in a row."""
+        if self.ready_at is None:
+            return False
+        return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
+
+    def on_progress(self, loading: Loading) -> None:
+        """Logs how far the start is: a rank's stages, their ends, and once a second."""
+        stage, logged_at = self._logged
+        loading_stage = loading.stage, loading.rank
+        now = time.monotonic()
+        is_done = loading.done_bytes >= loading.total_bytes
+        if loading_stage == stage and now - logged_at < _PROGRESS_S and not is_done:
+            return
+        self._logged = (loading_stage, now)
+        log.info(
+            "loading",
+            extra={
+                "rank": loading.rank,
+                "stage": loading.stage,
+                "done_bytes": loading.done_bytes,
+                "total_bytes": loading.total_bytes,
+            },
+        )
+
+
+WORKER_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        # One arena: freed temporaries of any thread are reused by all, so the heap has one
+        # high-water mark, reached in warm-up, and not one a thread.
+        "MALLOC_ARENA_MAX": "1",
+        # Large temporaries come from the heap and go back to it. With mmap each would fault its
+        # pages in anew, and glibc would move its threshold while serving: resident memory jumps.
+        "MALLOC_MMAP_MAX_": "0",
+        # Never give the heap's top back to the kernel: what warm-up took is in the ledger already.
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
+        # Threads spin this often for one another, then sleep. The default is 300,000: when anything
+        # else runs on their cores they burn whole time slices waiting for a thread that is not
+        # running. 120 small products with two threads on two cores took 18 ms either way when the
+        # cores were free; with two busy neighbours 26 ms against 80 ms, at worst 32 ms against 2 s.
+        "GOMP_SPINCOUNT": "1000",
+        # Descriptors and code of one shape of matrix product take about 0.6 MB, and are kept in two
+        # caches of 1,024: oneDNN's and torch's own above it. One is enough, and not that large:
+        # shapes that fell out cost about a millisecond when they come again.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96",
+        "LRU_CACHE_CAPACITY": "1",
+    }
+)
+"""Environment of every worker, on top of the parent's."""
+
+
+TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        # A failed transfer ends its process, and so the group, rather than waiting for ever.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # For GPUs that speak over PCIe: more channels and larger pieces.
+        "NCCL_MIN_NCHANNELS": "4",
+        "NCCL_BUFFSIZE": "8388608",
+        # All ranks of an engine are on one host, and nobody else may speak to them.
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+)
+"""Environment of transfers between ranks; `parallelism.nccl` may say otherwise."""
+
+
+def worker_env(
+    threads: int, num_ranks: int = 1, nccl: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Returns `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0."""
+    own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
+    return own if num_ranks == 1 else {**own, **TRANSFER_ENV, **nccl}

@@ -1,0 +1,167 @@
+"""Tokens to text while they arrive: whole characters only, and nothing of a stop string.
+
+Bytes of an incomplete character are held back, and so is text that may turn out to be the
+beginning of a stop string. The cost of a token does not depend on how much came before it.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+
+class UnsupportedDecoder(Exception):
+    """The tokenizer's decoder is of a kind whose tokens are not plain bytes."""
+
+
+class TokenBytes:
+    """The bytes each token stands for; special tokens stand for none.
+
+    Raises:
+        UnsupportedDecoder: the decoder is neither byte-level nor SentencePiece with byte fallback.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._spell = _speller(tokenizer)
+        self._known: dict[int, bytes] = {}
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Bytes that the token adds to the text."""
+        return b"" if token_id in self._special else self.spelling(token_id)
+
+    def spelling(self, token_id: int) -> bytes:
+        """Bytes of the token itself, of special tokens too; empty for an id without a token."""
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._spell(self._tokenizer.id_to_token(token_id) or "")
+            self._known[token_id] = text
+        return text
+
+
+class TextPiece(NamedTuple):
+    """New text, and the stop string that ended it (empty: none did)."""
+
+    text: str
+    stop_string: str
+
+
+class Detokenizer:
+    """The text of one answer, token by token.
+
+    The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the first
+    stop string to be completed (of two completed by the same character, the longer). With
+    `special_tokens` these are text too.
+    """
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        stop_strings: Sequence[str] = (),
+        special_tokens: bool = False,
+    ) -> None:
+        self._bytes_of = token_bytes.spelling if special_tokens else token_bytes.text_bytes
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopMatcher(stop_strings)
+
+    def push(self, token_id: int) -> TextPiece:
+        """Takes a token; after a piece with a stop string nothing more may be pushed."""
+        return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
+
+    def flush(self) -> TextPiece:
+        """Returns what was held back; an incomplete character becomes U+FFFD."""
+        piece = self._stops.push(self._characters.decode(b"", final=True))
+        if piece.stop_string:
+            return piece
+        return TextPiece(piece.text + self._stops.flush(), "")
+
+
+class StopMatcher:
+    """Finds the first of several strings in text that arrives in pieces (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        # Longest first, so that the longer of two matches at one character wins.
+        self._stops = sorted(set(stop_strings), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+
+    def push(self, text: str) -> TextPiece:
+        """The text that can no longer belong to a stop string."""
+        if not self._stops:
+            return TextPiece(text, "")
+        pending = self._held + text
+        for place, character in enumerate(text, start=len(self._held) + 1):
+            stop = self._advance(character)
+            if stop:
+                return TextPiece(pending[: place - len(stop)], stop)
+        kept = len(pending) - max(self._matched)
+        self._held = pending[kept:]
+        return TextPiece(pending[:kept], "")
+
+    def flush(self) -> str:
+        """The text held back, for no more is coming."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> str:
+        """Takes one character; the stop string it completes, or nothing."""
+        completed = ""
+        for index, stop in enumerate(self._stops):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = self._borders[index][matched - 1]
+            self._matched[index] = matched + (stop[matched] == character)
+            if self._matched[index] == len(stop) and not completed:
+                completed = stop
+        return completed
+
+
+def _borders(text: str) -> list[int]:
+    """Returns for each prefix the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for place in range(1, len(text)):
+        while length and text[place] != text[length]:
+            length = borders[length - 1]
+        length += text[place] == text[length]
+        borders[place] = length
+    return borders
+
+
+def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    if '"ByteLevel"' in decoder:
+        return _ByteLevelSpelling()
+    if '"ByteFallback"' in decoder:
+        return _spell_sentencepiece
+    raise UnsupportedDecoder(
+        f"tokenizer.json: decoder {decoder[:80]} is not supported; use a byte-level tokenizer"
+    )
+
+
+class _ByteLevelSpelling:
+    """Converts GPT-2's printable characters, one for every byte, back to bytes."""
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = sorted(set(range(256)) - set(printable))
+        self._bytes = {chr(byte): byte for byte in printable}
+        self._bytes.update({chr(256 + place): byte for place, byte in enumerate(others)})
+
+    def __call__(self, token: str) -> bytes:
+        try:
+            return bytes(self._bytes[character] for character in token)
+        except KeyError:  # an added token is written as itself
+            return token.encode()
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    """Converts SentencePiece's text to bytes: `▁` is a space and `<0xE2>` a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()

@@ -1,0 +1,231 @@
+"""Rebuilds a `tokenizers.Tokenizer` from GGUF metadata: byte-level BPE, as GPT-2 introduced it.
+
+GGUF stores vocabulary, merges and token types, but of the pre-tokenizer only a name; the splits
+below are those that the published tokenizer.json of each family carries. The file's key-value
+header is read without numpy and without touching a tensor: magic `GGUF`, version (uint32), tensor
+count and pair count (uint64), then pairs of (string key, uint32 type, value); a string is a uint64
+length and UTF-8 bytes; an array is a uint32 element type, a uint64 count and its elements;
+everything little-endian.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+MAGIC = b"GGUF"
+SUPPORTED_VERSIONS = (2, 3)
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+
+Value = int | float | bool | str | list["Value"]
+
+
+class GgufError(Exception):
+    """The file is not a GGUF file that can be read; one line that names it."""
+
+
+def read_metadata(path: Path) -> dict[str, Value]:
+    """Reads all key-value pairs of a GGUF file.
+
+    Raises:
+        GgufError: the file is missing, is no GGUF file, or ends inside its header.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).pairs()
+    except OSError as error:
+        raise GgufError(f"{path}: {error.strerror}; name an existing GGUF file") from error
+    except (struct.error, IndexError, ValueError) as error:
+        # ValueError is also what mapping an empty file raises.
+        raise GgufError(f"{path}: not a whole GGUF file ({error}); fetch it again") from error
+
+
+class _Reader:
+    """A cursor over the mapped file; running off its end raises struct.error or IndexError."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def pairs(self) -> dict[str, Value]:
+        if self._take(4) != MAGIC:
+            raise ValueError("the file does not begin with GGUF")
+        version = self._scalar("I")
+        if version not in SUPPORTED_VERSIONS:
+            raise ValueError(f"version {version}; versions {SUPPORTED_VERSIONS} are supported")
+        self._scalar("Q")  # tensors, described after the pairs
+        return dict(self._pair() for _ in range(int(self._scalar("Q"))))
+
+    def _pair(self) -> tuple[str, Value]:
+        key = self._string()
+        return key, self._value(int(self._scalar("I")))
+
+    def _value(self, kind: int) -> Value:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        return self._scalar(_format_of(kind))
+
+    def _array(self) -> list[Value]:
+        kind, count = int(self._scalar("I")), int(self._scalar("Q"))
+        if kind in (_STRING, _ARRAY):
+            return [self._value(kind) for _ in range(count)]
+        layout = f"<{count}{_format_of(kind)}"
+        return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
+
+    def _string(self) -> str:
+        return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
+
+    def _scalar(self, layout: str) -> int | float | bool:
+        size = struct.calcsize("<" + layout)
+        value: int | float | bool = struct.unpack("<" + layout, self._take(size))[0]
+        return value
+
+    def _take(self, size: int) -> bytes:
+        end = self._at + size
+        if end > len(self._data):
+            raise IndexError(f"the header needs {end} bytes, the file has {len(self._data)}")
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+
+def _format_of(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"unknown value type {kind}")
+    return _SCALARS[kind]
+
+
+# Token types of GGUF that are matched whole in text.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+class UnsupportedTokenizer(Exception):
+    """The metadata describe a tokenizer that cannot be rebuilt; names key, value and remedy."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The way in which a family of byte-level BPE tokenizers splits text before merging."""
+
+    split: str = ""
+    """Regular expression of one piece; empty: GPT-2's own."""
+    single_digits: bool = False
+    """Whether every digit is its own piece, cut off before the split."""
+    whole_words: bool = False
+    """Whether a piece that is in the vocabulary is taken whole, without merging."""
+    normal_form: Literal["", "NFC"] = ""
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+
+_GPT2 = _Kind()
+_SMOLLM = _Kind(single_digits=True)
+_LLAMA3 = _Kind(split=_CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _TAIL, whole_words=True)
+_QWEN2 = _Kind(split=_CONTRACTIONS + _WORD + r"|\p{N}" + _TAIL, normal_form="NFC")
+
+_KINDS: Mapping[str, _Kind] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
+    """The tokenizer that the `tokenizer.ggml.*` pairs describe.
+
+    Raises:
+        UnsupportedTokenizer: a pair is missing or has a value that is not supported.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise UnsupportedTokenizer(_refusal("tokenizer.ggml.model", model, ["gpt2"]))
+    kind = _kind(metadata)
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    tokenizer = Tokenizer(_bpe(tokens, _strings(metadata, "tokenizer.ggml.merges"), kind))
+    if kind.normal_form:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = list(_added_tokens(tokens, metadata.get("tokenizer.ggml.token_type")))
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])
+    return tokenizer
+
+
+def _kind(metadata: Mapping[str, Value]) -> _Kind:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _KINDS:
+        raise UnsupportedTokenizer(_refusal("tokenizer.ggml.pre", name, sorted(_KINDS)))
+    return _KINDS[str(name)]
+
+
+def _refusal(key: str, value: object, supported: list[str]) -> str:
+    return (
+        f"{key} is {value!r}; supported: {', '.join(supported)}; "
+        "serve the model from a directory with a tokenizer.json instead"
+    )
+
+
+def _strings(metadata: Mapping[str, Value], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not value:
+        raise UnsupportedTokenizer(f"{key} is missing; convert the model to GGUF again")
+    return [str(item) for item in value]
+
+
+def _bpe(tokens: list[str], merges: list[str], kind: _Kind) -> models.BPE:
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=kind.whole_words)
+    except Exception as error:  # the Rust library raises plain Exception
+        raise UnsupportedTokenizer(
+            f"tokenizer.ggml.merges do not fit the vocabulary ({error}); "
+            "convert the model to GGUF again"
+        ) from error
+
+
+def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
+    if kind.split:
+        cut = pre_tokenizers.Split(Regex(kind.split), behavior="isolated")
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([cut, bytes_only])
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind.single_digits:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    return gpt2
+
+
+def _added_tokens(tokens: list[str], types: Value | None) -> Iterator[AddedToken]:
+    """Tokens matched whole in text: control tokens, left out when decoding, and user-defined."""
+    for token, kind in zip(tokens, types if isinstance(types, list) else (), strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            yield AddedToken(token, normalized=False, special=kind == _CONTROL)

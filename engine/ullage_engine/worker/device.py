@@ -1,0 +1,138 @@
+"""The device of a rank: which one it is, and how much of its memory may be and is used.
+
+Also ends a process whose parent has ended.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+import msgspec
+import psutil
+import torch
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.memory import container_limit, trim_heap, usable_bytes
+from ullage_engine.kernels import triton
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.protocol.messages import usable_cores
+
+
+class WorkerStartError(Exception):
+    """The worker cannot serve with this configuration; the message is one line naming the field."""
+
+
+def prepare_device(config: EngineConfig, rank: int) -> torch.device:
+    """Prepares a rank's device with everything that computing starts there, and returns it.
+
+    Raises:
+        WorkerStartError: there is no such device.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise WorkerStartError(
+            f"device: cuda is asked for, but torch finds no GPU: {_why_no_gpu()}"
+        )
+    torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
+    device = torch.device("cpu")
+    if has_cuda and config.device != "cpu":
+        device = _cuda_device(config, rank)
+    # Starts the thread pool and the libraries, whose memory is the context; then the kernels.
+    torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
+    triton.runs_on(device)
+    return device
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this image's torch is for CPUs; use one like engine-cuda, or set device: cpu"
+    return "see the container's devices and the node's driver, or set device: cpu"
+
+
+def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if config.gpus > num_gpus:
+        raise WorkerStartError(
+            f"pools.{config.server.pool}.gpus: {config.gpus} are asked for, but torch finds "
+            f"{num_gpus}; set {num_gpus} or fewer, and parallelism to match"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
+    """Opens the ledger of this rank's device: a GPU, or its share of the host's memory."""
+    memory = config.memory
+    if device.type == "cpu":
+        total = _cpu_bytes(memory.device_bytes, config.gpus)
+        return Ledger(total, memory.threshold, configurable=True)
+    total = int(torch.cuda.mem_get_info(device)[1])
+    return Ledger(total, memory.threshold, configurable=False)
+
+
+def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
+    """Returns the configuration with the CPU budget that rank 0 decided; None leaves it as it
+    is."""
+    if device_bytes is None:
+        return config
+    memory = msgspec.structs.replace(config.memory, device_bytes=device_bytes)
+    return msgspec.structs.replace(config, memory=memory)
+
+
+def _cpu_bytes(configured: int | None, num_ranks: int) -> int:
+    """Returns the budget of one worker process: as configured, else its share of what is usable."""
+    limit = container_limit()
+    if configured is None:
+        return usable_bytes() // num_ranks
+    if limit is not None and configured * num_ranks > limit:
+        share = mib(configured) + (f" for each of {num_ranks} workers" if num_ranks > 1 else "")
+        raise WorkerStartError(
+            f"memory.deviceBytes: {share} is more than the container's limit of "
+            f"{mib(limit)}; raise the limit or set less"
+        )
+    return configured
+
+
+_PAGE = 4096
+
+
+class MemoryMeter:
+    """A meter of memory in use: resident bytes of this process, or used bytes of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+
+    def used_bytes(self) -> int:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return int(total - free)
+        return int(self._process.memory_info().rss)
+
+
+def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Makes mapped weights resident now; else they would be read while serving."""
+    if device.type != "cpu":
+        return
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8)[::_PAGE].sum()
+
+
+def give_back_freed() -> None:
+    """Returns freed memory to the kernel, so that what loading took is not taken for used."""
+    trim_heap()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when `parent` ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        sys.exit(0)

@@ -1,0 +1,299 @@
+"""The engine's step loop, and what happens when a step fails or runs out of memory.
+
+One step, from the worker's loop to the tensor operations and back:
+
+    Worker.run                              worker/main.py
+      _take_messages                          Submit and Cancel from the server, by ZeroMQ
+      EngineCore.submit_group               worker/engine.py
+        Scheduler.submit_group                scheduler/scheduler.py
+          AdmissionControl.submit               scheduler/admission.py: admit or refuse by KV bytes
+            BlockReservations.grant_deferred      scheduler/reservations.py
+      EngineCore.step                       worker/engine.py
+        Scheduler.schedule                    scheduler/scheduler.py
+          _start_waiting                        reservations granted, KV swapped in
+          _plan_chunks                          which tokens of which sequence
+            _allocate                             blocks, preempting where none is left
+              PrefixCache.allocate                  kv_cache/prefix_cache.py
+          SwapManager.drain                     scheduler/state.py: the plan's block copies
+        Grammars.constrain                    worker/grammar.py: masks of allowed tokens
+        ModelRunner.move                      runner/model_runner.py: block copies, host and device
+        ModelRunner.execute                   runner/model_runner.py
+          PipelineRank.split, transfers         parallel/pipeline.py: micro-batches between stages
+          build_batch                           kernels/batch.py: index lists, decodes first
+          Decoder.forward                       layers/decoder.py: embed, then in each layer
+            rms_norm                              layers/attention.py
+            AttentionLayer.run                    layers/attention.py
+              Linear.forward                        layers/linear.py: plain, or by its format
+              rotate, write_kv                      layers/attention.py, kernels/kv_pool.py
+              Attention.run                         kernels/attention.py (CPU, any device),
+                                                    kernels/triton/attention.py (GPU), or
+                                                    kernels/deterministic.py
+              Linear.forward_add                    layers/linear.py
+            or ConvLayer.run                      layers/attention.py
+            MlpLayer.run or Experts.run           layers/decoder.py, layers/moe.py
+          Decoder.logits                        layers/decoder.py: norm and head of sampled rows
+          sample                                runner/sampler.py: penalties, masks, filters, noise
+        Scheduler.commit                      scheduler/scheduler.py: tokens appended, blocks cached
+        BeamSearches.filter_outputs           scheduler/beam_search.py
+      Link.send(StepDone)                   worker/main.py: tokens to the server
+      _report                               the worker's state, at most ten times a second
+"""
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+
+from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
+from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.scheduler.beam_search import BeamSearches
+from ullage_engine.scheduler.estimates import ThroughputEstimator
+from ullage_engine.scheduler.scheduler import Scheduler
+from ullage_engine.worker.grammar import GrammarError, Grammars, no_vocabulary
+
+log = logging.getLogger("ullage.engine.worker")
+
+
+class Runner(Protocol):
+    """The executor of step plans on one device or on several ranks."""
+
+    def move(self, moves: Moves) -> None:
+        """Copies whole blocks: all of swap_out, then swap_in, then copy.
+
+        Allocates nothing. Reads of one kind never see writes of the same kind.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        """Computes a step; returns one token for each chunk with `sampling`, in the plan's order.
+
+        Computing a plan again after an error gives what it would have given.
+        """
+        ...
+
+
+class EngineCore:
+    """Serves requests with one runner: schedules, executes and commits steps.
+
+    A step that runs out of memory is computed again after freeing what torch caches and with half
+    the prompt tokens, then without the newest sequence, and only when a sequence alone still does
+    not fit is that one request failed. A step that fails otherwise is computed again chunk by
+    chunk, and only requests whose own chunk fails are given up.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        throughput: ThroughputEstimator,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.grammars = grammars or Grammars(no_vocabulary)
+        self.num_oom_events = 0
+        self._runner = runner
+        self._throughput = throughput
+        self._beams = BeamSearches(scheduler)
+        self._failed: list[RequestFailed] = []
+        self._faults: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(
+        self, request: EngineRequest, *, resumed: bool = False
+    ) -> Rejected | TokenOutput | None:
+        """Admits a request or refuses it; see `Scheduler.submit`."""
+        return self.scheduler.submit(request, resumed=resumed)
+
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt, or one beam search for all of them; or refuses them all.
+
+        Waits for their grammar if it is not compiled yet; see `Grammars.compile`.
+        """
+        if requests[0].beam:
+            return self._beams.start(requests, resumed=resumed)
+        if requests[0].grammar:
+            return self._submit_matched(requests, resumed)
+        return self.scheduler.submit_group(requests, resumed=resumed)
+
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """Drops a request; see `Scheduler.cancel`."""
+        self.grammars.close(request_id)
+        if not self._beams.cancel(request_id):
+            self.scheduler.cancel(request_id, is_answered=is_answered)
+
+    def inject_out_of_memory(self, after_steps: int) -> None:
+        """Makes one step run out of memory when `after_steps` more have been computed."""
+        self._faults.append(self.scheduler.stats().num_steps + after_steps)
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step for all sequences that have a part in it."""
+        plan = self._constrained(self.scheduler.schedule())
+        outputs = self.scheduler.commit(self._execute(plan))
+        for output in outputs:
+            if output.finish:
+                self.grammars.close(output.request_id)
+        return self._beams.filter_outputs(outputs)
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Returns the requests given up since the last call."""
+        failed, self._failed = self._failed, []
+        for each in failed:
+            self.grammars.close(each.request_id)
+        return [each for one in failed for each in self._beams.on_failed(one)]
+
+    def _submit_matched(
+        self, requests: list[EngineRequest], resumed: bool
+    ) -> Rejected | list[TokenOutput]:
+        try:
+            compiled = self.grammars.compile(requests[0].grammar).result()
+        except GrammarError as error:
+            self._failed += [_unmatched(request.request_id, str(error)) for request in requests]
+            return []
+        answer = self.scheduler.submit_group(requests, resumed=resumed)
+        if not isinstance(answer, Rejected):
+            done = {output.request_id for output in answer}
+            for request in requests:
+                if request.request_id not in done:
+                    self.grammars.open(request, compiled)
+        return answer
+
+    def _constrained(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan with grammars' masks; gives up requests whose grammar fails."""
+        plan, failed = self.grammars.constrain(plan)
+        for request_id, reason in failed.items():
+            self.scheduler.cancel(request_id)
+            self._failed.append(_unmatched(request_id, reason))
+        return plan
+
+    def _execute(self, plan: StepPlan) -> list[SampledToken]:
+        prompt_tokens = _num_prompt_tokens(plan)
+        is_retried = False
+        self._move(plan)
+        while plan.chunks:
+            try:
+                return self._measured(plan)
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
+                if not is_out_of_memory(error):
+                    log.exception("a step failed; computing its %d chunks alone", len(plan.chunks))
+                cause, reason = error.with_traceback(None), _first_line(error)
+            if not is_out_of_memory(cause):
+                return self._one_by_one(plan, cause)
+            # Outside the handler: the exception's frames keep the step's tensors alive.
+            self.num_oom_events += 1
+            free_cached_memory()
+            if is_retried:
+                self._drop_newest(reason)
+            is_retried, prompt_tokens = True, max(1, prompt_tokens // 2)
+            plan = self._constrained(self.scheduler.replan(prompt_tokens))
+            self._move(plan)
+        return []
+
+    def _move(self, plan: StepPlan) -> None:
+        """Does a plan's moves once, before it is computed as often as it takes."""
+        if plan.moves:
+            self._runner.move(plan.moves)
+
+    def _measured(self, plan: StepPlan) -> list[SampledToken]:
+        self._raise_fault()
+        started = time.perf_counter()
+        output = self._runner.execute(plan)
+        prompt_tokens = _num_prompt_tokens(plan)
+        self._throughput.observe(
+            time.perf_counter() - started,
+            num_decodes=plan.num_tokens - prompt_tokens,
+            num_prompt_tokens=prompt_tokens,
+        )
+        return output
+
+    def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
+        """Computes a failed plan's chunks alone and gives up those that fail again.
+
+        Raises:
+            Exception: `cause`; every chunk fails, so it is not a request's fault, or a chunk alone
+                meets an error that only a new process gets over.
+        """
+        sampled: list[SampledToken] = []
+        failed: list[tuple[Chunk, str]] = []
+        for chunk in plan.chunks:
+            try:
+                sampled += self._runner.execute(StepPlan(chunks=[chunk]))
+            except Exception as error:
+                if is_device_lost(error) or is_out_of_memory(error):
+                    raise cause from error
+                failed.append((chunk, _first_line(error)))
+        if len(failed) == len(plan.chunks):
+            raise cause
+        for chunk, reason in failed:
+            self._give_up(chunk.request_id, f"its step cannot be computed: {reason}")
+        return sampled
+
+    def _give_up(self, request_id: str, message: str) -> None:
+        self.scheduler.cancel(request_id)
+        self._failed.append(RequestFailed(request_id=request_id, message=message))
+
+    def _drop_newest(self, reason: str) -> None:
+        if self.scheduler.stats().num_running > 1:
+            self.scheduler.preempt_newest()
+            return
+        request_id = self.scheduler.fail_newest()
+        assert request_id is not None, "a plan without a running sequence"
+        message = f"out of memory although it ran alone: {reason}"
+        self._failed.append(RequestFailed(request_id=request_id, message=message))
+
+    def _raise_fault(self) -> None:
+        if not self._faults:
+            return
+        num_steps = self.scheduler.stats().num_steps
+        due = next((step for step in self._faults if step <= num_steps), None)
+        if due is not None:
+            self._faults.remove(due)
+            raise torch.OutOfMemoryError("injected fault")
+
+
+def _unmatched(request_id: str, reason: str) -> RequestFailed:
+    message = f"the grammar cannot be followed: {reason}; simplify it"
+    return RequestFailed(request_id=request_id, message=message, field="grammar")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch failed to allocate; its CPU allocator has no error class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether the device or another rank failed rather than the computation; later calls would fail
+    as well."""
+    if isinstance(error, GroupLostError):
+        return True
+    if is_out_of_memory(error):
+        return False
+    is_reported = isinstance(error, torch.AcceleratorError)
+    return is_reported or (isinstance(error, RuntimeError) and "CUDA" in str(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def free_cached_memory() -> None:
+    """Frees what torch keeps for reuse; fragments of it may have caused the shortage."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    """Counts the tokens of prompt chunks; a decode computes one token and always samples."""
+    return sum(
+        len(chunk.token_ids)
+        for chunk in plan.chunks
+        if chunk.sampling is None or len(chunk.token_ids) > 1
+    )

@@ -1,0 +1,149 @@
+"""Grammars: which tokens may come next in an answer that must match one, as masks for the sampler.
+
+A grammar is compiled in a thread, beside the steps, and matched on the CPU of the rank that
+schedules. What may follow is a function of the grammar and the output so far, so that a request
+that was preempted, or resumed by another worker, goes on as if nothing had happened.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from ullage_common.process.memory import trim_heap
+from ullage_engine.protocol.grammar import COMPILE_STACK_BYTES, LIMITS
+from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.tokenizer.tokenizer import ModelTokenizer
+
+log = logging.getLogger("ullage.engine.worker")
+
+_MAX_COMPILED = 8
+"""Compiled grammars kept for later requests with the same one."""
+
+
+class GrammarError(Exception):
+    """The grammar cannot be followed; the message is one line for the client."""
+
+
+def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
+    """Builds the model's tokens as grammars need them; takes about 0.5 s for 50,000.
+
+    Raises:
+        GrammarError: no grammar can be used with this model.
+    """
+    if not tokenizer.eos_token_ids:
+        raise GrammarError("the model has no end-of-sequence token, which ends an answer")
+    try:
+        text, ends = tokenizer.json_bytes.decode(), list(tokenizer.eos_token_ids)
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+    except ValueError as error:
+        raise GrammarError(f"the model's tokenizer cannot follow grammars: {error}") from error
+
+
+class _Progress:
+    """The state of one answer's matcher."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._num_taken = 0
+
+    def allowed(self, chunk: Chunk) -> bytes:
+        """Returns the mask of what may follow the chunk, whose output begins with that seen before.
+
+        Raises:
+            GrammarError: the grammar has become too complex.
+        """
+        new = chunk.history[chunk.num_prompt_tokens + self._num_taken :]
+        if new:
+            self._matcher.consume_tokens(new)
+            self._num_taken += len(new)
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        return _without(mask, chunk.banned) if chunk.banned else mask
+
+
+class Grammars:
+    """The grammars of all requests that the engine has; one thread uses it."""
+
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        """`load` makes the vocabulary, in the thread that compiles, when the first grammar comes.
+
+        It raises GrammarError when the model cannot have any.
+        """
+        self._load = load
+        self._vocabulary: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        usual = threading.stack_size(COMPILE_STACK_BYTES)
+        self._thread.submit(int).result()  # starts the thread, whose stack cannot grow later
+        threading.stack_size(usual)
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._open: dict[str, _Progress] = {}
+
+    def compile(self, grammar: str) -> "Future[LLMatcher]":
+        """Begins to compile a grammar unless it is compiled; the future raises GrammarError."""
+        compilation = self._compiled.get(grammar)
+        if compilation is None:
+            done = [text for text, future in self._compiled.items() if future.done()]
+            for text in done[: max(0, len(done) + 1 - _MAX_COMPILED)]:
+                del self._compiled[text]
+            compilation = self._compiled[grammar] = self._thread.submit(self._make, grammar)
+        self._compiled.move_to_end(grammar)
+        return compilation
+
+    def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
+        """Makes answers of the request match its grammar from now on, until `close`."""
+        self._open[request.request_id] = _Progress(compiled.deep_copy())
+
+    def close(self, request_id: str) -> None:
+        """Drops a request's state; one without a grammar is no error."""
+        self._open.pop(request_id, None)
+
+    def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
+        """Returns the plan with masks, less chunks that cannot go on; and why, by request."""
+        if not self._open:
+            return plan, {}
+        chunks, failed = [], {}
+        for chunk in plan.chunks:
+            progress = self._open.get(chunk.request_id) if chunk.sampling else None
+            if progress is None:
+                chunks.append(chunk)
+                continue
+            try:
+                chunks.append(replace(chunk, allowed=progress.allowed(chunk), banned=[]))
+            except GrammarError as error:
+                failed[chunk.request_id] = str(error)
+        return replace(plan, chunks=chunks), failed
+
+    def _make(self, grammar: str) -> LLMatcher:
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+            trim_heap()  # the tokenizer that it was made of
+            log.info("grammars can be followed")
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        return matcher
+
+
+def no_vocabulary() -> LLTokenizer:
+    """Raises GrammarError: the loader of engines that have no tokenizer."""
+    raise GrammarError("this engine has no tokenizer, which grammars need")
+
+
+def _without(mask: bytes, banned: Sequence[int]) -> bytes:
+    """Returns the mask less some tokens; unchanged when nothing else may follow."""
+    allowed = np.frombuffer(mask, np.uint8).copy()
+    for token in banned:
+        allowed[token // 8] &= ~np.uint8(1 << token % 8)
+    return allowed.tobytes() if allowed.any() else mask
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "unknown error"

@@ -1,0 +1,363 @@
+"""The start of one rank, phase by phase; every byte enters its device's ledger on the way.
+
+With several ranks all of them do one phase before any does the next: `worker.startup` commands on
+rank 0, `worker.rank_process` carries out on the others. In the last two phases they compute
+together.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ullage_common.config.engine import EngineConfig
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.memory.ledger import mib, wrong_price
+from ullage_engine.model_config.dtypes import is_emulated, kv_itemsize, resolve_dtype
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, ShardTensor, load_weights
+from ullage_engine.parallel.layout import (
+    LayoutError,
+    RankLayout,
+    check_model,
+    check_world,
+    group_kv_bytes,
+    rank_model_config,
+    transfer_bytes,
+)
+from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
+from ullage_engine.parallel.slices import Slicer
+from ullage_engine.protocol.messages import Loading
+from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.scheduler.sequence import SchedulerLimits
+from ullage_engine.worker.device import (
+    MemoryMeter,
+    WorkerStartError,
+    give_back_freed,
+    open_ledger,
+    prepare_device,
+    touch_pages,
+)
+from ullage_engine.worker.rank_group import Report
+
+log = logging.getLogger("ullage.engine.worker")
+
+_STAGING_BYTES = 16 << 20
+"""Bytes for messages, token lists and queues, which come and go with requests."""
+
+_TRANSFER_TIMEOUT_S = 60.0
+"""Least seconds after which a transfer between ranks has failed; the server looks sooner."""
+
+
+class RankStartup:
+    """The start of one rank, from its configuration to a runner; phases in order, each once.
+
+    Raises, in any phase:
+        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, report: Report) -> None:
+        self.layout = read_layout(config)
+        self.rank = rank
+        self.config = config
+        self.device = prepare_device(config, rank)
+        self.dtype = resolve_dtype(config.model.dtype, self.device)
+        if rank == 0 and is_emulated(self.dtype, self.device):
+            log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
+        self.meter = MemoryMeter(self.device)
+        self.ledger = open_ledger(config, self.device)
+        self._report = report
+        self._group: RankGroup | None = None
+        self._loaded: LoadedModel | None = None
+        self._whole: ModelConfig | None = None
+        self._runner: ModelRunner | None = None
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The configuration of the whole model."""
+        assert self._whole is not None, "load comes first"
+        return self._whole
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self._runner is not None, "allocate_arenas comes first"
+        return self._runner
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Longest sequence, tokens."""
+        longest = self.model_config.max_position
+        max_model_len = self.config.model.max_model_len
+        if max_model_len is None:
+            return longest
+        if not 1 < max_model_len <= longest:
+            raise WorkerStartError(
+                f"spec.model.maxModelLen: {max_model_len} is not between 2 and the {longest} "
+                f"tokens the model was made for; set {longest} or less"
+            )
+        return max_model_len
+
+    @cached_property
+    def limits(self) -> SchedulerLimits:
+        batching, chunk = self.config.batching, self.config.batching.prefill_chunk_tokens
+        return SchedulerLimits(
+            max_model_len=self.max_model_len,
+            max_sequences=batching.max_sequences,
+            # Without chunking a whole prompt must fit one step.
+            prompt_tokens=min(chunk or self.max_model_len, self.max_model_len),
+            is_chunked=chunk > 0,
+            decode_tokens=batching.decode_max_batch_tokens,
+            replay_tokens=self.model_config.replay_tokens,
+        )
+
+    @cached_property
+    def step_limits(self) -> StepLimits:
+        """Limits that size every buffer of the runner."""
+        limits, model = self.limits, self.config.model
+        return StepLimits(
+            max_tokens=limits.prompt_tokens + limits.max_sequences,
+            max_rows=limits.max_sequences,
+            max_model_len=limits.max_model_len,
+            decode_max_batch_tokens=limits.decode_tokens,
+            itemsize=self.dtype.itemsize,
+            deterministic=model.deterministic,
+            fp8_kv=model.kv_dtype == "fp8",
+        )
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a stored number of KV; everything that sizes KV uses it."""
+        return kv_itemsize(self.config.model.kv_dtype, self.dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block on all ranks together."""
+        per_token = group_kv_bytes(self.model_config, self.layout, self.kv_itemsize)
+        return self.step_limits.block_tokens * per_token
+
+    @property
+    def num_host_slots(self) -> int:
+        return self.config.memory.host_kv // self.block_bytes
+
+    def load(self) -> None:
+        """Maps or copies the weights that this rank computes with."""
+        self.ledger.record("context", self.meter.used_bytes())
+        self._loaded = self._load()
+        self.ledger.record("weights", self._loaded.nbytes)
+        give_back_freed()
+        touch_pages(self._loaded.tensors.values(), self.device)
+
+    def allocate_arenas(self, store: Path | None = None) -> None:
+        """Joins the other ranks, at `store` where there are any, and allocates a step's buffers.
+
+        The last phase before ranks compute together: what one of them may lack it misses here.
+        """
+        assert self._loaded is not None, "load comes first"
+        pipeline_rank = self._join_group(store)
+        self._runner = ModelRunner(
+            self._loaded, self.device, self.dtype, self.step_limits, pipeline_rank
+        )
+        sizes = {
+            "step_arena": self.runner.step_arena_bytes,
+            "sampler_arena": self.runner.sampler_arena_bytes,
+        }
+        progress = self._progress("arena")
+        progress(0, sum(sizes.values()))
+        for name, size in sizes.items():
+            self.ledger.reserve(name, size)
+        self.runner.allocate_arena()
+        for name, size in sizes.items():
+            self.ledger.allocated(name, size)
+        error = self.runner.verify_row_invariance()
+        if error is not None:
+            raise WorkerStartError(f"spec.model.deterministic: {error}; set false on this machine")
+        # The convolution states are allocated with the first KV pool.
+        if self.runner.state_pool_bytes:
+            self.ledger.record("state_pool", self.runner.state_pool_bytes)
+        self.runner.allocate_kv(1)
+        progress(sum(sizes.values()), sum(sizes.values()))
+
+    def warm_up(self) -> int:
+        """Runs the largest steps on a pool of one block; what libraries took is the workspace.
+
+        Returns:
+            KV blocks that fit in what is left; the pool may have no more.
+        """
+        self._progress("warm_up")(0, 0)
+        give_back_freed()
+        self.runner.warm_up()
+        accounted = self.ledger.allocated_bytes + self.runner.kv_block_bytes
+        self.ledger.record("workspace", max(0, self.meter.used_bytes() - accounted))
+        self.ledger.reserve("staging", _STAGING_BYTES)
+        self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
+        self._reserve_host_kv()
+        return self._fitting_blocks()
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocates the KV pool, of the same size on every rank."""
+        size = num_blocks * self.runner.kv_block_bytes
+        self.ledger.reserve("kv_pool", size)
+        progress = self._progress("kv_pool")
+        progress(0, size)
+        self.runner.allocate_kv(num_blocks, self.num_host_slots)
+        self.ledger.allocated("kv_pool", size)
+        if self.num_host_slots:
+            self.ledger.allocated("host_kv", self._host_kv_bytes())
+        progress(size, size)
+        self._check_prices(size)
+
+    def finalize(self) -> None:
+        """Runs the largest steps on the pool, which may lie where the first warm-up had its
+        temporaries: they get their place now, or the first requests would. Ends the ledger."""
+        self.runner.run_largest()
+        self._settle_workspace()
+
+    def close(self) -> None:
+        """Ends the transfers to other ranks."""
+        if self._group is not None:
+            self._group.close()
+
+    def _load(self) -> LoadedModel:
+        config, part = self.config, None if self.layout.world == 1 else self._part
+        folder, progress = Path(config.server.weights_dir), self._progress("weights")
+        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, part)
+        self._whole = loaded.model_config
+        return loaded if part is None else self._shard(loaded)
+
+    def _part(self, model_config: ModelConfig) -> ShardTensor:
+        """Returns how this rank's part is cut from the whole model."""
+        try:
+            check_model(self.config.server.pool, model_config, self.layout)
+        except LayoutError as error:
+            raise WorkerStartError(str(error)) from error
+        return Slicer(model_config, self.layout, self.rank).part
+
+    def _shard(self, loaded: LoadedModel) -> LoadedModel:
+        """Returns the model as this rank has it."""
+        layout, slicer = self.layout, Slicer(loaded.model_config, self.layout, self.rank)
+        if loaded.encodings and layout.tensor > 1:
+            raise WorkerStartError(
+                f"pools.{self.config.server.pool}.parallelism.tensor: {layout.tensor} ranks cannot "
+                "share quantised matrices; set tensor 1 and let pipeline be the number of GPUs"
+            )
+        return replace(
+            loaded,
+            model_config=rank_model_config(loaded.model_config, layout, self.rank),
+            nbytes=held_bytes(loaded.tensors.values()),
+            encodings={name: e for name, e in loaded.encodings.items() if slicer.holds(name)},
+        )
+
+    def _join_group(self, store: Path | None) -> PipelineRank:
+        layout = self.layout
+        if store is None:
+            return PipelineRank()
+        timeout_s = max(_TRANSFER_TIMEOUT_S, self.config.limits.step_deadline)
+        self._group = RankGroup(layout, self.rank, store, self.device, timeout_s)
+        limits, hidden = self.step_limits, self.model_config.hidden
+        rows = limits.product_rows(limits.max_tokens)
+        size = transfer_bytes(layout, self.rank, rows, hidden, self.dtype.itemsize)
+        self.ledger.reserve("transfers", size)
+        max_batches = self.config.parallelism.micro_batches
+        pipeline_rank = PipelineRank(self._group, rows, hidden, self.dtype, max_batches)
+        self.ledger.allocated("transfers", pipeline_rank.nbytes)
+        return pipeline_rank
+
+    def _fitting_blocks(self) -> int:
+        """Counts whole KV blocks that fit, at least those of the largest prompt chunk.
+
+        A rank whose layers keep no KV does not limit the others.
+        """
+        limits, memory, ledger = self.step_limits, self.config.memory, self.ledger
+        block = self.runner.kv_block_bytes
+        needed = -(-self.limits.prompt_tokens // limits.block_tokens) * block
+        if memory.max_kv < needed:
+            raise WorkerStartError(
+                f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(needed)} of KV that one "
+                f"prompt chunk needs; set {mib(needed + block)} or more"
+            )
+        if ledger.available_bytes < needed:
+            raise ledger.shortage("kv_pool", needed)
+        return min(memory.max_kv, ledger.available_bytes) // max(1, block)
+
+    def _reserve_host_kv(self) -> None:
+        host_kv, block = self.config.memory.host_kv, self.block_bytes
+        if not host_kv:
+            return
+        if not self.num_host_slots:
+            raise WorkerStartError(
+                f"memory.hostKV: {host_kv} bytes hold no KV block of {block} bytes; "
+                f"set {mib(block + (1 << 20))} or more, or 0 to recompute preempted sequences"
+            )
+        self.ledger.reserve("host_kv", self._host_kv_bytes())
+        slots = self.num_host_slots
+        log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
+
+    def _host_kv_bytes(self) -> int:
+        """Returns what of the host's slots lies on the device: all of this rank's share where it is
+        the host, else the one block of staging that they are copied through."""
+        slots = self.num_host_slots
+        return self.runner.kv_block_bytes * (slots if self.device.type == "cpu" else min(slots, 1))
+
+    def _check_prices(self, kv_pool_bytes: int) -> None:
+        """Compares what was allocated with the formulas that admission and the router use."""
+        allocated = self.runner.allocated_bytes()
+        if self.layout.world > 1:
+            # Parts of a mapped file count for what they are, not for the whole file.
+            assert self._loaded is not None, "load comes first"
+            allocated["weights"] = held_bytes(self._loaded.tensors.values())
+        priced = {
+            "weights": self.runner.weights_bytes,
+            "step_arena": self.runner.step_arena_bytes,
+            "sampler_arena": self.runner.sampler_arena_bytes,
+            "state_pool": self.runner.state_pool_bytes,
+            "kv_pool": kv_pool_bytes,
+        }
+        error = wrong_price(priced, allocated)
+        if error is not None:
+            raise WorkerStartError(error)
+
+    def _settle_workspace(self) -> None:
+        """Records what the workspace holds in the end: the pool may have taken freed parts of it.
+
+        What exceeds it, such as the pool's bookkeeping, is staging.
+        """
+        entries = {entry.name: entry for entry in self.ledger.states()}
+        workspace, staging = entries["workspace"], entries["staging"]
+        accounted = self.ledger.allocated_bytes - workspace.allocated_bytes
+        rest = max(0, self.meter.used_bytes() - accounted)
+        self.ledger.allocated("workspace", min(rest, workspace.reserved_bytes))
+        excess = rest - workspace.reserved_bytes
+        self.ledger.allocated("staging", min(max(0, excess), staging.reserved_bytes))
+
+    def _progress(self, stage: str) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))
+
+        return report
+
+
+def read_layout(config: EngineConfig) -> RankLayout:
+    """Reads the configuration's arrangement of ranks.
+
+    Raises:
+        WorkerStartError: it contradicts itself.
+    """
+    ranks, pool = config.parallelism, config.server.pool
+    try:
+        layout = check_world(pool, config.gpus, ranks.tensor, ranks.pipeline)
+    except LayoutError as error:
+        raise WorkerStartError(str(error)) from error
+    if config.model.deterministic and layout.tensor > 2:
+        raise WorkerStartError(
+            f"pools.{pool}.parallelism.tensor: sums over {layout.tensor} ranks have no fixed "
+            "order, which spec.model.deterministic needs; set 2 or 1, or deterministic false"
+        )
+    return layout
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Sums the bytes of tensors, each in whole pages, as they lie in the prepared file."""
+    return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

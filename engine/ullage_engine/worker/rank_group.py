@@ -1,0 +1,321 @@
+"""The group of ranks, seen from rank 0: their processes, the messages to them, and one runner.
+
+Messages are msgpack over a ZeroMQ pair for each rank. At the start every command of `Join`,
+`WarmUp`, `Allocate` and `Finalize` is answered by `Done` or `Failed`, and none is sent before all
+ranks have answered the previous one; loading itself is answered like a command. Only in `WarmUp`
+and `Finalize` do ranks wait for each other's part of a computation: whatever else may fail, fails
+in the others. While serving only `Execute` is answered, by the rank that samples; a rank that fails
+then ends, and the group with it. `Loading` comes at any time.
+
+The group lives and ends as one: a thread for each process waits for its end.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import zmq
+
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.protocol.errors import GroupLostError, RankFailedError
+from ullage_engine.protocol.messages import Loading, ReservationState
+from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
+
+if TYPE_CHECKING:
+    from ullage_engine.worker.engine import Runner
+
+
+class GroupMessage(msgspec.Struct, frozen=True, tag=True):
+    """The base class of all messages between ranks."""
+
+
+# rank 0 → others ---------------------------------------------------------------------------------
+
+
+class Join(GroupMessage, frozen=True):
+    """Command: join the other ranks, allocate the arenas and all else that the warm-up needs."""
+
+    store: str
+    """Path of a file that does not exist yet, over which ranks meet."""
+
+
+class WarmUp(GroupMessage, frozen=True):
+    """Command: run the largest steps with all ranks; report how many KV blocks fit beside them."""
+
+
+class Allocate(GroupMessage, frozen=True):
+    """Command: allocate the KV pool, as many blocks as the rank with the least room has."""
+
+    num_blocks: int
+
+
+class Finalize(GroupMessage, frozen=True):
+    """Command: run the largest steps on that pool; report what all of it took."""
+
+
+class Execute(GroupMessage, frozen=True):
+    plan: StepPlan
+
+
+class Move(GroupMessage, frozen=True):
+    moves: Moves
+
+
+class Stop(GroupMessage, frozen=True):
+    """Command: exit with status 0."""
+
+
+# others → rank 0 ---------------------------------------------------------------------------------
+
+
+class Done(GroupMessage, frozen=True, kw_only=True):
+    """Answer: the command was carried out."""
+
+    num_blocks: int = 0
+    """KV blocks that fit this rank, after `WarmUp`."""
+    ledger: list[ReservationState] = []
+    """Everything the rank has reserved, after `Finalize`."""
+    total_bytes: int = 0
+    """Bytes of the rank's device, after `Finalize`."""
+
+
+class Failed(GroupMessage, frozen=True):
+    """Answer: the rank cannot serve; one line naming field or file."""
+
+    error: str
+    may_retry: bool = False
+    """Whether another start may do better, since nobody foresaw the error."""
+
+
+class Sampled(GroupMessage, frozen=True):
+    tokens: list[SampledToken]
+
+
+ToRank = Join | WarmUp | Allocate | Finalize | Execute | Move | Stop
+Answer = Done | Failed | Sampled
+ToRank0 = Answer | Loading
+
+
+def for_rank(plan: StepPlan, samples: bool) -> StepPlan:
+    """Returns the plan as another rank needs it: without moves, which go before by themselves, and
+    without histories and masks, which only the rank that samples reads."""
+    return StepPlan([_as_read(chunk, samples) for chunk in plan.chunks])
+
+
+def _as_read(chunk: Chunk, samples: bool) -> Chunk:
+    is_read = samples and chunk.sampling is not None and chunk.sampling.is_penalised
+    history = chunk.history if is_read else []
+    allowed = chunk.allowed if samples else None
+    return replace(chunk, history=history, allowed=allowed)
+
+
+log = logging.getLogger("ullage.engine.group")
+
+GROUP_LOST = 3
+"""Exit status of a rank that ends because another did."""
+CANNOT_SERVE = 2
+"""Exit status of a rank that has reported why it cannot serve."""
+START_FAILED = 4
+"""Exit status of a rank that has reported an unforeseen error of its start."""
+_POLL_MS = 100
+_STOP_GRACE_S = 3.0
+
+RankCommandLine = Callable[[int, str], Sequence[str]]
+"""The command line of a rank that connects to the given endpoint."""
+
+Report = Callable[[Loading], None]
+"""Function that is called with every stage of a rank's loading."""
+
+
+class RankProcesses:
+    """The processes of ranks 1 to n - 1. When one of them dies this process ends at once: a
+    collective that waits for it would wait until its timeout, and the supervisor starts all of them
+    again anyway."""
+
+    def __init__(
+        self, world: int, endpoint_base: Path, command: RankCommandLine, report: Report
+    ) -> None:
+        """Starts the processes. Call it on the main thread: the kernel ends them with it.
+
+        `report` receives the loading progress of ranks while they are waited for.
+        """
+        self._report = report
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToRank0] = msgspec.msgpack.Decoder(ToRank0)
+        self._links: dict[int, zmq.Socket[bytes]] = {}
+        self._popens: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_stopping = threading.Event()
+        for rank in range(1, world):
+            endpoint = f"ipc://{endpoint_base}-{rank}"
+            self._links[rank] = self._bind(endpoint)
+            self._popens[rank] = subprocess.Popen(command(rank, endpoint))
+        for rank in self._popens:
+            threading.Thread(
+                target=self._watch, args=(rank,), name="group-watch", daemon=True
+            ).start()
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._links)
+
+    def send(self, rank: int, command: ToRank) -> None:
+        self._links[rank].send(self._encoder.encode(command))
+
+    def broadcast(self, command: ToRank) -> None:
+        encoded = self._encoder.encode(command)
+        for link in self._links.values():
+            link.send(encoded)
+
+    def wait_done(self) -> list[Done]:
+        """Waits for every rank's answer to the last command; returns them in the order of ranks.
+
+        Raises:
+            RankFailedError: one of them cannot go on.
+        """
+        answers = {rank: self._answer(rank) for rank in self._links}
+        failed = {rank: each for rank, each in answers.items() if isinstance(each, Failed)}
+        if failed:
+            raise rank_failed(failed)
+        return [answer for answer in answers.values() if isinstance(answer, Done)]
+
+    def wait_failure(self, timeout_s: float) -> RankFailedError | None:
+        """Returns why a rank cannot go on, if one reports in time; drops other answers."""
+        deadline, failed = time.monotonic() + timeout_s, dict[int, Failed]()
+        while True:
+            # Checked before the links: what a rank sent before it ended arrives soon after.
+            are_gone = all(each.poll() is not None for each in self._popens.values())
+            for rank, link in self._links.items():
+                while link.poll(_POLL_MS // len(self._links)):
+                    answer = self._decoder.decode(link.recv())
+                    if isinstance(answer, Failed):
+                        failed[rank] = answer
+            is_final = any(not each.may_retry for each in failed.values())
+            if is_final or are_gone or time.monotonic() > deadline:
+                return rank_failed(failed) if failed else None
+
+    def wait_sampled(self, rank: int) -> Sampled:
+        """Waits for the tokens of the step that was sent last."""
+        answer = self._answer(rank)
+        if not isinstance(answer, Sampled):
+            raise GroupLostError(f"rank {rank} answered {type(answer).__name__}, not tokens")
+        return answer
+
+    def resident_bytes(self) -> int:
+        """Resident memory in bytes of all these processes."""
+        total = 0
+        for process in self._popens.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += psutil.Process(process.pid).memory_info().rss
+        return total
+
+    def stop(self) -> None:
+        """Asks the processes to end and kills those that have not after a grace period."""
+        self._is_stopping.set()
+        encoded = self._encoder.encode(Stop())
+        for link in self._links.values():
+            # One that is gone takes nothing, and waiting for it would last for ever.
+            with contextlib.suppress(zmq.Again):
+                link.send(encoded, zmq.DONTWAIT)
+        deadline = time.monotonic() + _STOP_GRACE_S
+        for process in self._popens.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the processes without asking: one that still loads does not listen."""
+        self._is_stopping.set()
+        for process in self._popens.values():
+            process.kill()
+            process.wait()
+        self._context.destroy(linger=0)
+
+    def _bind(self, endpoint: str) -> zmq.Socket[bytes]:
+        link = self._context.socket(zmq.PAIR)
+        link.set_hwm(0)
+        link.setsockopt(zmq.LINGER, 0)
+        link.bind(endpoint)
+        return link
+
+    def _answer(self, rank: int) -> Answer:
+        """Returns the next answer of a rank; a rank that is gone has sent its last already."""
+        while isinstance(answer := self._message(rank), Loading):
+            self._report(answer)
+        return answer
+
+    def _message(self, rank: int) -> ToRank0:
+        link, process = self._links[rank], self._popens[rank]
+        is_gone = False
+        while not link.poll(_POLL_MS):
+            if is_gone:
+                raise GroupLostError(f"rank {rank} ended with status {process.returncode}")
+            is_gone = process.poll() is not None
+        return self._decoder.decode(link.recv())
+
+    def _watch(self, rank: int) -> None:
+        """Ends this process as soon as another rank has ended without a report."""
+        status = self._popens[rank].wait()
+        if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
+            return
+        log.error("rank %d ended with status %d; the group starts again", rank, status)
+        sys.stderr.flush()
+        os._exit(GROUP_LOST)
+
+
+def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
+    """Returns one error for what ranks reported. An error that another start would not mend is the
+    cause of the unforeseen ones."""
+    for rank, each in failed.items():
+        if not each.may_retry:
+            return RankFailedError(f"rank {rank}: {each.error}")
+    lines = (f"rank {rank}: {each.error}" for rank, each in failed.items())
+    return RankFailedError("; ".join(lines), may_retry=True)
+
+
+class DistributedRunner:
+    """Sends every rank the plan, computes rank 0's own part and receives the last stage's tokens.
+
+    A step that fails on any rank ends the group: the others wait in a collective that this rank
+    has left, so nothing can be computed again before all of them have started anew.
+    """
+
+    def __init__(self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout) -> None:
+        self._own_runner = own_runner
+        self._processes = processes
+        self._sampling_rank = layout.sampling_rank
+
+    def move(self, moves: Moves) -> None:
+        """Moves blocks on every rank; see `ullage_engine.worker.engine.Runner`."""
+        self._processes.broadcast(Move(moves))
+        try:
+            self._own_runner.move(moves)
+        except Exception as error:
+            raise GroupLostError(f"rank 0 cannot move blocks: {error}") from error
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        """Computes a step on every rank; see `ullage_engine.worker.engine.Runner`.
+
+        Raises:
+            GroupLostError: the group is of no more use.
+        """
+        plans = {samples: Execute(for_rank(plan, samples)) for samples in (True, False)}
+        for rank in self._processes.ranks:
+            self._processes.send(rank, plans[rank == self._sampling_rank])
+        try:
+            tokens = self._own_runner.execute(plan)
+        except Exception as error:
+            raise GroupLostError(f"rank 0: {error}") from error
+        if self._sampling_rank == 0:
+            return tokens
+        return self._processes.wait_sampled(self._sampling_rank).tokens

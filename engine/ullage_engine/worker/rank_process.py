@@ -1,0 +1,185 @@
+"""A rank other than 0: `python -m ullage_engine.worker.rank_process`, started by the worker.
+
+It loads its part of the model, answers each command of the start, and then computes its part of
+every step. It ends with rank 0, killed by the kernel if need be. Whatever it cannot do while
+serving ends it, and with it the group.
+
+exit status: 0 after Stop, 2 it has reported to rank 0 why it cannot serve, 4 it has reported an
+unforeseen error of its start
+"""
+
+import argparse
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process import logs
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.protocol.errors import WeightsError, one_line
+from ullage_engine.protocol.messages import Loading
+from ullage_engine.worker.device import WorkerStartError, die_with_parent, with_budget
+from ullage_engine.worker.engine import Runner
+from ullage_engine.worker.rank import RankStartup
+from ullage_engine.worker.rank_group import (
+    CANNOT_SERVE,
+    START_FAILED,
+    Allocate,
+    Done,
+    Execute,
+    Failed,
+    Finalize,
+    Join,
+    Move,
+    Sampled,
+    Stop,
+    ToRank,
+    ToRank0,
+    WarmUp,
+)
+
+log = logging.getLogger("ullage.engine.group")
+
+_LINGER_MS = 2_000
+_PROGRESS_S = 1.0
+
+
+class Rank0Link:
+    """The rank's end of its socket to rank 0."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+    def send(self, message: ToRank0) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self) -> ToRank:
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Reporter:
+    """Reports this rank's loading progress to rank 0: each stage, its end, and once a second."""
+
+    def __init__(self, rank: int, link: Rank0Link) -> None:
+        self._rank = rank
+        self._link = link
+        self._reported = ("", 0.0)
+
+    def __call__(self, loading: Loading) -> None:
+        stage, reported_at = self._reported
+        now, is_done = time.monotonic(), loading.done_bytes >= loading.total_bytes
+        if loading.stage == stage and now - reported_at < _PROGRESS_S and not is_done:
+            return
+        self._reported = (loading.stage, now)
+        self._link.send(msgspec.structs.replace(loading, rank=self._rank))
+
+
+def prepare(rank: RankStartup, link: Rank0Link) -> None:
+    """Carries out the commands of the start, up to the one that ends it."""
+    rank.load()
+    link.send(Done())
+    while True:
+        match link.receive():
+            case Join(store=store):
+                rank.allocate_arenas(Path(store))
+                link.send(Done())
+            case WarmUp():
+                link.send(Done(num_blocks=rank.warm_up()))
+            case Allocate(num_blocks=num_blocks):
+                rank.allocate_kv(num_blocks)
+                link.send(Done())
+            case Finalize():
+                rank.finalize()
+                ledger = rank.ledger
+                link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
+                return
+            case command:
+                raise WorkerStartError(f"{type(command).__name__} came before the rank was ready")
+
+
+def serve_steps(runner: Runner, samples: bool, link: Rank0Link) -> None:
+    """Computes this rank's part of every step until a Stop."""
+    while True:
+        match link.receive():
+            case Execute(plan=plan):
+                tokens = runner.execute(plan)
+                if samples:
+                    link.send(Sampled(tokens))
+            case Move(moves=moves):
+                runner.move(moves)
+            case Stop():
+                return
+            case command:
+                raise RuntimeError(f"{type(command).__name__} came while serving")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a rank; returns the exit status."""
+    options = _parse(arguments)
+    die_with_parent(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Rank0Link(context, options.endpoint)
+    try:
+        return _serve(options, link)
+    finally:
+        link.close()
+        context.term()
+
+
+def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
+    number: int = options.rank
+    try:
+        config = with_budget(read_file(options.config, EngineConfig), options.device_bytes)
+        logs.configure(config.server.log_level, fields={"rank": number})
+        rank = RankStartup(config, number, Reporter(number, link))
+        prepare(rank, link)
+    except (ConfigError, WorkerStartError, LedgerError, WeightsError) as error:
+        link.send(Failed(str(error)))
+        return CANNOT_SERVE
+    except Exception as error:
+        log.exception("the rank cannot start")
+        link.send(Failed(one_line(error), may_retry=True))
+        return START_FAILED
+    gc.freeze()
+    serve_steps(rank.runner, _samples(rank.layout, number), link)
+    rank.close()
+    return 0
+
+
+def _samples(layout: RankLayout, rank: int) -> bool:
+    return layout.sampling_rank == rank
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ullage_engine.worker.rank_process",
+        description="Compute one rank's part for a worker, which starts this process itself.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--rank", type=int, required=True, help="which part to compute, from 1")
+    parser.add_argument("--endpoint", required=True, help="ZeroMQ address of rank 0")
+    parser.add_argument("--device-bytes", type=int, help="budget of the rank's CPU device")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

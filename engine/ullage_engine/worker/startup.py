@@ -1,0 +1,225 @@
+"""The worker's start: from a configuration to an engine that steps, on one rank or several.
+
+Rank 0 starts the other ranks' processes and commands each phase of their start.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.memory.ledger import Ledger, LedgerError
+from ullage_engine.model_config.dtypes import dtype_name
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.parallel.layout import device_map, group_kv_bytes, group_state_bytes
+from ullage_engine.protocol.errors import RankFailedError, WeightsError
+from ullage_engine.protocol.messages import RankPlace
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
+from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
+from ullage_engine.worker.device import WorkerStartError
+from ullage_engine.worker.engine import EngineCore, Runner
+from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
+from ullage_engine.worker.rank import RankStartup
+from ullage_engine.worker.rank_group import (
+    Allocate,
+    DistributedRunner,
+    Done,
+    Finalize,
+    Join,
+    RankProcesses,
+    Report,
+    WarmUp,
+)
+
+log = logging.getLogger("ullage.engine.worker")
+
+_FAILURE_GRACE_S = 2.0
+"""Seconds after an error on rank 0 in which another rank reports what caused it."""
+
+RankCommand = Callable[[int, str, int | None], Sequence[str]]
+"""The command line of a rank, by its endpoint and, on a CPU, its budget in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A loaded engine with its ledger, profile and ranks."""
+
+    engine: EngineCore
+    ledger: Ledger
+    """Reservations of all ranks together."""
+    used_bytes: Callable[[], int]
+    """Memory in use now: resident bytes of all ranks, or used bytes of rank 0's CUDA device."""
+    stop: Callable[[], None]
+    """Ends the other ranks."""
+    throughput: ThroughputEstimator
+    profile: MemoryProfile
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    ranks: list[RankPlace]
+
+
+def start(
+    config: EngineConfig, report: Report, group_path: Path, rank_command: RankCommand
+) -> Started:
+    """Loads the model, sizes every buffer and returns an engine that steps.
+
+    Sockets of other ranks have paths that begin with `group_path`; `rank_command` makes their
+    command lines.
+
+    Raises:
+        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+        RankFailedError: another rank failed unexpectedly; another start may do better.
+    """
+    own = RankStartup(config, 0, report)
+    if own.layout.world == 1:
+        own.load()
+        own.allocate_arenas()
+        num_blocks = own.warm_up()
+        own.allocate_kv(num_blocks)
+        own.finalize()
+        meter = own.meter
+        return _started(own, own.runner, num_blocks, own.ledger, meter.used_bytes, own.close)
+    # Decided before any other rank takes memory, or shares would depend on who loads when.
+    budget = own.ledger.total_bytes if own.device.type == "cpu" else None
+
+    def command(rank: int, endpoint: str) -> Sequence[str]:
+        return rank_command(rank, endpoint, budget)
+
+    processes = RankProcesses(own.layout.world, group_path, command, report)
+    try:
+        return _start_group(own, processes, group_path)
+    except BaseException as error:
+        cause = _start_error(error, processes)
+        processes.kill()
+        if cause is None:
+            raise
+        raise cause from error
+
+
+def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
+    """Returns the failed rank's error that caused an error of the start; None: the error stands.
+
+    When one rank is gone the others fail too, in the middle of what they compute together.
+    """
+    own = (WorkerStartError, LedgerError, WeightsError)
+    if isinstance(error, own) or not isinstance(error, Exception):
+        return None
+    failed = (
+        error if isinstance(error, RankFailedError) else processes.wait_failure(_FAILURE_GRACE_S)
+    )
+    if failed is None or failed.may_retry:
+        return None if failed is error else failed
+    return WorkerStartError(str(failed))
+
+
+def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
+    """Starts all ranks phase by phase; none begins a phase before all have ended the previous."""
+    own.load()
+    processes.wait_done()
+    store = group_path.with_name(group_path.name + ".store")
+    store.unlink(missing_ok=True)  # of a group that was killed
+    processes.broadcast(Join(str(store)))
+    own.allocate_arenas(store)
+    processes.wait_done()
+    processes.broadcast(WarmUp())
+    num_blocks = min(own.warm_up(), *(answer.num_blocks for answer in processes.wait_done()))
+    processes.broadcast(Allocate(num_blocks))
+    own.allocate_kv(num_blocks)
+    processes.wait_done()
+    processes.broadcast(Finalize())
+    own.finalize()
+    ledger = group_ledger(own.ledger, processes.wait_done())
+
+    def used_bytes() -> int:
+        others = processes.resident_bytes() if own.device.type == "cpu" else 0
+        return own.meter.used_bytes() + others
+
+    def stop() -> None:
+        processes.stop()
+        own.close()
+
+    runner = DistributedRunner(own.runner, processes, own.layout)
+    return _started(own, runner, num_blocks, ledger, used_bytes, stop)
+
+
+def _started(
+    own: RankStartup,
+    runner: Runner,
+    num_blocks: int,
+    ledger: Ledger,
+    used_bytes: Callable[[], int],
+    stop: Callable[[], None],
+) -> Started:
+    memory, profile, throughput = (
+        own.config.memory,
+        _profile(own, num_blocks),
+        ThroughputEstimator(),
+    )
+    policy = KvPolicy(
+        prefix_cache=memory.prefix_cache,
+        session_blocks=memory.session_kv_limit // profile.block_bytes,
+        session_idle=memory.session_idle,
+        host_slots=own.num_host_slots,
+    )
+    output_lengths = OutputLengthEstimator(own.max_model_len)
+    scheduler = Scheduler(profile, own.limits, throughput, output_lengths, policy)
+    return Started(
+        engine=EngineCore(scheduler, runner, throughput, _grammars(own)),
+        ledger=ledger,
+        used_bytes=used_bytes,
+        stop=stop,
+        throughput=throughput,
+        profile=profile,
+        max_model_len=own.max_model_len,
+        vocab_size=own.model_config.vocab,
+        dtype=dtype_name(own.dtype),
+        ranks=device_map(own.model_config, own.layout, own.device.type),
+    )
+
+
+def _grammars(own: RankStartup) -> Grammars:
+    source, vocab_size = own.config.model.source, own.model_config.vocab
+
+    def load() -> LLTokenizer:
+        try:
+            return vocabulary(load_tokenizer(resolve_source(source).path), vocab_size)
+        except (TokenizerError, WeightsError) as error:
+            raise GrammarError(str(error)) from error
+
+    return Grammars(load)
+
+
+def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
+    """Sums reservations of all ranks by name; every rank has kept within its own budget."""
+    total = own.total_bytes + sum(answer.total_bytes for answer in others)
+    ledger = Ledger(total, own.threshold, configurable=True)
+    entries = [own.states(), *(answer.ledger for answer in others)]
+    # A stage may have lines that others lack, such as states.
+    for name in dict.fromkeys(entry.name for each in entries for entry in each):
+        same = [entry for each in entries for entry in each if entry.name == name]
+        ledger.reserve(name, sum(entry.reserved_bytes for entry in same))
+        ledger.allocated(name, sum(entry.allocated_bytes for entry in same))
+    return ledger
+
+
+def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
+    limits, runner = own.limits, own.runner
+    per_token = group_kv_bytes(own.model_config, own.layout, own.kv_itemsize)
+    state_bytes = group_state_bytes(own.model_config, own.layout, own.dtype.itemsize)
+    profile = MemoryProfile(
+        block_tokens=own.step_limits.block_tokens,
+        groups=(CacheGroup(per_token),),
+        state_bytes_per_sequence=state_bytes,
+        activation_bytes_per_token=runner.step_arena_bytes // own.step_limits.max_tokens,
+        sampler_bytes_per_sequence=runner.sampler_arena_bytes // limits.max_sequences,
+        prefill_chunk_tokens=limits.prompt_tokens,
+        kv_pool_bytes=num_blocks * own.block_bytes,
+    )
+    assert profile.block_bytes == own.block_bytes, "priced and allocated blocks differ"
+    return profile

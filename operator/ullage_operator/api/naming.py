@@ -1,0 +1,193 @@
+"""Names, labels and annotations of a service's objects, and the table of the kinds of Kubernetes
+objects that the operator reads or writes. No other module spells them.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+GROUP = "serving.ullage.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "LLMService"
+PLURAL = "llmservices"
+
+FIELD_MANAGER = "ullage-operator"
+SCALE_MANAGER = "ullage-operator-scale"
+"""Field manager of replicas that others set."""
+CONFIG_HASH = f"{GROUP}/config-hash"
+"""Pod annotation; a changed configuration changes it, and so rolls the pods."""
+ROLLOUT = f"{GROUP}/rollout"
+"""Annotation of an LLMService by which people steer its rollout."""
+REVISION = f"{GROUP}/revision"
+"""Annotation of a StatefulSet: which revision its pods are to be of."""
+POOL_LABEL = f"{GROUP}/pool"
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Label that every namespace has, with its name."""
+
+HTTP_PORT = 8000
+GRPC_PORT = 9000
+METRICS_PORT = 9090
+PROBE_PORT = 8081
+"""Health without TLS, which the kubelet does not speak; engines report their headroom there too."""
+
+RUN_DIR = "/run/ullage"
+CONFIG_DIR = "/etc/ullage"
+KEYS_DIR = "/etc/ullage-keys"
+TICKETS_DIR = "/etc/ullage-tickets"
+TLS_DIR = "/etc/ullage-tls"
+CLIENT_CA_DIR = "/etc/ullage-client-ca"
+ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
+CACHE_DIR = "/var/cache/ullage"
+CLAIM_ROOT = "/models"
+"""Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
+
+ENGINE_CONFIG = "engine.yaml"
+ROUTER_CONFIG = "router.yaml"
+ROLLOUT_FILE = "rollout.yaml"
+"""Beside the router's configuration; read again whenever it changes."""
+ROLLOUT_STATE = "state.json"
+
+_CANARY = "-next"
+"""Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""
+
+ROUTER = "router"
+ENGINE = "engine"
+OPERATOR = "operator"
+
+
+def router_name(service: str) -> str:
+    """The router's Deployment, Service, ConfigMap, ServiceAccount and policies."""
+    return f"{service}-router"
+
+
+def pool_name(service: str, pool: str) -> str:
+    """A pool's StatefulSet, headless Service, ConfigMap and disruption budget."""
+    return f"{service}-{pool}"
+
+
+def canary_pool(pool: str) -> str:
+    """What a pool's canary is called wherever a pool is.
+
+    No pool's name has a dash, and none is `next`: pool `next` of service `chat-single` would have
+    the objects of the canary of `chat`'s pool `single`.
+    """
+    return f"{pool}{_CANARY}"
+
+
+def is_canary_pool(pool: str) -> bool:
+    return pool.endswith(_CANARY)
+
+
+def rollout_name(service: str) -> str:
+    """The ConfigMap that remembers how far a rollout has come."""
+    return f"{service}-rollout"
+
+
+def engine_name(service: str) -> str:
+    """What all engine pods share: ServiceAccount, NetworkPolicy and PodMonitor."""
+    return f"{service}-engine"
+
+
+def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
+    """Labels that select the pods of a component; they never change."""
+    labels = {
+        "app.kubernetes.io/name": "ullage",
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/component": component,
+    }
+    return labels | ({POOL_LABEL: pool} if pool else {})
+
+
+def labels(service: str, component: str, version: str, pool: str | None = None) -> dict[str, str]:
+    """Labels of every object of a component."""
+    return selector(service, component, pool) | {
+        "app.kubernetes.io/version": version,
+        "app.kubernetes.io/part-of": "ullage",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+    }
+
+
+def operator_selector() -> dict[str, str]:
+    """Labels of the operator's own pods, as the chart sets them, whatever they are called."""
+    return {
+        "app.kubernetes.io/part-of": "ullage",
+        "app.kubernetes.io/component": OPERATOR,
+    }
+
+
+def owned_selector() -> str:
+    """Label selector of everything that the operator made."""
+    return f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
+
+
+def pod_selector() -> str:
+    """Label selector of the pods of all services."""
+    return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({ENGINE},{ROUTER})"
+
+
+def selector_text(match: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(match.items()))
+
+
+MONITORING_API = "monitoring.coreos.com/v1"
+
+
+class Kind(NamedTuple):
+    """One kind, and which of its objects concern the operator."""
+
+    api_version: str
+    name: str
+    plural: str
+    selector: str = ""
+    """Label selector of those that are watched; all where it is empty."""
+    optional: bool = False
+    """Whether clusters without it are complete ones."""
+
+    @property
+    def group(self) -> str:
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def qualified(self) -> str:
+        """The resource as messages name it: statefulsets.apps, services."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    def path(self, namespace: str, name: str = "") -> str:
+        """Returns the path of an object or, without a name, of all in a namespace; "" is all
+        namespaces."""
+        root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        return f"{root}{scope}/{self.plural}" + (f"/{name}" if name else "")
+
+
+def _owned(api_version: str, name: str, plural: str, optional: bool = False) -> Kind:
+    return Kind(api_version, name, plural, owned_selector(), optional)
+
+
+SERVICE = Kind(API_VERSION, KIND, PLURAL)
+POD = Kind("v1", "Pod", "pods", pod_selector())
+EVENT = Kind("events.k8s.io/v1", "Event", "events")
+NODE = Kind("v1", "Node", "nodes")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+CONFIG_MAP = _owned("v1", "ConfigMap", "configmaps")
+OWNED = (
+    CONFIG_MAP,
+    _owned("v1", "Service", "services"),
+    _owned("v1", "ServiceAccount", "serviceaccounts"),
+    _owned("apps/v1", "Deployment", "deployments"),
+    _owned("apps/v1", "StatefulSet", "statefulsets"),
+    _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
+    _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    _owned("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", optional=True),
+    _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
+    _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),
+)
+"""Every kind that a plan may hold."""
+WATCHED = (SERVICE, POD, *OWNED)
+
+_BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, LEASE)}
+
+
+def kind_of(api_version: str, name: str) -> Kind:
+    """The kind of an object that the operator handles; any other is a bug."""
+    return _BY_NAME[api_version, name]

@@ -1,0 +1,246 @@
+"""The CRD is the one source of the API: this module applies it as the API server does, for `ullage
+plan` and `ullage up`, which have no API server.
+
+Order of things: unknown fields are refused (as `kubectl apply` does), nulls are dropped, defaults
+are filled in, the structural schema is checked, and then the CEL rules.
+"""
+
+import copy
+import difflib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+import ullage_operator
+from ullage_operator.api.errors import Problem
+from ullage_operator.api.naming import API_VERSION, KIND
+
+if TYPE_CHECKING:
+    import celpy
+    import jsonschema
+
+Schema = Mapping[str, Any]
+CRD_FILE = "llmservices.serving.ullage.dev.yaml"
+
+# `metadata` belongs to Kubernetes; the CRD says no more of it than what a name is.
+_TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
+_LISTED = 6
+
+
+def crd_path() -> Path:
+    """The CRD inside the installed package, or in the source tree of an editable install."""
+    package = Path(ullage_operator.__file__).parent
+    installed = package / "crds" / CRD_FILE
+    return installed if installed.exists() else package.parents[1] / "crds" / CRD_FILE
+
+
+@functools.cache
+def load_schema() -> Schema:
+    """The openAPIV3Schema of the stored version; read once, and changed by nobody."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
+    schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """The manifest as the API server would store it, and everything wrong with it."""
+    problems = [*identity(manifest)]
+    if problems:
+        return {}, problems
+    stored = copy.deepcopy(dict(manifest))
+    problems += unknown_fields(schema, stored, "")
+    fill(schema, stored)
+    broken = [*structure(schema, stored)]
+    problems += broken
+    # Rules may read any field, so they only hold for values that the structure allows.
+    return stored, problems if broken else [*problems, *rules(schema, stored, "")]
+
+
+def identity(manifest: Any) -> Iterator[Problem]:
+    """Whether this is an LLMService at all."""
+    if not isinstance(manifest, dict):
+        yield Problem("", f"is not an object but {type(manifest).__name__}; write an {KIND}")
+        return
+    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if manifest.get(field) != expected:
+            yield Problem(field, f"must be {expected}, not {manifest.get(field)!r}")
+    metadata = manifest.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        yield Problem("metadata.name", "required field is missing; name the service")
+
+
+def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
+    """Fields that the schema does not know, with the nearest that it does."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
+    allowed = fields(schema, value)
+    if not isinstance(value, dict) or not (allowed or "properties" in schema):
+        return
+    for name in value:
+        where = join(path, str(name))
+        if not path and name == "metadata":
+            continue  # Kubernetes' own, of which the CRD has but the name
+        if name in allowed:
+            yield from unknown_fields(allowed[name], value[name], where)
+        elif path or name not in _TOP_LEVEL:
+            yield Problem(where, f"unknown field; {suggestion(str(name), allowed)}")
+
+
+def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
+    """The schema of every field of an object; of a map, of every key that it has."""
+    if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):
+        every: Schema = schema["additionalProperties"]
+        return dict.fromkeys(map(str, value), every)
+    properties: Mapping[str, Schema] = schema.get("properties", {})
+    return properties
+
+
+def suggestion(word: str, allowed: Mapping[str, Any]) -> str:
+    """`did you mean ...?`, or what there is to choose from."""
+    lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {lower[near[0]]}?"
+    listed = sorted(allowed) if len(allowed) <= _LISTED else [*sorted(allowed)[:_LISTED], "..."]
+    return f"the fields here are {', '.join(listed)}"
+
+
+def fill(schema: Schema, value: Any) -> None:
+    """Drops nulls and fills in defaults, in place."""
+    if isinstance(value, list):
+        for item in value:
+            fill(schema.get("items", {}), item)
+    if not isinstance(value, dict):
+        return
+    for name, field in fields(schema, value).items():
+        if name in value and value[name] is None:
+            del value[name]
+        if name not in value and "default" in field:
+            value[name] = copy.deepcopy(field["default"])
+        if name in value:
+            fill(field, value[name])
+
+
+def structure(schema: Schema, value: Any) -> Iterator[Problem]:
+    """What the structural schema refuses."""
+    import jsonschema  # of the command line alone: the operator serves what an API server checked
+
+    validator = jsonschema.Draft4Validator(standard(schema))
+    for error in validator.iter_errors(value):
+        path = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path
+        ).lstrip(".")
+        yield explain(error, path)
+
+
+def standard(schema: Schema) -> dict[str, Any]:
+    """Returns the schema in plain JSON Schema, which knows nothing of int-or-string."""
+    result = dict(schema)
+    if schema.get("x-kubernetes-int-or-string"):
+        result["type"] = ["integer", "string"]
+    if "properties" in schema:
+        result["properties"] = {k: standard(v) for k, v in schema["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            result[key] = standard(schema[key])
+    return result
+
+
+def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
+    """Explains a violation in one sentence: what, the value, what to do."""
+    schema = error.schema if isinstance(error.schema, dict) else {}
+    value: Any = error.instance
+    limit: Any = error.validator_value
+    match error.validator:
+        case "required":
+            missing = next(name for name in limit if name not in value)
+            meaning = schema["properties"][missing].get("description", "")
+            return Problem(join(path, missing), f"required field is missing. {meaning}".strip())
+        case "enum":
+            text = f"must be one of {', '.join(map(str, limit))}, not {value!r}"
+        case "type" | "pattern" if form := expected_form(schema):
+            text = f"must be {form}, not {value!r}"
+        case "type":
+            text = f"must be of type {limit}, not {value!r}"
+        case "pattern":
+            text = f"must match {limit}, not {value!r}"
+        case "minimum":
+            text = f"must be at least {limit}, not {value!r}"
+        case "maximum":
+            text = f"must be at most {limit}, not {value!r}"
+        case _:
+            text = error.message
+    return Problem(path, text)
+
+
+def expected_form(schema: Schema) -> str:
+    """Returns how quantities and durations are written."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return (
+            "a quantity above 0 such as 512Mi or 2Gi"
+            if is_positive(schema)
+            else ("a quantity such as 512Mi, 2Gi or 0")
+        )
+    return "a duration such as 10s, 6ms or 1m30s" if "(h|m|s" in schema.get("pattern", "") else ""
+
+
+def is_positive(schema: Schema) -> bool:
+    return bool(schema.get("minimum", 0) > 0)
+
+
+def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
+    """What the CEL rules refuse."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "oldSelf" in rule["rule"]:
+            continue  # about changes, which only the API server sees
+        if not holds(rule["rule"], typed(schema, value)):
+            where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+            yield Problem(where, str(rule["message"]))
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from rules(schema.get("items", {}), item, f"{path}[{index}]")
+    if isinstance(value, dict):
+        for name, field in fields(schema, value).items():
+            if name in value:
+                yield from rules(field, value[name], join(path, name))
+
+
+def typed(schema: Schema, value: Any) -> Any:
+    """The value as CEL sees it: a `number` field written 1 is the double 1.0."""
+    if isinstance(value, list):
+        return [typed(schema.get("items", {}), item) for item in value]
+    if isinstance(value, dict):
+        schemas = fields(schema, value)
+        return {name: typed(schemas.get(name, {}), item) for name, item in value.items()}
+    return float(value) if schema.get("type") == "number" else value
+
+
+def holds(rule: str, value: Any) -> bool:
+    return answer(rule, json.dumps(value))
+
+
+@functools.lru_cache(maxsize=2048)
+def answer(rule: str, text: str) -> bool:
+    """What a rule says of a value in JSON; kept, since most sections of most services are equal."""
+    from celpy.adapter import json_to_cel
+
+    return bool(compiled(rule).evaluate({"self": json_to_cel(json.loads(text))}))
+
+
+@functools.cache
+def compiled(rule: str) -> "celpy.Runner":
+    """The rule's program: there are as many as the CRD has rules, and they keep no state."""
+    import celpy
+
+    environment = celpy.Environment()
+    return environment.program(environment.compile(rule))
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

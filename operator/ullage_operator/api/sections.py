@@ -1,0 +1,321 @@
+"""The sections of a spec that only the operator reads, and the conversion of Kubernetes quantities
+and Go durations to bytes and seconds.
+
+Sections that routers and engines read too are in `ullage_common.config`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import field, inspect
+
+from ullage_common.config.engine import MemorySection, RankGrid
+from ullage_common.config.router import TenantRules
+from ullage_common.process.config_file import Seconds, Strict
+
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i|[kMGTPE])?")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|h|m|s)")
+_SECONDS = {
+    "h": Decimal(3600),
+    "m": Decimal(60),
+    "s": Decimal(1),
+    "ms": Decimal("0.001"),
+    "us": Decimal("0.000001"),
+}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Returns the bytes of `2Gi`, `500M`, `1.5Gi` or 1024; a fraction of a byte is rounded up.
+
+    Raises:
+        ValueError: the text is not such a quantity.
+    """
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not a quantity of bytes; write 512Mi, 2Gi or 1000000")
+    number, suffix = match.groups()
+    return math.ceil(Decimal(number) * scale(suffix or ""))
+
+
+def scale(suffix: str) -> int:
+    """Returns the bytes of one unit: Ki is 1024, k is 1000, no suffix is 1."""
+    if not suffix:
+        return 1
+    power = "kmgtpe".index(suffix[0].lower()) + 1
+    return int((1024 if suffix.endswith("i") else 1000) ** power)
+
+
+def parse_seconds(value: str) -> float:
+    """Seconds of `10s`, `6ms` or `1m30s`.
+
+    Raises:
+        ValueError: the text is not such a duration.
+    """
+    if not value or _DURATION.sub("", value):
+        raise ValueError(f"{value!r} is not a duration; write 10s, 6ms or 1m30s")
+    parts = _DURATION.findall(value)
+    return float(sum(Decimal(number) * _SECONDS[unit] for number, unit in parts))
+
+
+_POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
+
+
+def amount(value: int | str) -> Decimal:
+    """What a quantity of anything says, such as 0.5 of `500m`.
+
+    Raises:
+        ValueError: the text is not a quantity, `m` for thousandths included.
+    """
+    text = str(value)
+    match = _QUANTITY.fullmatch(text.removesuffix("m"))
+    if match is None:
+        raise ValueError(f"{value!r} is not a quantity; write 500m, 2, 512Mi or 2Gi")
+    number, suffix = match.groups()
+    return Decimal(number) * (Decimal("0.001") if text.endswith("m") else scale(suffix or ""))
+
+
+def canonical(value: int | str) -> str:
+    """A quantity as the API server stores it, so that what is applied equals what is read.
+
+    Raises:
+        ValueError: the text is not a quantity.
+    """
+    number = amount(value)
+    if str(value).endswith("i") and number >= 1024 and number == int(number):
+        return _in_powers_of_1024(int(number))
+    return _in_powers_of_1000(number)
+
+
+def _in_powers_of_1024(number: int) -> str:
+    power = 0
+    while number % 1024 == 0 and power < len("KMGTPE"):
+        number, power = number // 1024, power + 1
+    return f"{number}{'KMGTPE'[power - 1]}i" if power else str(number)
+
+
+def _in_powers_of_1000(number: Decimal) -> str:
+    if number == 0:
+        return "0"
+    milli, power = math.ceil(number.scaleb(3)), -3
+    while milli % 1000 == 0 and power < max(_POWERS):
+        milli, power = milli // 1000, power + 3
+    return f"{milli}{_POWERS[power]}"
+
+
+_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL"}
+_COMPLETED = {MemorySection.__module__, TenantRules.__module__}
+"""Modules whose sections the definition completes."""
+_UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
+
+
+def camel(name: str) -> str:
+    """`session_kv_limit` is `sessionKVLimit` in the API."""
+    first, *rest = name.split("_")
+    return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
+
+
+Reader = Callable[[Any, str], Any]
+"""Turns a value of the API, which stands at a path, into one that msgspec converts."""
+
+
+def section_reader(section: type[Strict]) -> Reader:
+    """Returns what renames a section's fields to snake case and turns its quantities into bytes
+    and seconds.
+
+    The reader raises msgspec.ValidationError for a quantity that cannot be read, and for a field
+    that the definition would have filled in.
+    """
+    kind = inspect.type_info(section)
+    assert isinstance(kind, inspect.StructType)
+    return _section_reader(kind)
+
+
+def _reader(kind: inspect.Type) -> Reader | None:
+    """None where the API's values are those of `kind`."""
+    match kind:
+        case inspect.Metadata(extra={"unit": unit}):
+            return partial(_read_quantity, _UNITS[unit])
+        case inspect.Metadata(type=inner) | inspect.UnionType(types=(inner, *_)):
+            return _reader(inner)
+        case inspect.StructType():
+            return _section_reader(kind)
+        case inspect.VarTupleType(item_type=inner) if read := _reader(inner):
+            return partial(_read_list, read)
+        case inspect.DictType(value_type=inner) if read := _reader(inner):
+            return partial(_read_map, read)
+        case _:
+            return None
+
+
+def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
+    if value is None or isinstance(value, float):  # of `to_api`
+        return value
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise msgspec.ValidationError(f"{error} - at `${path}`") from error
+
+
+def _read_list(read: Reader, values: Any, path: str) -> Any:
+    return [read(value, f"{path}[{i}]") for i, value in enumerate(values)]
+
+
+def _read_map(read: Reader, values: Any, path: str) -> Any:
+    return {name: read(value, f"{path}.{name}") for name, value in values.items()}
+
+
+def _section_reader(kind: inspect.StructType) -> Reader:
+    # The readers' own defaults are for files that people write: the API's are the definition's.
+    is_complete = _is_complete(kind.cls)
+    fields = [
+        (
+            each.name,
+            camel(each.name),
+            _reader(each.type),
+            each.required or (is_complete and each.default is not None),
+        )
+        for each in kind.fields
+    ]
+
+    def read_section(section: Any, path: str) -> Any:
+        if not isinstance(section, dict):
+            return section
+        values = {}
+        for field_name, name, read, is_required in fields:
+            if name in section:
+                value = section[name]
+                values[field_name] = read(value, f"{path}.{name}") if read else value
+            elif is_required:
+                raise msgspec.ValidationError(f"missing required field `{name}` - at `${path}`")
+        return values
+
+    return read_section
+
+
+def _is_complete(kind: type) -> bool:
+    """Whether the definition gives a default to every field but those that may be unset."""
+    modules = {base.__module__ for base in kind.__mro__}
+    return not modules.isdisjoint(_COMPLETED) and not issubclass(kind, TenantRules)
+
+
+def to_api(value: Any) -> Any:
+    """A section in the API's names, as it is read back from JSON; bytes and seconds are numbers."""
+    match value:
+        case msgspec.Struct():
+            return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}
+        case dict():
+            return {name: to_api(each) for name, each in value.items()}
+        case tuple() | list():
+            return [to_api(each) for each in value]
+        case _:
+            return value
+
+
+class Thresholds(Strict, frozen=True, kw_only=True):
+    error_rate: float
+    ttft_ratio: float
+    e2e_ratio: float
+    restarts: int
+
+
+class RolloutSpec(Strict, frozen=True, kw_only=True):
+    strategy: str
+    weight_steps: tuple[int, ...]
+    step_duration: Seconds
+    min_requests: int
+    max_wait: Seconds
+    start_deadline: Seconds
+    canary_replicas: int
+    thresholds: Thresholds
+    auto_rollback: bool
+    paused: bool
+
+
+SINGLE, LARGE = "single", "large"
+
+
+class ModelCache(Strict, frozen=True, kw_only=True):
+    claim_name: str | None = None
+    host_path: str | None = None
+    size_limit: int | str | None = None
+
+
+class Placing(Strict, frozen=True, kw_only=True):
+    """Where pods run and what they carry, in the API's own words."""
+
+    resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
+    node_selector: dict[str, str] = field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = field(default_factory=list)
+    affinity: dict[str, Any] = field(default_factory=dict)
+    topology_spread_constraints: list[dict[str, Any]] = field(default_factory=list)
+    priority_class_name: str | None = None
+    pod_labels: dict[str, str] = field(default_factory=dict)
+    pod_annotations: dict[str, str] = field(default_factory=dict)
+
+
+class Targets(Strict, frozen=True, kw_only=True):
+    kv_utilization: float
+    queue_wait: Seconds
+    ttft: bool
+
+
+class Pace(Strict, frozen=True, kw_only=True):
+    """Bounds on how fast the number of pods changes in one direction."""
+
+    window: Seconds
+    pods: int
+    percent: int
+    period: Seconds
+
+
+class AutoscalingSpec(Strict, frozen=True, kw_only=True):
+    enabled: bool
+    provider: str
+    min_replicas: int
+    max_replicas: int
+    warm_spares: int
+    targets: Targets
+    scale_up: Pace
+    scale_down: Pace
+    idle_after: Seconds
+    prometheus_url: str | None = None
+
+
+class PoolSpec(Placing, frozen=True, kw_only=True):
+    replicas: int
+    """Engine pods; where they follow demand, the number of this moment."""
+    autoscaling: AutoscalingSpec | None = None
+    gpus: int
+    gpu_resource_name: str
+    parallelism: RankGrid
+    micro_batches: int
+    nccl: dict[str, str] = field(default_factory=dict)
+    memory: MemorySection
+    """The service's memory with the pool's own fields over it."""
+    runtime_class_name: str | None = None
+    shm_size: int | str
+    start_timeout: Seconds
+    model_cache: ModelCache = ModelCache()
+    env: list[dict[str, Any]] = field(default_factory=list)
+    env_from: list[dict[str, Any]] = field(default_factory=list)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    volume_mounts: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RouterSpec(Placing, frozen=True, kw_only=True):
+    replicas: int
+    processes: int
+    public_stats: bool = False
+
+
+class ServiceAccount(Strict, frozen=True, kw_only=True):
+    annotations: dict[str, str] = field(default_factory=dict)
+
+
+class PullSecret(Strict, frozen=True, kw_only=True):
+    name: str

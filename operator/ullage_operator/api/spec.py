@@ -1,0 +1,358 @@
+"""An LLMService as frozen values, with bytes and seconds instead of quantities and durations, and
+the settings of the operator itself, which come from its environment.
+
+Every default comes from the CRD (`ullage_operator.api.schema`), so none is spelled here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from ullage_common.config.engine import (
+    BatchingSection,
+    DegradeSection,
+    Device,
+    LimitsSection,
+    MemorySection,
+    ModelSection,
+)
+from ullage_common.config.router import (
+    Anonymous,
+    ConfidenceSection,
+    FallbackSection,
+    HeuristicsSection,
+    NamedTenant,
+    PromptsSection,
+    RoutingSection,
+    SLOSection,
+    StreamingSection,
+    TenantRules,
+)
+from ullage_common.process.config_file import LogLevel, Seconds, Strict
+from ullage_operator.api import naming, schema
+from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Problem
+from ullage_operator.api.sections import (
+    LARGE,
+    SINGLE,
+    PoolSpec,
+    PullSecret,
+    RolloutSpec,
+    RouterSpec,
+    ServiceAccount,
+    amount,
+    camel,
+    section_reader,
+)
+
+
+class CascadeStep(Strict, frozen=True, kw_only=True):
+    service: str | None = None
+    address: str | None = None
+    own: bool = False
+
+    def name(self, service: str) -> str:
+        """Returns the step's name in headers, metrics and logs.
+
+        Args:
+            service: whose cascade it is.
+        """
+        return self.service or self.address or service
+
+    @property
+    def target(self) -> str:
+        """The gRPC address of its router; empty for the own engines."""
+        if self.service:
+            return f"{naming.router_name(self.service)}:{naming.GRPC_PORT}"
+        return self.address or ""
+
+
+class CascadeSpec(Strict, frozen=True, kw_only=True):
+    steps: tuple[CascadeStep, ...]
+    confidence: ConfidenceSection
+    heuristics: HeuristicsSection
+    parallel: bool
+    fallback: FallbackSection | None = None
+
+    @property
+    def complete_steps(self) -> tuple[CascadeStep, ...]:
+        """All steps; the own engines come last unless a step names them."""
+        if any(step.own for step in self.steps):
+            return self.steps
+        return (*self.steps, CascadeStep(own=True))
+
+
+class TenantsSpec(Strict, frozen=True, kw_only=True):
+    secret_name: str
+    anonymous: Anonymous
+    protect_stats: bool
+    across_routers: str
+    defaults: TenantRules
+    named: tuple[NamedTenant, ...]
+
+
+class RouterTLSSpec(Strict, frozen=True, kw_only=True):
+    secret_name: str
+    client_ca_secret_name: str | None = None
+
+
+class EngineTLSSpec(Strict, frozen=True, kw_only=True):
+    secret_name: str
+    router_secret_name: str | None = None
+    server_name: str | None = None
+
+
+class TLSSpec(Strict, frozen=True, kw_only=True):
+    router: RouterTLSSpec | None = None
+    engines: EngineTLSSpec | None = None
+
+
+class TicketsSpec(Strict, frozen=True, kw_only=True):
+    secret_name: str
+    ttl: Seconds
+    required: bool
+
+
+class BackoffSpec(Strict, frozen=True, kw_only=True):
+    first: Seconds
+    max: Seconds
+
+
+class HealingSpec(Strict, frozen=True, kw_only=True):
+    enabled: bool
+    not_ready_after: Seconds
+    silent_after: Seconds
+    min_health: float
+    restarts_per_hour: int
+    backoff: BackoffSpec
+
+
+class SLOSpec(SLOSection, frozen=True, kw_only=True):
+    e2e_p95: Seconds
+    error_rate: float
+
+
+class PodMonitor(Strict, frozen=True, kw_only=True):
+    enabled: bool
+    interval: str
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class PrometheusRule(Strict, frozen=True, kw_only=True):
+    enabled: bool
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class ObservabilitySpec(Strict, frozen=True, kw_only=True):
+    log_level: LogLevel | None = None
+    pod_monitor: PodMonitor
+    prometheus_rule: PrometheusRule
+    metrics_from: list[dict[str, Any]]
+    """Peers of a NetworkPolicy."""
+
+
+class Spec(Strict, frozen=True, kw_only=True):
+    model: ModelSection
+    device: Device
+    image: str | None = None
+    allow_fault_injection: bool
+    service_account: ServiceAccount
+    image_pull_secrets: tuple[PullSecret, ...] = ()
+    router: RouterSpec
+    pools: dict[str, PoolSpec]
+    """Pools in order of preference: single, large, the others by name."""
+    memory: MemorySection
+    routing: RoutingSection
+    cascade: CascadeSpec | None = None
+    prompts: PromptsSection
+    batching: BatchingSection
+    limits: LimitsSection
+    streaming: StreamingSection
+    degrade: DegradeSection
+    tenants: TenantsSpec | None = None
+    tickets: TicketsSpec | None = None
+    tls: TLSSpec = TLSSpec()
+    healing: HealingSpec
+    rollout: RolloutSpec
+    slo: SLOSpec
+    observability: ObservabilitySpec
+
+
+_read_spec = section_reader(Spec)
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLMService."""
+
+    name: str
+    namespace: str
+    uid: str
+    """Empty outside Kubernetes."""
+    generation: int
+    spec: Spec
+
+
+def parse(manifest: Any, default_namespace: str = "default") -> Service:
+    """The service that a manifest describes.
+
+    Raises:
+        InvalidManifest: the API server would refuse it, or an unknown field was written.
+    """
+    stored, problems = schema.complete(schema.load_schema(), manifest)
+    if problems := problems or excesses(stored["spec"]):
+        raise InvalidManifest(problems)
+    return service_of(stored["metadata"], to_spec(stored["spec"]), default_namespace)
+
+
+def parse_stored(manifest: Mapping[str, Any]) -> Service:
+    """The service that an API server stored, which it has checked and completed.
+
+    What is unknown here comes from a definition newer than this operator, as while both are
+    upgraded: it is left to the next one.
+
+    Raises:
+        OutdatedDefinition: a field is missing to which the definition gives a default.
+        InvalidManifest: a value cannot be read, or a request exceeds its limit.
+    """
+    spec = to_spec(manifest["spec"])
+    if problems := excesses(manifest["spec"]):
+        raise InvalidManifest(problems)
+    return service_of(manifest["metadata"], spec)
+
+
+def to_spec(stored: Mapping[str, Any]) -> Spec:
+    """The values of a spec whose defaults are filled in.
+
+    Raises:
+        OutdatedDefinition: a field is missing to which the definition gives a default.
+        InvalidManifest: a value cannot be read.
+    """
+    complete = with_tenant_defaults(with_pool_memory(stored))
+    try:
+        return msgspec.convert(_read_spec(complete, ""), Spec)
+    except msgspec.ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: msgspec.ValidationError) -> InvalidManifest:
+    text, _, where = str(error).partition(" - at `$")
+    path = "spec" + re.sub(r"\w+", lambda match: camel(match[0]), where.rstrip("`"))
+    if missing := re.search("missing required field `(.+)`", text):
+        problem = Problem(
+            f"{path}.{camel(missing[1])}",
+            "is missing: the cluster's definition of LLMService is older than this operator; "
+            "apply its crds/",
+        )
+        return OutdatedDefinition([problem])
+    return InvalidManifest([Problem(path, text)])
+
+
+def service_of(
+    metadata: Mapping[str, Any], spec: Spec, default_namespace: str = "default"
+) -> Service:
+    return Service(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", default_namespace),
+        uid=metadata.get("uid", ""),
+        generation=metadata.get("generation", 1),
+        spec=spec,
+    )
+
+
+def excesses(spec: Mapping[str, Any]) -> list[Problem]:
+    """Requests above their limits, which Kubernetes takes in no pod.
+
+    The definition has no rule for them: API servers before 1.34 take every quantity for megabytes
+    of text, and then comparing two costs more than they allow.
+    """
+    places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
+    return [
+        Problem(
+            f"spec.{place}.resources.requests.{name}",
+            f"{asked} exceeds the limit {limits[name]}; lower the request or raise the limit",
+        )
+        for place, section in places.items()
+        for resources in [section.get("resources", {})]
+        for limits in [resources.get("limits", {})]
+        for name, asked in resources.get("requests", {}).items()
+        if name in limits and amount(asked) > amount(limits[name])
+    ]
+
+
+def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec with every pool's memory complete, and pools in order of preference."""
+    ranks = {name: rank for rank, name in enumerate((SINGLE, LARGE))}
+    memory = spec.get("memory", {})
+    pools = spec.get("pools", {})
+    ordered = sorted(pools.items(), key=lambda item: (ranks.get(item[0], 2), item[0]))
+    complete = {name: pool | {"memory": memory | pool.get("memory", {})} for name, pool in ordered}
+    return {**spec, "pools": complete}
+
+
+def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The spec with every named tenant's rules complete."""
+    tenants = spec.get("tenants")
+    if not tenants:
+        return spec
+    named = [tenants["defaults"] | tenant for tenant in tenants["named"]]
+    return {**spec, "tenants": tenants | {"named": named}}
+
+
+VERSION = version("ullage")
+DNS_LAG_S = 30.0
+"""CoreDNS's `cache`, as Kubernetes sets it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the operator's own Deployment decides, the same for every service."""
+
+    engine_image: str = f"ullage/engine:{VERSION}"
+    """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    router_image: str = f"ullage/operator:{VERSION}"
+    """ULLAGE_ROUTER_IMAGE: image of router pods."""
+    image_pull_policy: str = "IfNotPresent"
+    """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """ULLAGE_IMAGE_PULL_SECRETS: names, with commas between them, of Secrets in the services'
+    namespaces with which their pods' images are fetched, besides those that a service names."""
+    dns_lag_s: float = DNS_LAG_S
+    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may go on answering what it knew. Routers
+    find engines by it, so engines that end go on serving for longer, and a canary stays for twice
+    as long once the stable engines are ready."""
+    log_level: str = "info"
+    """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
+    namespace: str = ""
+    """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
+    headroom and measures; empty: in any namespace."""
+    on_kubernetes: bool = True
+    """Whether pods have the devices that they ask for, and not all of the machine's."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Settings":
+        names = {
+            "engine_image": "ULLAGE_ENGINE_IMAGE",
+            "router_image": "ULLAGE_ROUTER_IMAGE",
+            "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
+            "log_level": "ULLAGE_LOG_LEVEL",
+            "namespace": "ULLAGE_OPERATOR_NAMESPACE",
+        }
+        given: dict[str, Any] = {
+            field: environ[name] for field, name in names.items() if environ.get(name)
+        }
+        secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
+        return cls(
+            **given,
+            dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
+            image_pull_secrets=tuple(name for name in secrets if name),
+        )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    given = environ.get(name) or str(default)
+    if not given.replace(".", "", 1).isdecimal():
+        raise SystemExit(f"{name}={given!r} is no number of seconds; give one such as {default:g}")
+    return float(given)

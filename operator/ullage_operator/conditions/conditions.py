@@ -1,0 +1,228 @@
+"""Conditions of an LLMService: types, reasons and transitions.
+
+Ready        every pool serves through a router, and nothing but a canary crash-loops
+Available    at least one router and one engine serve
+Progressing  a change is being rolled out, or replicas are on their way
+Degraded     something is wrong that waiting alone may not mend
+
+A service that serves stays Ready while it rolls, scales or lacks one replica of several: that is
+what Progressing and Degraded say.
+
+Three more say what the cluster gives the operator; the first two are there only while they hold.
+
+MissingPermission    a right that the operator lacks, by name
+KindsUnlisted        a kind that the API server serves and cannot list
+MonitoringAvailable  whether the kinds exist by which a Prometheus operator finds the pods
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ullage_operator.api.naming import MONITORING_API, OWNED
+from ullage_operator.conditions.pod_problems import PROGRESSING, PodProblem
+
+READY = "Ready"
+AVAILABLE = "Available"
+DEGRADED = "Degraded"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A Deployment or StatefulSet as far as conditions care."""
+
+    name: str
+    desired: int
+    exist: int = 0
+    ready: int = 0
+    settled: bool = False
+    """Its controller has seen the newest spec, and every pod is of it."""
+    sleeps: bool = False
+    """Whether the workload may have no pods and be woken by a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition before it has a time."""
+
+    type: str
+    holds: bool
+    reason: str
+    message: str
+
+
+def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
+    """What the live object says; nothing exists of one that is not there yet."""
+    if live is None:
+        return Workload(name, desired)
+    status, generation = live.get("status", {}), live["metadata"].get("generation", 0)
+    is_observed = status.get("observedGeneration", 0) >= generation
+    exist = status.get("replicas", 0)
+    # A StatefulSet that has finished rolling reports its one revision as current and updated.
+    updated = status.get("updatedReplicas", 0)
+    applied = live.get("spec", {}).get("replicas", 1) == desired
+    settled = is_observed and applied and updated >= desired and exist == desired
+    return Workload(name, desired, exist, status.get("readyReplicas", 0), settled)
+
+
+def service_conditions(
+    router: Workload,
+    pools: Sequence[Workload],
+    troubles: Sequence[PodProblem],
+    trying: Sequence[PodProblem] = (),
+    change: Condition | None = None,
+) -> list[Condition]:
+    """The four conditions of a service whose spec is valid.
+
+    Args:
+        troubles: of its pods, what blocks first.
+        trying: of a canary's pods, which block nothing.
+        change: how far a rollout is that is not over, as Progressing says.
+    """
+    available = available_condition(router, pools)
+    progressing = progressing_condition([router, *pools], change)
+    degraded = degraded_condition([*troubles, *trying])
+    ready = ready_condition(router, pools, available, troubles)
+    return [ready, available, progressing, degraded]
+
+
+def available_condition(router: Workload, pools: Sequence[Workload]) -> Condition:
+    if not any(pool.desired for pool in pools):
+        if router.ready and any(pool.sleeps for pool in pools):
+            return Condition(AVAILABLE, True, "Asleep", "the next request wakes a pool")
+        return Condition(AVAILABLE, False, "ScaledToZero", "no pool asks for an engine")
+    if not any(pool.ready for pool in pools):
+        return Condition(AVAILABLE, False, "NoEngineReady", counts(pools))
+    if not router.ready:
+        return Condition(AVAILABLE, False, "NoRouterReady", counts([router]))
+    return Condition(AVAILABLE, True, "Serving", counts([router, *pools]))
+
+
+def progressing_condition(
+    workloads: Sequence[Workload], change: Condition | None = None
+) -> Condition:
+    rolling = [workload.name for workload in workloads if not workload.settled]
+    if change and (change.holds or not rolling):
+        return change
+    if rolling:
+        return Condition(PROGRESSING, True, "RollingOut", f"rolling out {', '.join(rolling)}")
+    return Condition(PROGRESSING, False, "Settled", "every pod is of the newest configuration")
+
+
+def degraded_condition(troubles: Sequence[PodProblem]) -> Condition:
+    """The first pod that cannot start, be placed or stay up, and how many there are."""
+    if not troubles:
+        return Condition(DEGRADED, False, "AsExpected", "no pod is stuck")
+    return Condition(DEGRADED, True, troubles[0].reason, summary(troubles))
+
+
+def summary(troubles: Sequence[PodProblem]) -> str:
+    others = len(troubles) - 1
+    return f"{troubles[0]}{f' (and {others} more)' if others else ''}"
+
+
+def ready_condition(
+    router: Workload,
+    pools: Sequence[Workload],
+    available: Condition,
+    troubles: Sequence[PodProblem],
+) -> Condition:
+    """Ready if all pools serve and nothing blocks; otherwise the reason that helps most."""
+    blocked = [trouble for trouble in troubles if trouble.blocks]
+    lacking = [pool for pool in pools if pool.desired and not pool.ready]
+    if blocked:
+        return Condition(READY, False, blocked[0].reason, summary(blocked))
+    if troubles and (lacking or not available.holds):
+        return Condition(READY, False, troubles[0].reason, summary(troubles))
+    if not available.holds:
+        return Condition(READY, False, available.reason, available.message)
+    if available.reason == "Asleep":
+        return Condition(READY, True, available.reason, available.message)
+    if lacking:
+        return Condition(READY, False, "PodsNotReady", counts(lacking))
+    workloads = [router, *pools]
+    is_full = all(each.ready >= each.desired for each in workloads)
+    return Condition(READY, True, "AllReady" if is_full else "Serving", counts(workloads))
+
+
+def counts(workloads: Iterable[Workload]) -> str:
+    return ", ".join(f"{each.name} {each.ready}/{each.desired} ready" for each in workloads)
+
+
+def render(
+    conditions: Iterable[Condition],
+    previous: Iterable[Mapping[str, Any]],
+    generation: int,
+    now: datetime,
+) -> list[dict[str, Any]]:
+    """Conditions for status; the time changes only with the condition's status."""
+    before = {condition["type"]: condition for condition in previous}
+    return [
+        _as_manifest(finding, before.get(finding.type), generation, now) for finding in conditions
+    ]
+
+
+def _as_manifest(
+    finding: Condition, before: Mapping[str, Any] | None, generation: int, now: datetime
+) -> dict[str, Any]:
+    status = "True" if finding.holds else "False"
+    same = before is not None and before["status"] == status
+    time = before["lastTransitionTime"] if before and same else timestamp(now)
+    return {
+        "type": finding.type,
+        "status": status,
+        "observedGeneration": generation,
+        "lastTransitionTime": time,
+        "reason": finding.reason,
+        "message": finding.message,
+    }
+
+
+def timestamp(now: datetime) -> str:
+    """RFC 3339 in whole seconds, as Kubernetes writes it; `now` is in UTC."""
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+MISSING_PERMISSION = "MissingPermission"
+KINDS_UNLISTED = "KindsUnlisted"
+MONITORING_AVAILABLE = "MonitoringAvailable"
+MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
+
+
+def cluster_conditions(
+    serves: Collection[str], missing: Sequence[str], unlisted: Sequence[str] = ()
+) -> list[Condition]:
+    """The conditions, from the optional kinds that are served, the rights that are missing and the
+    kinds that cannot be listed."""
+    return [
+        monitoring_condition(serves),
+        *missing_permissions(missing),
+        *unlisted_kinds(unlisted),
+    ]
+
+
+def monitoring_condition(serves: Collection[str]) -> Condition:
+    absent = [kind for kind in MONITORING if kind not in serves]
+    if not absent:
+        message = "PodMonitors tell Prometheus what to scrape, and PrometheusRules when to alert"
+        return Condition(MONITORING_AVAILABLE, True, "Served", message)
+    message = (
+        f"the cluster does not serve {' and '.join(absent)} of {MONITORING_API}: "
+        "install the Prometheus operator, or scrape the pods' port named metrics"
+    )
+    return Condition(MONITORING_AVAILABLE, False, "KindsAbsent", message)
+
+
+def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
+    if not unlisted:
+        return []
+    message = f"nothing is made of kinds that cannot be listed: {'; '.join(unlisted)}"
+    return [Condition(KINDS_UNLISTED, True, "ListFailed", message)]
+
+
+def missing_permissions(missing: Sequence[str]) -> list[Condition]:
+    if not missing:
+        return []
+    message = f"the operator may not {'; '.join(missing)}: grant it; all else goes on"
+    return [Condition(MISSING_PERMISSION, True, "Forbidden", message)]

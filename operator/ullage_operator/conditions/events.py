@@ -1,0 +1,73 @@
+"""What of a service's life is worth a Kubernetes Event: changes of its conditions. Pure.
+
+An Event is written at a transition and never for a state that lasts, so that `kubectl describe`
+lists what happened and not how often the operator looked.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_NOTE_BYTES = 1024
+"""Longest message of an Event that Kubernetes takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventNote:
+    """A decision about a service, as its Event words it."""
+
+    reason: str
+    """Reason of the Event, in CamelCase."""
+    action: str
+    """What was done, in CamelCase."""
+    message: str
+    warning: bool = False
+
+
+def transitions(
+    before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
+) -> list[EventNote]:
+    """The Events that a change of a service's conditions makes.
+
+    A condition makes one when its status or its reason changes. For a new service only what is
+    unusual does: that nothing serves yet goes without saying.
+    """
+    previous = {condition["type"]: condition for condition in before}
+    notes = [
+        EventNote(_title(each), "Observe", each["message"], _is_bad(each))
+        for each in after
+        if _is_news(previous.get(each["type"]), each)
+    ]
+    worst = sorted(notes, key=lambda note: note.warning)  # Ready and Degraded often say the same
+    return list({(note.reason, note.message): note for note in worst}.values())
+
+
+def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
+    if before is None:
+        return bool(now["status"] == "True" and now["reason"] != "Stable")
+    return any(before[key] != now[key] for key in ("status", "reason"))
+
+
+def _is_bad(condition: Mapping[str, Any]) -> bool:
+    is_fault = condition["type"] in ("Degraded", "MissingPermission", "KindsUnlisted")
+    if condition["type"] in ("Progressing", "MonitoringAvailable"):
+        return False
+    return bool((condition["status"] == "True") == is_fault)
+
+
+def _title(condition: Mapping[str, Any]) -> str:
+    """`Ready` and `Recovered` say what became of the service; the rest is the reason itself."""
+    match condition["type"], condition["status"]:
+        case "Ready", "True":
+            return "Ready"
+        case "Degraded", "False":
+            return "Recovered"
+    return str(condition["reason"])
+
+
+def clipped(text: str) -> str:
+    """Cuts a text to what an Event may say, without splitting a character."""
+    data = text.encode()
+    if len(data) <= MAX_NOTE_BYTES:
+        return text
+    return data[: MAX_NOTE_BYTES - 3].decode(errors="ignore") + "…"

@@ -1,0 +1,363 @@
+"""Why a pod does not serve or was never created, and what to do about it: pure, from what the API
+says of the pod and of its StatefulSet or Deployment.
+
+A message names what was asked, what Kubernetes answered, and the remedy, so that nobody need look
+for the pod, its events and its log one after another. Pods that are missing, such as where a quota
+refuses them, are problems too.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from ullage_operator.api import naming
+
+Pod = Mapping[str, Any]
+
+PROGRESSING = "Progressing"
+"""The type of the condition that says whether a change is being rolled out."""
+
+LOOPING_RESTARTS = 2
+"""A container that ended so often and does not stay up crash-loops, also while it just runs."""
+RECENT_S = 600.0
+"""An end that is longer ago has nothing to do with what a container does now."""
+STABLE_S = 60.0
+"""A pod that has been ready for this long does not crash-loop any more."""
+CREATING_S = 600.0
+"""Time to pull an image and mount volumes, after which it is worth a word."""
+_ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+
+
+@dataclass(frozen=True, slots=True)
+class PodProblem:
+    """A problem of one pod."""
+
+    pod: str
+    """Empty for what is wrong with no pod."""
+    reason: str
+    message: str
+    """What is wrong and what to do."""
+    blocks: bool
+    """It crash-loops: the service is not Ready, even if other pods serve. What else is wrong with
+    one pod is no reason to call a service that serves not Ready."""
+
+    def __str__(self) -> str:
+        return f"pod {self.pod}: {self.message}" if self.pod else self.message
+
+
+def diagnose(
+    pods: Iterable[Pod], now: datetime, lost_nodes: frozenset[str] = frozenset()
+) -> list[PodProblem]:
+    """What is wrong, what blocks first, then by pod name.
+
+    Args:
+        now: in UTC.
+        lost_nodes: that are known not to answer.
+    """
+    ordered = sorted(filter(is_counted, pods), key=lambda pod: str(pod["metadata"]["name"]))
+    problems = [_on_lost_node(p, lost_nodes) or diagnose_pod(p, now) for p in ordered]
+    return sorted((each for each in problems if each), key=lambda trouble: not trouble.blocks)
+
+
+def is_counted(pod: Pod) -> bool:
+    """Whether the pod counts: all do but routers that ended for good, which a ReplicaSet replaces
+    and keeps."""
+    has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+    return not (is_router(pod) and has_ended)
+
+
+def is_router(pod: Pod) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.ROUTER)
+
+
+def node_of(pod: Pod) -> str:
+    return str(pod.get("spec", {}).get("nodeName", ""))
+
+
+def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
+    node = node_of(pod)
+    if node not in lost_nodes:
+        return None
+    remedy = (
+        f"bring {node} back, or delete the Node: its pods are then made elsewhere "
+        "(the operator does that by itself once Kubernetes has given them up)"
+    )
+    return _problem(pod, "NodeLost", f"node {node} does not answer; {remedy}")
+
+
+def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
+    """The reason that helps most, or None for a pod that serves, starts or ends as it should."""
+    if "deletionTimestamp" in pod["metadata"]:
+        return None
+    looks = (_unscheduled, _container_stuck, _looping, _failed, _creating)
+    return next((trouble for look in looks if (trouble := look(pod, now))), None)
+
+
+def is_ready(pod: Pod) -> bool:
+    return _condition(pod, "Ready").get("status") == "True"
+
+
+def ready_since(pod: Pod) -> datetime | None:
+    """Returns when the pod's readiness last changed, in UTC."""
+    return parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
+
+
+def has_started(pod: Pod) -> bool:
+    """Its containers run and passed their startup probes."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return bool(statuses) and all(each.get("started") for each in statuses)
+
+
+def restart_count(pod: Pod) -> int:
+    """Returns how often the pod's containers were restarted."""
+    return sum(each.get("restartCount", 0) for each in _containers(pod))
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """A Kubernetes time, in UTC."""
+    return datetime.fromisoformat(text).astimezone(UTC) if text else None
+
+
+def age_s(pod: Pod, now: datetime) -> float:
+    """Seconds since the pod was made; 0 where the API does not say."""
+    created = parse_time(pod["metadata"].get("creationTimestamp"))
+    return max(0.0, (now - created).total_seconds()) if created else 0.0
+
+
+def _condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    listed = pod.get("status", {}).get("conditions", ())
+    return next((each for each in listed if each["type"] == kind), {})
+
+
+def _containers(pod: Pod) -> list[Mapping[str, Any]]:
+    status = pod.get("status", {})
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def _problem(pod: Pod, reason: str, message: str, blocks: bool = False) -> PodProblem:
+    return PodProblem(str(pod["metadata"]["name"]), reason, message, blocks)
+
+
+def _unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
+    placed = _condition(pod, "PodScheduled")
+    if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
+        return None
+    message = placed.get("message", "no node fits")
+    asked = _asks(pod)
+    problem = f"asks for {asked} and fits no node" if asked else "fits no node"
+    return _problem(pod, "Unschedulable", f"{problem}: {message}; {_placing_remedy(pod, message)}")
+
+
+def _asks(pod: Pod) -> str:
+    """Its GPUs and the like, as `4 nvidia.com/gpu`."""
+    limits = _limits(pod)
+    return ", ".join(f"{amount} {name}" for name, amount in sorted(limits.items()))
+
+
+def _limits(pod: Pod) -> dict[str, str]:
+    limits: dict[str, str] = {}
+    for container in pod.get("spec", {}).get("containers", ()):
+        for name, amount in container.get("resources", {}).get("limits", {}).items():
+            if not name.startswith(_ORDINARY):
+                limits[name] = str(amount)
+    return limits
+
+
+def _placing_remedy(pod: Pod, message: str) -> str:
+    pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+    for name in _limits(pod):
+        if f"Insufficient {name}" in message:
+            return f"add a node with that many free {name}, free some, or lower {pool}.gpus"
+    remedies = (
+        ("untolerated taint", f"add the taint to {pool}.tolerations"),
+        ("node affinity/selector", f"correct {pool}.nodeSelector or label a node"),
+        ("persistentvolumeclaim", "make the claim that the pod names"),
+        ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
+        ("Insufficient", f"lower {pool}.resources or add a node"),
+    )
+    return next(
+        (remedy for words, remedy in remedies if words in message), f"see {pool}'s placement"
+    )
+
+
+def pool_of(pod: Pod) -> str:
+    """The pool of an engine's pod; nothing for a router's."""
+    return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))
+
+
+def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason", ""), waiting.get("message", "").strip()
+        if reason in _IMAGE:
+            return _problem(pod, reason, _image_message(container, reason, message))
+        if reason in _CONFIG:
+            remedy = "make the Secret or ConfigMap that it names, or correct the pool's settings"
+            return _problem(pod, reason, f"{message or 'its container cannot be made'}; {remedy}")
+        if reason == "CrashLoopBackOff":
+            return _problem(pod, reason, _crash_message(pod, container), True)
+    return None
+
+
+def _image_message(container: Mapping[str, Any], reason: str, message: str) -> str:
+    image = container.get("image", "its image")
+    if reason == "InvalidImageName":
+        return f"{image!r} is no image name; correct spec.image"
+    remedy = "check the name in spec.image, spec.imagePullSecrets and the registry"
+    return f"image {image} cannot be pulled: {message or 'no reason given'}; {remedy}"
+
+
+def _looping(pod: Pod, now: datetime) -> PodProblem | None:
+    """Between two crashes a container runs, and may even be ready for a moment."""
+    since = ready_since(pod)
+    is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
+    for container in _containers(pod):
+        often = container.get("restartCount", 0) >= LOOPING_RESTARTS
+        if often and not is_stable and _crashed_lately(container, now):
+            return _problem(pod, "CrashLoopBackOff", _crash_message(pod, container), True)
+    return None
+
+
+def stable_in_s(pod: Pod, now: datetime) -> float | None:
+    """Seconds until a pod that is ready after crashes counts as stable."""
+    since, trouble = ready_since(pod), _looping(pod, now)
+    if trouble is None or since is None or not is_ready(pod):
+        return None
+    return max(0.0, STABLE_S - (now - since).total_seconds())
+
+
+def _crashed_lately(container: Mapping[str, Any], now: datetime) -> bool:
+    ended = _ended(container)
+    at = parse_time(ended.get("finishedAt")) or now
+    return bool(ended.get("exitCode", 0) != 0 and (now - at).total_seconds() < RECENT_S)
+
+
+def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last end of a container that is started again and again."""
+    for state in (container.get("state", {}), container.get("lastState", {})):
+        if ended := state.get("terminated"):
+            return dict(ended)
+    return {}
+
+
+def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
+    ended, name = _ended(container), container.get("name", "its container")
+    message = (ended.get("message") or "").strip()
+    code = f" with exit code {ended['exitCode']}" if "exitCode" in ended else ""
+    times = container.get("restartCount", 0)
+    what = f"{name} has been restarted {times} times, last after it ended{code}"
+    if ended.get("reason") == "OOMKilled":
+        pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+        return f"{what}: out of host memory; raise {pool}.resources.limits.memory"
+    if message:
+        return f"{what}: {message[-1024:]}"
+    return f"{what}; see kubectl logs --previous {pod['metadata']['name']}"
+
+
+def _failed(pod: Pod, now: datetime) -> PodProblem | None:
+    """Evicted, or refused by the kubelet; the StatefulSet makes another."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed":
+        return None
+    reason = status.get("reason") or "PodFailed"
+    message = status.get("message", "").strip() or "no reason given"
+    return _problem(pod, reason, f"{message}; it is being replaced")
+
+
+def _creating(pod: Pod, now: datetime) -> PodProblem | None:
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting", {}).get("reason")
+        age = age_s(pod, now)
+        if waiting in ("ContainerCreating", "PodInitializing") and age >= CREATING_S:
+            what = f"its containers are not made after {age / 60:.0f} min"
+            remedy = "a large image may still be pulled, or a volume cannot be mounted"
+            name = pod["metadata"]["name"]
+            return _problem(
+                pod, "ContainerCreating", f"{what}: {remedy}; kubectl describe pod {name}"
+            )
+    return None
+
+
+WAIT_S = 60.0
+"""Controllers need a moment, and a webhook that restarts is back by then."""
+
+
+class WorkloadPods(NamedTuple):
+    """A live Deployment or StatefulSet and how many pods it has."""
+
+    live: Mapping[str, Any]
+    pods: int
+    """Pods that exist, terminating ones included."""
+    reported: int | None
+    """Pods that the service's status last reported; None before the first report."""
+
+
+def missing_pods(
+    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+) -> list[PodProblem]:
+    """Workloads that have lacked pods for too long.
+
+    Args:
+        status: of the service, as it is.
+    """
+    if _progressing_s(status, now) < WAIT_S:
+        return []
+    return [PodProblem("", "PodsNotMade", _message(e), False) for e in workloads if _lacks(e)]
+
+
+def missing_pods_due_s(
+    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+) -> float | None:
+    """Seconds until missing pods become a problem; None where none are missing or they are one."""
+    left_s = WAIT_S - _progressing_s(status, now)
+    return left_s if left_s > 0 and any(map(_lacks, workloads)) else None
+
+
+def _lacks(workload: WorkloadPods) -> bool:
+    """Lacks pods now and in the last report: a pod that is being replaced is away for a moment.
+
+    A Deployment's controller says that it failed, and may have seen a spec before it makes pods.
+    """
+    live, desired = workload.live, _desired(workload.live)
+    if live["kind"] == "Deployment" and not _failure(live):
+        return False
+    reported = desired if workload.reported is None else workload.reported
+    seen = live.get("status", {}).get("observedGeneration", 0)
+    is_newest = seen >= live["metadata"].get("generation", 0)
+    return is_newest and max(_exist(live), workload.pods, reported) < desired
+
+
+def _desired(live: Mapping[str, Any]) -> int:
+    return int(live["spec"].get("replicas", 1))
+
+
+def _exist(live: Mapping[str, Any]) -> int:
+    return int(live.get("status", {}).get("replicas", 0))
+
+
+def _message(workload: WorkloadPods) -> str:
+    """Words the problem with the API server's message, which a Deployment hands on and a
+    StatefulSet does not."""
+    kind, name = workload.live["kind"], workload.live["metadata"]["name"]
+    look = f"kubectl describe {kind.lower()} {name}"
+    why = _failure(workload.live) or f"a quota or an admission policy may refuse them; {look}"
+    return f"{kind} {name} has {workload.pods} of {_desired(workload.live)} pods: {why}"
+
+
+def _failure(live: Mapping[str, Any]) -> str:
+    """Returns why a Deployment's controller could not create a pod; empty where it could."""
+    listed = live.get("status", {}).get("conditions", ())
+    failed = (each for each in listed if each["type"] == "ReplicaFailure")
+    return next((each.get("message", "") for each in failed if each["status"] == "True"), "")
+
+
+def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:
+    """Seconds since the service began to progress; 0 where it does not."""
+    progressing = (each for each in status.get("conditions", ()) if each["type"] == PROGRESSING)
+    condition = next(progressing, {"status": "False"})
+    since = parse_time(condition.get("lastTransitionTime"))
+    return (now - since).total_seconds() if since and condition["status"] == "True" else 0.0

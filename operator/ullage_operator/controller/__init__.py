@@ -1,0 +1,5 @@
+"""The reconcile loop and its queue: observe, plan purely, apply thinly; and the healer and
+autoscaler that call it.
+
+It reaches the cluster only through kube.
+"""

@@ -1,0 +1,239 @@
+"""The operator at work: the informers that fill the cache, and the queue that they wake.
+
+The queue knows which services wait for reconciliation: each key once, one run a key at a time, with
+retries. Events say only that something about a key may have changed. A key that is already waiting
+is not queued twice; a key that changes while it is being worked on is worked on once more
+afterwards.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from ullage_operator.api.naming import WATCHED, Kind
+from ullage_operator.api.spec import Settings
+from ullage_operator.controller.apply import Applier
+from ullage_operator.controller.autoscaler import Autoscaler
+from ullage_operator.controller.healer import Healer, StreamTimes
+from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
+from ullage_operator.kube.cache import Cache, Scope, ServiceKey
+from ullage_operator.kube.client import Cluster, unlimited
+from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.events import EventRecorder
+from ullage_operator.kube.informer import Informers, WatchMetrics, WatchTimes
+from ullage_operator.kube.leader_election import (
+    Candidacy,
+    Lead,
+    LeaderElection,
+    Times,
+    own_identity,
+)
+
+_logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+
+_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_AT_ONCE = 16
+_GAP_S = 0.2
+_BACKOFF_FIRST_S = 1.0
+_BACKOFF_MOST_S = 60.0
+
+
+class WorkQueue(Generic[Key]):
+    """Runs `work(key)`, which answers after how many seconds it wants to run again; None: never.
+
+    A `work` that raises is run again after a delay that doubles from 1 s to 60 s. At most 16 keys
+    are worked on at once, in the order of their events; between two runs of a key lie 0.2 s, so
+    that a burst of events is one run.
+    """
+
+    def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
+        self._work = work
+        self._dirty: dict[Key, asyncio.Event] = {}
+        self._workers: dict[Key, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    def add(self, key: Key) -> None:
+        """Asks for a run of `key`, soon."""
+        if key not in self._workers:
+            self._dirty[key] = asyncio.Event()
+            self._workers[key] = asyncio.create_task(self._serve(key), name=f"reconcile {key}")
+        self._dirty[key].set()
+
+    def keys(self) -> list[Key]:
+        return list(self._workers)
+
+    async def close(self) -> None:
+        """Cancels all runs and waits for their end."""
+        await asyncio.gather(*self._cancelled(), return_exceptions=True)
+
+    def drop(self) -> None:
+        """Cancels all runs and forgets all keys."""
+        self._cancelled()
+
+    def _cancelled(self) -> list[asyncio.Task[None]]:
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.cancel()
+        self._workers.clear()
+        self._dirty.clear()
+        return workers
+
+    async def _serve(self, key: Key) -> None:
+        dirty, failures, me = self._dirty[key], 0, asyncio.current_task()
+        delay_s: float | None = 0.0
+        # A cancellation may be lost in code that catches it for a time limit of its own.
+        while self._workers.get(key) is me and (delay_s is not None or dirty.is_set()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s or None):
+                    await dirty.wait()
+            try:
+                async with self._slots:
+                    dirty.clear()
+                    delay_s, failures = await self._work(key), 0
+            except Exception:
+                # A bug must neither end the operator nor be repeated in a tight loop.
+                _logger.exception("reconciling %s failed", key)
+                delay_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2**failures)
+                failures += 1
+            await asyncio.sleep(_GAP_S)
+        if self._workers.get(key) is me:
+            del self._workers[key], self._dirty[key]
+
+
+class OperatorMetrics:
+    """Reconciliations by result, how long they take, and whether this operator acts."""
+
+    def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
+        self.total = Counter(
+            "ullage_operator_reconcile",
+            "Reconciliations of an LLMService: "
+            "ok, denied, invalid, gone, temporary, permanent or bug.",
+            ["result"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "ullage_operator_reconcile_seconds",
+            "Time of one reconciliation.",
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        leader = Gauge(
+            "ullage_operator_leader",
+            "1 for the operator that acts, 0 for one that stands by.",
+            registry=registry,
+        )
+        leader.set_function(lambda: float(left_s() > 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to serve; empty for all."""
+    lease: tuple[str, str] | None = None
+    """Namespace and name of the Lease by which operators elect one; None to act alone."""
+    election_times: Times = field(default_factory=Times)
+    reconcile_times: ReconcileTimes = field(default_factory=ReconcileTimes)
+    watch_times: WatchTimes = field(default_factory=WatchTimes)
+    stream_times: StreamTimes = field(default_factory=StreamTimes)
+
+
+class Controller:
+    """Everything that runs between the operator's start and its end.
+
+    An operator that does not lead watches, so that it can take over at once, and writes nothing.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        registry: CollectorRegistry,
+        connection: Connection,
+        stop: asyncio.Event,
+    ) -> None:
+        watching = WatchMetrics(registry)
+        names = dict.fromkeys(options.namespaces) or [""]
+        scopes = [Scope(kind, namespace) for namespace in names for kind in WATCHED]
+        lead = Lead(Candidacy(own_identity(), options.election_times))
+        self._left_s = lead.left_s if options.lease else unlimited
+        self._metrics = OperatorMetrics(registry, self._left_s)
+        self._cluster = Cluster(self._left_s, connection, self._on_missing)
+        self.cache = Cache(scopes, self._wake)
+        self._informers = Informers(
+            connection, self._cluster, scopes, self.cache, watching, stop, options.watch_times
+        )
+        watching.count([kind.name for kind in WATCHED], self.cache.counts)
+        recorder = EventRecorder(self._cluster)
+        self._healer = Healer(self._cluster, recorder, self._wake, options.stream_times)
+        self._scaler = Autoscaler[ServiceKey](self._wake)
+        applier = Applier(self._cluster, self.cache, recorder)
+        self._reconciler = Reconciler(
+            self.cache,
+            applier,
+            self._healer,
+            self._scaler,
+            settings,
+            options.reconcile_times,
+        )
+        self._queue: WorkQueue[ServiceKey] = WorkQueue(self._reconcile)
+        self._election = options.lease and LeaderElection(
+            self._cluster, lead, options.lease, self._on_gained, self._on_lost
+        )
+
+    @property
+    def leads(self) -> bool:
+        return self._left_s() > 0
+
+    def start(self) -> None:
+        self._informers.start()
+        if self._election:
+            self._election.start()
+
+    async def close(self) -> None:
+        await self._informers.close()
+        await self._queue.close()
+        await self._healer.close()
+        await self._scaler.close()
+        await self._reconciler.close()
+        if self._election:
+            await self._election.close()  # last: until here all that was written had to be
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the quietest watch has brought nothing."""
+        return self._informers.silent_s
+
+    async def _reconcile(self, key: ServiceKey) -> float | None:
+        """Reconciles a service, and returns after how many seconds to do it again."""
+        result = "bug"
+        try:
+            with self._metrics.seconds.time():
+                result, delay_s = await self._reconciler.reconcile(key)
+        finally:
+            self._metrics.total.labels(result=result).inc()
+        return delay_s
+
+    def _on_missing(self, kind: Kind, namespace: str) -> None:
+        self._informers.sweep(kind, namespace)
+
+    def _on_gained(self) -> None:
+        if self.cache.complete:
+            for key in self.cache.services():
+                self._queue.add(key)
+
+    def _on_lost(self) -> None:
+        self._queue.drop()
+        self._reconciler.drop()
+
+    def _wake(self, key: ServiceKey) -> None:
+        if self.leads:
+            self._queue.add(key)

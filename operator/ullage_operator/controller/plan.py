@@ -1,0 +1,382 @@
+"""Plans what must be done from the declared service and the objects that exist. Pure.
+
+The operator applies a plan to the cluster; `ullage up` runs the same pods as processes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.autoscaling import (
+    NO_DECISIONS,
+    ScalingDecisions,
+    left_to_others,
+    live_replicas,
+    may_sleep,
+    pool_scaling,
+    resized,
+    scaling_condition,
+    with_replicas,
+)
+from ullage_operator.conditions.conditions import (
+    Condition,
+    Workload,
+    cluster_conditions,
+    render,
+    service_conditions,
+    workload_of,
+)
+from ullage_operator.conditions.pod_problems import (
+    PROGRESSING,
+    PodProblem,
+    WorkloadPods,
+    diagnose,
+    is_counted,
+    missing_pods,
+    missing_pods_due_s,
+    pool_of,
+    restart_count,
+    stable_in_s,
+)
+from ullage_operator.healing import (
+    EngineHealth,
+    Headroom,
+    RestartDecision,
+    RestartEvent,
+    decide_restarts,
+    deferred_problems,
+    engine_pods,
+    node_wait_s,
+    restarts_status,
+)
+from ullage_operator.manifests.manifests import (
+    engine_objects,
+    pool_objects,
+    router_objects,
+    scaler_objects,
+    without_replicas,
+)
+from ullage_operator.manifests.monitoring import monitoring_objects
+from ullage_operator.rollout.analysis import CanarySample
+from ullage_operator.rollout.canary import (
+    RolloutObservation,
+    RolloutPlan,
+    plan_rollout,
+    rollout_condition,
+    rollout_objects,
+    rollout_status,
+    router_file,
+    with_revision,
+)
+from ullage_operator.rollout.stages import WAITING, RolloutStage
+
+Manifest = dict[str, Any]
+LiveObject = dict[str, Any]
+
+
+class ObjectKey(NamedTuple):
+    """Identity of an object of a service; no two of its kinds share a name in different groups."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The existing objects and measures that one service's plan depends on."""
+
+    now: datetime
+    """The time of the observation, in UTC."""
+    objects: Mapping[ObjectKey, LiveObject] = field(default_factory=dict)
+    """Live objects that the service owns, by kind and name."""
+    pods: Sequence[LiveObject] = ()
+    """Pods of the service, for the reasons why they are stuck."""
+    lost_nodes: frozenset[str] = frozenset()
+    """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
+    headroom: Headroom = field(default_factory=dict)
+    """Headroom of the engines that report to the operator, by pool."""
+    engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
+    """Health of the engines that report to the operator, by the pods' uid."""
+    unreachable_pools: frozenset[str] = frozenset()
+    """Pools with engines that are silent to the operator and that no router reaches either."""
+    restarts: Sequence[RestartEvent] = ()
+    """Restarts of engine pods in the last hour."""
+    serves: frozenset[str] = frozenset()
+    """Optional kinds that the cluster serves, such as PodMonitor."""
+    unlisted: tuple[str, ...] = ()
+    """Kinds that are served and cannot be listed, with the reason."""
+    missing_rights: tuple[str, ...] = ()
+    """Rights that the operator lacks, each as `verb resource in namespace`."""
+    unapplied: tuple[PodProblem, ...] = ()
+    """Problems with objects that could not be written."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """The service's present status."""
+    is_rollout_readable: bool = True
+    """Whether the ConfigMap with its rollout's state can be read."""
+    rollout_annotation: str = ""
+    """The annotation by which people steer its rollout."""
+    canary_samples: Sequence[CanarySample] = ()
+    """Samples of a canary from the routers that answered."""
+    scaling: ScalingDecisions = NO_DECISIONS
+    """Numbers of engines that pools should have, where the operator decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """The actions for one service, in order: apply, delete, write the status."""
+
+    apply: tuple[Manifest, ...]
+    delete: tuple[LiveObject, ...]
+    status: Manifest
+    rollout: RolloutPlan
+    healing: RestartDecision
+    """Pods to restart, once the status that counts the restarts is written."""
+    recheck_s: float | None = None
+    """Seconds until the next reconciliation if nothing changes; None for no such bound."""
+
+
+def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
+    """Returns the objects that should exist, those that should no longer, and the status."""
+    service = with_replicas(service, observed.objects, observed.scaling)
+    rollout = plan_rollout(service, observe_rollout(observed), settings)
+    desired = wanted_objects(service, rollout, observed, settings)
+    keys = {key_of(item) for item in desired}
+    obsolete = [item for key, item in observed.objects.items() if key not in keys]
+    obsolete = obsolete if rollout.is_known else []
+    healing = restart_decision(service, observed)
+    status = status_of(service, rollout, observed, healing)
+    waits = _recheck_times_s(service, healing, observed)
+    if rollout.look_again_s is not None:
+        waits.append(rollout.look_again_s)
+    recheck_s = min(waits, default=None)
+    return ServicePlan(tuple(desired), tuple(obsolete), status, rollout, healing, recheck_s)
+
+
+def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:
+    """Returns the status after the plan was carried out, as far as that was possible."""
+    service = with_replicas(service, observed.objects, observed.scaling)
+    return status_of(service, plan.rollout, observed, plan.healing)
+
+
+def restart_decision(service: Service, observed: Observed) -> RestartDecision:
+    """Decides which pods to restart."""
+    return decide_restarts(
+        service.spec.healing,
+        engine_pods(
+            stable_pods(observed), observed.engine_health, observed.lost_nodes, observed.now
+        ),
+        observed.restarts,
+        observed.now,
+        observed.unreachable_pools,
+    )
+
+
+def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
+    """Returns the seconds until healing wants to decide again, a pod becomes stable or has been
+    lacking for too long, or a node is to be asked for."""
+    stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
+    nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
+    unmade_s = missing_pods_due_s(workload_pods(service, observed), observed.status, observed.now)
+    waits = (healing.recheck_s, unmade_s, *stable, *nodes)
+    return [max(1.0, wait) for wait in waits if wait is not None]
+
+
+def wanted_objects(
+    service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
+) -> list[Manifest]:
+    """Returns the rollout's state first, for nothing may happen that it lacks; then engines, so
+    that a router finds its targets' names when it starts."""
+    if rollout.is_known:
+        objects = all_engines(service, rollout, observed, settings)
+    else:
+        objects = engine_objects(service, settings) + resized_engines(service, observed)
+    objects += router_objects(service, settings, _router_file(service, rollout, observed))
+    return objects + monitoring_objects(service, observed.serves)
+
+
+def all_engines(
+    service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
+) -> list[Manifest]:
+    """Returns the rollout's state, the canary's engines and the stable ones."""
+    objects = rollout_objects(service, rollout, settings) + engine_objects(service, settings)
+    for name, pool in rollout.stable.spec.pools.items():
+        manifests = pool_objects(rollout.stable, name, pool, settings)
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
+        if left_to_others(pool, observed.objects.get(key)):
+            manifests = without_replicas(manifests)
+        objects += with_revision(manifests, rollout.progress.stable)
+        objects += scaler_objects(service, name, pool, observed.serves)
+    return objects
+
+
+def resized_engines(service: Service, observed: Observed) -> list[Manifest]:
+    """Returns StatefulSets as they are, where only the number of their pods may change."""
+    resized_sets = []
+    for name, pool in service.spec.pools.items():
+        live = observed.objects.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
+        if live is None or left_to_others(pool, live) or live_replicas(live) == pool.replicas:
+            continue
+        resized_sets.append(resized(live, pool.replicas))
+    return resized_sets
+
+
+def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
+    """Returns the rollout file of routers: the live one, where its new content is not known."""
+    key = ObjectKey("ConfigMap", naming.router_name(service.name))
+    live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
+    return router_file(rollout) if rollout.is_known or live_file is None else str(live_file)
+
+
+def observe_rollout(observed: Observed) -> RolloutObservation:
+    """Returns what the plan of a rollout depends on."""
+    kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
+    pods = canary_pods(observed)
+    wrong = diagnose(pods, observed.now, observed.lost_nodes)
+    counts: dict[str, int] = {}
+    for pod in pods:
+        if "deletionTimestamp" not in pod["metadata"]:
+            counts[pool_of(pod)] = counts.get(pool_of(pod), 0) + restart_count(pod)
+    return RolloutObservation(
+        now=observed.now,
+        stateful_sets={
+            key.name: obj for key, obj in observed.objects.items() if key.kind == "StatefulSet"
+        },
+        stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
+        is_state_readable=observed.is_rollout_readable,
+        annotation=observed.rollout_annotation,
+        samples=observed.canary_samples,
+        problem=str(wrong[0]) if wrong else "",
+        restarts=counts,
+    )
+
+
+def _is_rollout_state(key: ObjectKey) -> bool:
+    return key.kind == "ConfigMap" and key.name.endswith(naming.rollout_name(""))
+
+
+def is_canary(pod: LiveObject) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return naming.is_canary_pool(labels.get(naming.POOL_LABEL, ""))
+
+
+def canary_pods(observed: Observed) -> list[LiveObject]:
+    return [pod for pod in observed.pods if is_canary(pod)]
+
+
+def stable_pods(observed: Observed) -> list[LiveObject]:
+    """Returns all pods but a canary's: its problems are the rollout's and make nothing unready."""
+    return [pod for pod in observed.pods if not is_canary(pod)]
+
+
+def key_of(item: LiveObject) -> ObjectKey:
+    return ObjectKey(item["kind"], item["metadata"]["name"])
+
+
+def status_of(
+    service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
+) -> Manifest:
+    live = observed.objects
+    name = naming.router_name(service.name)
+    router_live = live.get(ObjectKey("Deployment", name))
+    router = workload_of("router", service.spec.router.replicas, router_live)
+    pools = workloads(service, observed)
+    wrong = [*observed.unapplied]
+    wrong += diagnose(stable_pods(observed), observed.now, observed.lost_nodes)
+    wrong += deferred_problems(healing.deferred)
+    wrong += missing_pods(workload_pods(service, observed), observed.status, observed.now)
+    trying = diagnose(canary_pods(observed), observed.now, observed.lost_nodes)
+    serving = [with_canary_engines(service, pool, rollout, observed) for pool in pools.values()]
+    conditions = service_conditions(
+        router, serving, wrong, trying, rollout_progress_condition(rollout)
+    )
+    conditions.append(rollout_condition(rollout))
+    conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
+    conditions += scaling_condition(service, observed.scaling, observed.serves)
+    restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
+    host = f"{name}.{service.namespace}.svc"
+    return {
+        "observedGeneration": service.generation,
+        "endpoint": f"{'https' if service.spec.tls.router else 'http'}://{host}:{naming.HTTP_PORT}",
+        "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
+        "engines": f"{sum(p.ready for p in serving)}/{sum(p.desired for p in serving)}",
+        "router": {"replicas": router.exist, "readyReplicas": router.ready},
+        "pools": {
+            pool_name: pool_status(service, pool_name, workload, observed)
+            for pool_name, workload in pools.items()
+        },
+        **({"healing": {"restarts": restarts}} if restarts else {}),
+        "rollout": rollout_status(service, rollout),
+        "conditions": render(
+            conditions, observed.status.get("conditions", ()), service.generation, observed.now
+        ),
+    }
+
+
+def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
+    """Returns the router's Deployment and the stable StatefulSets, with their pods."""
+    status, live = observed.status, observed.objects
+    pods = Counter(map(pool_of, filter(is_counted, observed.pods)))
+    router = live.get(ObjectKey("Deployment", naming.router_name(service.name)))
+    workloads_found = [(router, pods[""], status.get("router", {}))]
+    for name in service.spec.pools:
+        engines = live.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
+        workloads_found.append((engines, pods[name], status.get("pools", {}).get(name, {})))
+    return [
+        WorkloadPods(obj, count, reported.get("replicas"))
+        for obj, count, reported in workloads_found
+        if obj
+    ]
+
+
+def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
+    """Returns how far a rollout is while engines are not, or not all, of the revision that the spec
+    asks for."""
+    progress = rollout.progress
+    waits_for_people = progress.is_held or progress.reason == "Paused"
+    if (
+        progress.stage is RolloutStage.STABLE
+        and not waits_for_people
+        and progress.reason != WAITING
+    ):
+        return None
+    moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people
+    return Condition(PROGRESSING, moves, progress.reason, progress.message)
+
+
+def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
+    """Returns the stable engines by pool."""
+    by_pool = {}
+    for name, pool in service.spec.pools.items():
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
+        workload = workload_of(name, pool.replicas, observed.objects.get(key))
+        by_pool[name] = replace(workload, sleeps=may_sleep(pool))
+    return by_pool
+
+
+def with_canary_engines(
+    service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
+) -> Workload:
+    """Adds the canary's engines, by which routers serve what no stable engine can."""
+    if pool.name not in rollout.pools:
+        return pool
+    name = naming.pool_name(service.name, naming.canary_pool(pool.name))
+    canary = workload_of(name, 0, observed.objects.get(ObjectKey("StatefulSet", name)))
+    return replace(pool, ready=min(pool.desired, pool.ready + canary.ready))
+
+
+def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
+    match = naming.selector(service.name, naming.ENGINE, pool)
+    headroom = observed.headroom.get(pool)
+    before = observed.status.get("pools", {}).get(pool, {})
+    return {
+        "replicas": workload.exist,
+        "readyReplicas": workload.ready,
+        "restarts": sum(restart_count(pod) for pod in observed.pods if pool_of(pod) == pool),
+        "selector": naming.selector_text(match),
+        **({"headroom": headroom.status()} if headroom else {}),
+        **pool_scaling(service.spec.pools[pool], observed.scaling.changes.get(pool), before),
+    }

@@ -1,0 +1,214 @@
+"""Observe, plan, apply: the one function that every event leads to."""
+
+import dataclasses
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Permanent, Temporary
+from ullage_operator.api.spec import Service, Settings, parse_stored
+from ullage_operator.autoscaling import own_policies, with_replicas
+from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
+from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
+from ullage_operator.controller.healer import Healer
+from ullage_operator.controller.plan import (
+    Observed,
+    ServicePlan,
+    observe_rollout,
+    plan,
+    status_after,
+)
+from ullage_operator.controller.router_client import RouterClient, router_addresses
+from ullage_operator.healing import silent_pools
+from ullage_operator.kube.cache import Cache, ServiceKey
+from ullage_operator.rollout.state import is_canary_running
+
+Object = dict[str, Any]
+_logger = logging.getLogger(__name__)
+_MIN_WAIT_S = 1.0
+_MAX_COUNTED_TRIES = 7
+"""Number of tries that lengthen the backoff; after them it is about a minute."""
+
+
+class ReconcileResult(NamedTuple):
+    """The outcome of one reconciliation of a service."""
+
+    result: str
+    status: Object
+    """The status to report."""
+    scaling: ServicePlan | None = None
+    """Sizes that are still to be applied once the status is written."""
+    recheck_s: float | None = None
+    """Seconds until the next reconciliation at the latest; None for no such bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileTimes:
+    """When a service is looked at again, in seconds."""
+
+    resync_s: float = 300.0
+    """Bound after which every service is reconciled though nothing has changed."""
+    retry_s: float = 1.0
+    """First delay of what is to be tried again; it doubles up to 64 times as much."""
+
+
+class Reconciler:
+    """Makes the cluster what services declare, one service at a time."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        applier: Applier,
+        healer: Healer,
+        autoscaler: Autoscaler[ServiceKey],
+        settings: Settings,
+        times: ReconcileTimes,
+    ) -> None:
+        self._cache = cache
+        self._applier = applier
+        self._healer = healer
+        self._autoscaler = autoscaler
+        self._settings = settings
+        self._times = times
+        self._router_client = RouterClient()
+        self._failures: dict[ServiceKey, int] = {}
+        """Number of tries in a row after which something is to be tried again, by service."""
+        self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
+
+    async def reconcile(self, key: ServiceKey) -> tuple[str, float | None]:
+        """Brings one service a step nearer to its spec.
+
+        Returns:
+            The result, and after how many seconds to look again; None: never.
+        """
+        recheck_s = None
+        try:
+            result, recheck_s = await self._reconcile_once(key)
+        except Temporary as error:
+            _logger.warning("%s: will try again: %s", key, error)
+            return "temporary", self._backoff_s(key, error.delay_s)
+        except Permanent as error:
+            _logger.error("%s: its status cannot be written: %s", key, error)
+            result = "permanent"
+        if result != "temporary":
+            self._failures.pop(key, None)
+        if result != "gone":
+            # Each at another time, or a thousand services would all be looked at at once.
+            resync_s = self._times.resync_s * random.uniform(0.8, 1.0)
+            return result, max(_MIN_WAIT_S, min(resync_s, recheck_s or resync_s))
+        self._forget(key)
+        return result, None
+
+    def _backoff_s(self, key: ServiceKey, least_s: float) -> float:
+        """Returns the seconds until the next try, which double while nothing else is seen to
+        change."""
+        self._failures[key] = tries = min(self._failures.get(key, 0) + 1, _MAX_COUNTED_TRIES)
+        delay_s = self._times.retry_s * 2.0 ** (tries - 1)
+        return max(least_s, delay_s * random.uniform(0.8, 1.0))
+
+    def drop(self) -> None:
+        """Forgets all services: another operator leads, and its work is not seen here."""
+        self._parsed.clear()
+        self._failures.clear()
+        self._healer.drop()
+        self._router_client.drop()
+        self._autoscaler.drop()
+
+    def _forget(self, key: ServiceKey) -> None:
+        """Forgets a service that is gone."""
+        self._parsed.pop(key, None)
+        self._failures.pop(key, None)
+        self._healer.forget(key)
+        self._router_client.forget(key)
+        self._autoscaler.forget(key)
+
+    async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
+        """Returns the result, and after how many seconds to look again at the latest."""
+        manifest = self._cache.service(key)
+        if manifest is None or "deletionTimestamp" in manifest["metadata"]:
+            return "gone", None  # what it owned is the garbage collector's
+        observed = await self._with_canary_samples(key, observe(self._cache, manifest))
+        try:
+            result, status, planned, recheck_s = await self._plan_and_apply(key, manifest, observed)
+        except Replaced:
+            return "gone", None
+        if status != observed.status:
+            await self._applier.report(key, manifest, status)
+        if planned is not None:
+            await self._healer.restart_pods(key, manifest, planned.healing.restarts, observed.now)
+        return result, recheck_s
+
+    async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
+        """Adds the routers' samples of a canary to `observed`, while a canary gets requests."""
+        if not is_canary_running(observe_rollout(observed).stored_state):
+            return observed
+        samples = await self._router_client.canary_samples(key, observed.pods)
+        return dataclasses.replace(observed, canary_samples=samples)
+
+    async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
+        """Adds the silent pools that no router reaches either to `observed`."""
+        pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
+        if not pools:
+            return observed
+        unreachable = await self._router_client.unreachable_pools(
+            observed.pods, pools, observed.now
+        )
+        return dataclasses.replace(observed, unreachable_pools=unreachable)
+
+    async def close(self) -> None:
+        await self._router_client.close()
+
+    async def _plan_and_apply(
+        self, key: ServiceKey, manifest: Object, observed: Observed
+    ) -> ReconcileResult:
+        """Plans and applies; returns how that went and the status to report."""
+        generation = manifest["metadata"]["generation"]
+        try:
+            service = self._service(key, manifest)
+            observed = await self._healer.observe(key, service, observed)
+            observed = await self._with_router_view(service, observed)
+            observed = self._with_replicas(key, service, observed)
+            planned = plan(service, observed, self._settings)
+            applied = await self._applier.apply(key, manifest, planned, observed)
+        except InvalidManifest as error:
+            _logger.error("%s: invalid: %s", key, error)
+            message = "; ".join(map(str, error.problems))
+            is_outdated = isinstance(error, OutdatedDefinition)
+            reason = "OutdatedDefinition" if is_outdated else "InvalidSpec"
+            return ReconcileResult("invalid", failed_status(observed, generation, reason, message))
+        after = self._with_result(manifest, observed, applied)
+        status = planned.status if after == observed else status_after(service, planned, after)
+        recheck_s = planned.recheck_s
+        if applied.delayed:
+            wait_s = self._backoff_s(key, applied.delay_s)
+            recheck_s = min(wait_s, recheck_s or wait_s)
+        return ReconcileResult(applied.result, status, planned, recheck_s)
+
+    def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
+        """Adds to `observed` what was written, which no watch reports yet, and what could not."""
+        return dataclasses.replace(
+            observed,
+            objects=observe(self._cache, manifest).objects,
+            missing_rights=(*observed.missing_rights, *map(str, applied.denied)),
+            unapplied=applied.problems,
+        )
+
+    def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
+        """Adds the numbers of engines that are decided for its pools to `observed`."""
+        policies = own_policies(service)
+        routers, leaving = router_addresses(observed.pods if policies else ())
+        scaled = ScaledService(policies, routers, leaving)
+        pools = with_replicas(service, observed.objects, observed.scaling).spec.pools
+        current = {name: pool.replicas for name, pool in pools.items()}
+        decisions = self._autoscaler.follow(key, scaled, current)
+        return dataclasses.replace(observed, scaling=decisions)
+
+    def _service(self, key: ServiceKey, manifest: Object) -> Service:
+        """Returns the service as values, which are parsed once a generation."""
+        meta = manifest["metadata"]
+        cached = self._parsed.get(key)
+        if cached is None or cached[:2] != (meta["uid"], meta["generation"]):
+            cached = (meta["uid"], meta["generation"], parse_stored(manifest))
+            self._parsed[key] = cached
+        return cached[2]

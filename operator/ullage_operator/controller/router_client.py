@@ -1,0 +1,135 @@
+"""Asks a service's routers what they count, at a bounded rate."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.autoscaling import parse_reports
+from ullage_operator.conditions.pod_problems import is_ready, is_router, parse_time
+from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
+from ullage_operator.rollout.analysis import CanarySample, parse_samples
+
+MIN_INTERVAL_S = 5.0
+"""Between two questions to the routers of one service."""
+SETTLED_AFTER_S = 30.0
+"""A router that has run for less may not have found all engines yet."""
+MAX_BYTES = 8 << 20
+TIMEOUT_S, CONNECT_S = 5.0, 2.0
+
+Pod = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
+
+class RouterClient:
+    """Asks the routers of all services, and keeps their last samples of canaries."""
+
+    def __init__(self) -> None:
+        self._http = PodHttp()
+        self._samples: dict[ServiceKey, tuple[float, tuple[CanarySample, ...]]] = {}
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    def forget(self, key: ServiceKey) -> None:
+        self._samples.pop(key, None)
+
+    def drop(self) -> None:
+        self._samples.clear()
+
+    async def canary_samples(
+        self, key: ServiceKey, pods: Iterable[Pod]
+    ) -> tuple[CanarySample, ...]:
+        """The samples of all routers that answer; asked again only after some seconds."""
+        asked_at, samples = self._samples.get(key, (-math.inf, ()))
+        if time.monotonic() - asked_at < MIN_INTERVAL_S:
+            return samples
+        urls = [url for url in map(metrics_url, running(pods)) if url]
+        pages = await asyncio.gather(*map(self._ask, urls))
+        samples = tuple(sample for page in pages for sample in parse_samples(page))
+        self._samples[key] = time.monotonic(), samples
+        return samples
+
+    async def unreachable_pools(
+        self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
+    ) -> frozenset[str]:
+        """Of these pools, those of which no router has a ready engine.
+
+        Routers that are not ready are asked too, for one that never had an engine is not; they need
+        not answer. None where it is not certain: a router has only just started and may not have
+        found the engines yet, a ready one does not answer, or none does.
+
+        Args:
+            now: in UTC.
+        """
+        routers = [pod for pod in running(pods) if metrics_url(pod)]
+        if any(_runs_s(pod, now) < SETTLED_AFTER_S for pod in routers):
+            return frozenset()
+        urls = [metrics_url(pod).removesuffix("/metrics") + "/measures" for pod in routers]
+        pages = await asyncio.gather(*map(self._ask, urls))
+        is_mute = any(is_ready(pod) and not page for pod, page in zip(routers, pages, strict=True))
+        if is_mute or not any(pages):
+            return frozenset()
+        try:
+            reports = [
+                report for page in filter(None, pages) for report in parse_reports(page.encode())
+            ]
+        except ValueError as error:
+            log.warning("a router's measures cannot be read: %s", error)
+            return frozenset()
+        reached = {pool for report in reports for pool, load in report.items() if load.ready}
+        return frozenset(pools) - reached
+
+    async def _ask(self, url: str) -> str:
+        """The page, empty if there is none."""
+        try:
+            body = await self._http.get(
+                url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
+            )
+            return body.decode()
+        except (PodUnavailable, UnicodeDecodeError) as error:
+            log.warning("cannot ask %s: %s", url, error)
+            return ""
+
+
+def running(pods: Iterable[Pod]) -> Iterator[Pod]:
+    """Returns pods whose containers run, also while they end."""
+    return (pod for pod in pods if pod.get("status", {}).get("phase") == "Running")
+
+
+def _runs_s(pod: Pod, now: datetime) -> float:
+    """Seconds since its youngest container started; endless where the API does not say."""
+    states = (each.get("state", {}) for each in pod["status"].get("containerStatuses", ()))
+    started = (parse_time(state.get("running", {}).get("startedAt")) for state in states)
+    return min(((now - at).total_seconds() for at in started if at), default=math.inf)
+
+
+def metrics_url(pod: Pod) -> str:
+    """Returns the URL of a router's pod that has an address; empty for any other."""
+    address = pod.get("status", {}).get("podIP", "")
+    if not address or not is_router(pod):
+        return ""
+    host = f"[{address}]" if ":" in address else address
+    ports = [
+        port["containerPort"]
+        for container in pod.get("spec", {}).get("containers", ())
+        for port in container.get("ports", ())
+        if port.get("name") == "metrics"
+    ]
+    return f"http://{host}:{(ports or [naming.METRICS_PORT])[0]}/metrics"
+
+
+def router_addresses(
+    pods: Iterable[Mapping[str, Any]],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`http://host:port` of routers that run, and of those among them that end."""
+    urls: tuple[set[str], set[str]] = (set(), set())
+    for pod in running(pods):
+        if url := metrics_url(pod):
+            urls["deletionTimestamp" in pod["metadata"]].add(url.removesuffix("/metrics"))
+    return tuple(sorted(urls[0])), tuple(sorted(urls[1]))

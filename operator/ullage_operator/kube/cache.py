@@ -1,0 +1,354 @@
+"""What the cluster holds of the watched kinds, as events and sweeps say. No I/O.
+
+A reconciliation reads from here and asks the API server for nothing. The cache also knows which
+kinds cannot be seen, and why.
+
+Events of different objects come in any order, and nothing says when all that exists has come, nor
+what was deleted while nobody watched. A sweep, which lists names and versions, says both.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ullage_operator.api.naming import POD, SERVICE, Kind
+
+Object = dict[str, Any]
+Name = tuple[str, str]
+"""Namespace and name."""
+_INSTANCE = "app.kubernetes.io/instance"
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_POD_SPEC = ("nodeName", "priority")
+_CONTAINER = ("name", "image", "resources", "ports")
+
+
+class ServiceKey(NamedTuple):
+    """Which LLMService."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Scope(NamedTuple):
+    """What one watch sees: a kind in a namespace, or in all for ""."""
+
+    kind: Kind
+    namespace: str
+
+
+class Visibility(Enum):
+    """Whether a scope is seen."""
+
+    UNKNOWN = "not listed yet"
+    SEEN = "listed"
+    ABSENT = "the API server does not serve the kind"
+    DENIED = "the operator may not"
+    FAILING = "could not be listed so far"
+
+
+class Denied(NamedTuple):
+    """A right that the operator lacks."""
+
+    verb: str
+    resource: str
+    """Such as statefulsets.apps."""
+    namespace: str
+    """Empty for all namespaces."""
+
+    def __str__(self) -> str:
+        where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
+        return f"{self.verb} {self.resource} {where}"
+
+
+@dataclass(slots=True)
+class _Collection:
+    """The objects of one scope."""
+
+    visibility: Visibility = Visibility.UNKNOWN
+    reason: str = ""
+    """The verb that is denied, or why the scope cannot be listed."""
+    objects: dict[Name, Object] = field(default_factory=dict)
+    swept: int = -1
+    """The resourceVersion of the last sweep; -1 before the first."""
+    expected: dict[Name, int] = field(default_factory=dict)
+    """Versions that the last sweep named and no event has brought yet."""
+    deleted: dict[Name, int] = field(default_factory=dict)
+    """Versions of the deletions since the last sweep."""
+
+    def is_outdated(self, name: Name, version: int) -> bool:
+        """Whether a newer version of an object is known, or its deletion."""
+        if name in self.objects:
+            return version <= version_of(self.objects[name])
+        if version <= self.deleted.get(name, -1):
+            return True
+        return version <= self.swept and name not in self.expected
+
+    def on_seen(self, name: Name, version: int) -> None:
+        if version >= self.expected.get(name, version + 1):
+            del self.expected[name]
+
+
+class Cache:
+    """Objects by scope, and by the service that they belong to.
+
+    `wake` is called for every service that a change concerns, once all scopes have been listed
+    or found missing: whoever plans before that would miss what exists.
+    """
+
+    def __init__(self, scopes: Iterable[Scope], wake: Callable[[ServiceKey], None]) -> None:
+        self._collections = {scope: _Collection() for scope in scopes}
+        self._by_service: dict[ServiceKey, dict[tuple[Kind, str], Object]] = {}
+        self._wake = wake
+        self._complete = False
+
+    # What events and sweeps say.
+
+    def changed(self, scope: Scope, obj: Object) -> None:
+        """An object was created or changed, or exists."""
+        collection, name = self._collections[scope], _name_of(obj)
+        if not collection.is_outdated(name, version_of(obj)):
+            previous = collection.objects.get(name)
+            self._set(scope, obj)
+            if previous is not None and key_of(scope.kind, previous) != key_of(scope.kind, obj):
+                self._notify(key_of(scope.kind, previous))
+            self._notify(key_of(scope.kind, obj))
+        collection.on_seen(name, version_of(obj))
+        self._check_seen(scope)
+
+    def deleted(self, scope: Scope, obj: Object) -> None:
+        """An object is gone, or is no longer one of those that are watched."""
+        collection, name = self._collections[scope], _name_of(obj)
+        previous = collection.objects.get(name)
+        if previous is not None and version_of(previous) <= version_of(obj):
+            self._drop(scope, name)
+        collection.deleted[name] = max(version_of(obj), collection.deleted.get(name, 0))
+        collection.on_seen(name, version_of(obj))
+        self._check_seen(scope)
+
+    def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> None:
+        """Names and versions of all that existed at a revision: whatever else is older is gone.
+
+        The scope is seen once events have brought all of them.
+        """
+        collection = self._collections[scope]
+        collection.swept = revision
+        collection.deleted = {n: v for n, v in collection.deleted.items() if v > revision}
+        collection.expected = {
+            name: version
+            for name, version in versions.items()
+            if version > collection.deleted.get(name, -1)
+            and (name not in collection.objects or version > version_of(collection.objects[name]))
+        }
+        gone = [
+            name
+            for name, obj in collection.objects.items()
+            if name not in versions and version_of(obj) <= revision
+        ]
+        for name in gone:
+            self._drop(scope, name)
+        self._check_seen(scope)
+
+    def absent(self, scope: Scope) -> bool:
+        """The API server does not serve the kind; returns whether that is new."""
+        return self._lose(scope, Visibility.ABSENT, "")
+
+    def denied(self, scope: Scope, verb: str) -> bool:
+        """The operator may not list or watch the kind; returns whether that is new."""
+        return self._lose(scope, Visibility.DENIED, verb)
+
+    def failing(self, scope: Scope, reason: str) -> bool:
+        """A scope cannot be listed; returns whether that is new. What was seen stays so."""
+        collection = self._collections[scope]
+        return collection.visibility is not Visibility.SEEN and self._lose(
+            scope, Visibility.FAILING, reason
+        )
+
+    def _lose(self, scope: Scope, visibility: Visibility, reason: str) -> bool:
+        collection = self._collections[scope]
+        is_new = collection.visibility is not visibility
+        for name in list(collection.objects):
+            self._drop(scope, name)
+        self._collections[scope] = _Collection(visibility, reason)
+        self._check_complete()
+        if is_new:
+            self._wake_all(scope.namespace)
+        return is_new
+
+    # What the operator itself has just written.
+
+    def written(self, obj: Object) -> None:
+        """The API server's answer to a write, of which an event tells only later.
+
+        Nothing is woken. An answer that is overtaken by the object's deletion is dropped.
+        """
+        for scope, collection in self._collections.items():
+            if (scope.kind.api_version, scope.kind.name) != (obj["apiVersion"], obj["kind"]):
+                continue
+            if scope.namespace not in ("", obj["metadata"]["namespace"]):
+                continue
+            is_seen = collection.visibility is Visibility.SEEN
+            if is_seen and not collection.is_outdated(_name_of(obj), version_of(obj)):
+                self._set(scope, obj)
+
+    # What reconciliations ask.
+
+    @property
+    def complete(self) -> bool:
+        """Whether every scope has been seen once, or is known to be out of sight."""
+        return self._complete
+
+    def service(self, key: ServiceKey) -> Object | None:
+        return self._by_service.get(key, {}).get((SERVICE, key.name))
+
+    def services(self) -> list[ServiceKey]:
+        return [key for key in self._by_service if self.service(key) is not None]
+
+    def owned(self, key: ServiceKey) -> list[Object]:
+        """Returns objects that carry the service's labels and the operator's, whoever owns them."""
+        objects = self._by_service.get(key, {})
+        return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
+
+    def pods(self, key: ServiceKey) -> list[Object]:
+        objects = self._by_service.get(key, {})
+        return [obj for (kind, _), obj in objects.items() if kind == POD]
+
+    def sees(self, kind: Kind, namespace: str) -> bool:
+        """Whether a namespace's objects of a kind are known."""
+        return all(
+            collection.visibility is Visibility.SEEN for collection in self._of(kind, namespace)
+        )
+
+    def serves(self, kind: Kind, namespace: str) -> bool:
+        """Whether the API server knows the kind, as far as the operator can tell."""
+        return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
+
+    def missing(self, namespace: str) -> list[Denied]:
+        """Rights that the operator lacks to see a namespace's objects."""
+        return [
+            Denied(collection.reason, scope.kind.qualified, scope.namespace)
+            for scope, collection in self._collections.items()
+            if collection.visibility is Visibility.DENIED and scope.namespace in ("", namespace)
+        ]
+
+    def unlisted(self, namespace: str) -> list[str]:
+        """Kinds of a namespace's objects that cannot be listed though they are served, and why."""
+        return [
+            f"{scope.kind.qualified}: {collection.reason}"
+            for scope, collection in self._collections.items()
+            if collection.visibility is Visibility.FAILING and scope.namespace in ("", namespace)
+        ]
+
+    def is_behind(self, scope: Scope) -> bool:
+        """Whether events have not brought yet all that the last sweep named."""
+        return bool(self._collections[scope].expected)
+
+    def counts(self) -> dict[str, int]:
+        """Objects by kind."""
+        counts: dict[str, int] = {}
+        for scope, collection in self._collections.items():
+            counts[scope.kind.name] = counts.get(scope.kind.name, 0) + len(collection.objects)
+        return counts
+
+    def _of(self, kind: Kind, namespace: str) -> Iterator[_Collection]:
+        for scope, collection in self._collections.items():
+            if scope.kind == kind and scope.namespace in ("", namespace):
+                yield collection
+
+    # How it is kept.
+
+    def _set(self, scope: Scope, obj: Object) -> None:
+        kind, (namespace, name) = scope.kind, _name_of(obj)
+        collection = self._collections[scope]
+        if previous := collection.objects.get((namespace, name)):
+            self._unindex(kind, previous)
+        kept = slim(kind, obj)
+        collection.objects[namespace, name] = kept
+        self._by_service.setdefault(key_of(kind, kept), {})[kind, name] = kept
+
+    def _drop(self, scope: Scope, name: Name) -> None:
+        obj = self._collections[scope].objects.pop(name)
+        self._unindex(scope.kind, obj)
+        self._notify(key_of(scope.kind, obj))
+
+    def _unindex(self, kind: Kind, obj: Object) -> None:
+        key = key_of(kind, obj)
+        del self._by_service[key][kind, obj["metadata"]["name"]]
+        if not self._by_service[key]:
+            del self._by_service[key]
+
+    def _notify(self, key: ServiceKey) -> None:
+        if self._complete:
+            self._wake(key)
+
+    def _check_seen(self, scope: Scope) -> None:
+        collection = self._collections[scope]
+        if collection.swept < 0 or collection.expected:
+            return
+        previous, collection.visibility = collection.visibility, Visibility.SEEN
+        if previous is Visibility.SEEN:
+            return
+        self._check_complete()
+        if previous is not Visibility.UNKNOWN:
+            self._wake_all(scope.namespace)
+
+    def _check_complete(self) -> None:
+        if not self._complete and not any(map(self._is_awaited, self._collections)):
+            self._complete = True
+            self._wake_all("")
+
+    def _is_awaited(self, scope: Scope) -> bool:
+        """Whether nothing can be planned yet: without services there is nothing to plan."""
+        visibility = self._collections[scope].visibility
+        is_failing = visibility is Visibility.FAILING and scope.kind == SERVICE
+        return is_failing or visibility is Visibility.UNKNOWN
+
+    def _wake_all(self, namespace: str) -> None:
+        for key in self.services():
+            if namespace in ("", key.namespace):
+                self._notify(key)
+
+
+def key_of(kind: Kind, obj: Object) -> ServiceKey:
+    """The service that an object concerns: the one that it is, or whose label it carries."""
+    meta = obj["metadata"]
+    labels = meta.get("labels") or {}
+    name = meta["name"] if kind == SERVICE else labels.get(_INSTANCE, "")
+    return ServiceKey(meta["namespace"], name)
+
+
+def slim(kind: Kind, obj: Object) -> Object:
+    """What is worth keeping of an object: field managers and most of a pod's spec are not."""
+    meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    if _LAST_APPLIED in (meta.get("annotations") or {}):
+        notes = meta["annotations"].items()
+        meta["annotations"] = {name: value for name, value in notes if name != _LAST_APPLIED}
+    kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}
+    if kind == POD:
+        kept["spec"] = _slim_pod(obj.get("spec") or {})
+    return kept
+
+
+def _slim_pod(spec: Object) -> Object:
+    containers = [
+        {name: container[name] for name in _CONTAINER if name in container}
+        for container in spec.get("containers", ())
+    ]
+    return {name: spec[name] for name in _POD_SPEC if name in spec} | {"containers": containers}
+
+
+def version_of(obj: Object) -> int:
+    """An object's resourceVersion; Kubernetes lets those of one kind be compared as numbers."""
+    return revision_of(obj["metadata"].get("resourceVersion", "0"))
+
+
+def revision_of(revision: str) -> int:
+    """A resourceVersion as a number; 0 for one that is none."""
+    return int(revision) if revision.isdecimal() else 0
+
+
+def _name_of(obj: Object) -> Name:
+    return obj["metadata"]["namespace"], obj["metadata"]["name"]

@@ -1,0 +1,454 @@
+"""The Kubernetes API as far as the operator needs it: get, list names, apply, delete.
+
+The only module that knows which requests these are. Everything that can go wrong leaves as
+Temporary (worth another try) or Permanent (the API server refuses).
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+from kubernetes.aio.client import ApiClient, ApiException
+from kubernetes.aio.dynamic import DynamicClient
+from kubernetes.aio.dynamic.resource import Resource, Subresource
+
+from ullage_operator.api.errors import (
+    ClusterConflict,
+    ClusterDenied,
+    ClusterForgets,
+    ClusterPostponed,
+    ClusterRefused,
+    ClusterUnavailable,
+    KindAbsent,
+    OperatorError,
+)
+from ullage_operator.api.naming import (
+    API_VERSION,
+    FIELD_MANAGER,
+    KIND,
+    NODE,
+    SCALE_MANAGER,
+    SERVICE,
+    Kind,
+    kind_of,
+)
+from ullage_operator.kube.cache import revision_of
+from ullage_operator.kube.connection import FAILURES, Connection
+
+Object = dict[str, Any]
+
+_PAGE = 500
+_REQUEST_S = 30.0
+_CONNECT_S = 10.0
+_NAMES_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
+_FORBIDDEN_DELAY_S = 30.0
+_REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews")
+
+
+_VERBS = {
+    "get": ("GET", "get"),
+    "create": ("POST", "create"),
+    "replace": ("PUT", "update"),
+    "server_side_apply": ("PATCH", "patch"),
+    "delete": ("DELETE", "delete"),
+}
+"""What each verb of the dynamic client is in HTTP, and in RBAC."""
+
+
+def unlimited() -> float:
+    """For operators that need not be elected."""
+    return _REQUEST_S
+
+
+class _Meta(msgspec.Struct):
+    name: str
+    namespace: str = ""
+    resource_version: str = msgspec.field(name="resourceVersion", default="0")
+
+
+class _Item(msgspec.Struct):
+    metadata: _Meta
+
+
+class _ListMeta(msgspec.Struct):
+    resource_version: str = msgspec.field(name="resourceVersion", default="0")
+    following: str = msgspec.field(name="continue", default="")
+
+
+class _Page(msgspec.Struct):
+    """One page of a list of metadata."""
+
+    metadata: _ListMeta
+    items: list[_Item] | None = None
+
+
+class Cluster:
+    """A client of one API server; `close` it.
+
+    Args:
+        may_write_s: for how many seconds from now this process may write; a write is refused when
+            there are none left, and given up when they are over.
+        connection: how the API server is reached; by default as the environment says.
+        on_missing: called with a kind and a namespace in which an object is not that was written.
+    """
+
+    def __init__(
+        self,
+        may_write_s: Callable[[], float] = unlimited,
+        connection: Connection | None = None,
+        on_missing: Callable[[Kind, str], None] = lambda kind, namespace: None,
+    ) -> None:
+        self._may_write_s = may_write_s
+        self._connection = connection or Connection()
+        self._on_missing = on_missing
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """One object, or None."""
+        return await self._ask("get", kind, namespace, name)
+
+    async def check(self, kind: Kind, namespace: str) -> None:
+        """Looks whether a kind can be watched.
+
+        Raises:
+            KindAbsent: the API server does not serve the kind.
+            ClusterDenied: the operator may not list or watch it.
+            ClusterUnavailable: it cannot be listed now.
+        """
+        await self._names(kind, namespace, limit=1)
+        request = _Request("get", kind, namespace, "")
+        if not await self._may(request, "watch"):
+            raise ClusterDenied(f"{request}?watch: forbidden", "watch", _FORBIDDEN_DELAY_S)
+
+    async def versions(self, kind: Kind, namespace: str) -> tuple[dict[tuple[str, str], int], int]:
+        """All objects of a kind that its selector chooses, by namespace and name, without what
+        they say: their versions and the list's.
+
+        Raises:
+            KindAbsent: the API server does not serve the kind.
+            ClusterForgets: paging took so long that the list is gone; begin anew.
+        """
+        versions: dict[tuple[str, str], int] = {}
+        page = await self._names(kind, namespace)
+        while True:
+            for item in page.items or ():
+                meta = item.metadata
+                versions[meta.namespace, meta.name] = revision_of(meta.resource_version)
+            if not page.metadata.following:
+                return versions, revision_of(page.metadata.resource_version)
+            page = await self._names(kind, namespace, following=page.metadata.following)
+
+    async def _names(
+        self, kind: Kind, namespace: str, limit: int = _PAGE, following: str | None = None
+    ) -> "_Page":
+        text = await self._read(
+            _Request("get", kind, namespace, ""),
+            limit=limit,
+            label_selector=kind.selector or None,
+            _continue=following,
+            header_params={"Accept": _NAMES_ONLY},
+        )
+        if text is None:
+            raise KindAbsent(f"the API server does not serve {kind.qualified}")
+        try:
+            return msgspec.json.decode(text, type=_Page)
+        except msgspec.DecodeError as error:
+            raise ClusterUnavailable(f"{kind.qualified}: not a list: {error}") from error
+
+    async def apply(self, obj: Object) -> Object:
+        """Server-side apply: our fields as given, everybody else's as they are.
+
+        Forced, because what a service's object says is ours to say; an unchanged object is not
+        written by the API server and keeps its resourceVersion.
+        """
+        answer = await self._apply(_kind(obj), obj)
+        if answer is None:
+            raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
+        return answer
+
+    async def keep_replicas(self, live: Object) -> None:
+        """Makes the number of an object's pods belong to another manager too.
+
+        What nobody else owns an apply that leaves it out would set back to its default.
+
+        Raises:
+            ClusterUnavailable: the object has changed since it was read.
+        """
+        meta = live["metadata"]
+        body = {
+            "apiVersion": live["apiVersion"],
+            "kind": live["kind"],
+            "metadata": {k: meta[k] for k in ("name", "namespace", "resourceVersion")},
+            "spec": {"replicas": live["spec"]["replicas"]},
+        }
+        await self._apply(_kind(live), body, SCALE_MANAGER)
+
+    async def apply_status(self, service: Object, status: Object) -> Object | None:
+        """Sets the LLMService's status; None where the service is gone."""
+        meta = service["metadata"]
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {k: meta[k] for k in ("name", "namespace", "uid")},
+            "status": status,
+        }
+        return await self._apply(SERVICE, body, subresource="status")
+
+    async def create(self, obj: Object) -> Object:
+        """Makes an object that must not exist yet.
+
+        Raises:
+            ClusterConflict: it does.
+        """
+        answer = await self._ask(
+            "create",
+            _kind(obj),
+            obj["metadata"]["namespace"],
+            body=obj,
+            field_manager=FIELD_MANAGER,
+        )
+        if answer is None:
+            raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
+        return answer
+
+    async def replace(self, obj: Object) -> Object:
+        """Writes an object whole.
+
+        Raises:
+            ClusterConflict: it is no longer of the resourceVersion that `obj` carries, or is gone.
+        """
+        meta = obj["metadata"]
+        answer = await self._ask(
+            "replace",
+            _kind(obj),
+            meta["namespace"],
+            meta["name"],
+            body=obj,
+            field_manager=FIELD_MANAGER,
+        )
+        if answer is None:
+            raise ClusterForgets(f"{_named(obj)} is gone", 1.0)
+        return answer
+
+    async def delete(self, obj: Mapping[str, Any], grace_s: int | None = None) -> None:
+        """Deletes exactly this object, not another that has taken its name since.
+
+        Args:
+            grace_s: a pod's, by default its own; 0 forgets it without its node's word.
+        """
+        body: Object = {"propagationPolicy": "Background"}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        meta = obj["metadata"]
+        if "uid" in meta:
+            body["preconditions"] = {"uid": meta["uid"]}
+        await self._write("delete", _kind(obj), meta["namespace"], meta["name"], body=body)
+
+    async def _apply(
+        self, kind: Kind, body: Object, manager: str = FIELD_MANAGER, subresource: str = ""
+    ) -> Object | None:
+        """Server-side apply, forced; None where there is no such object, or no such API."""
+        meta = body["metadata"]
+        return await self._write(
+            "server_side_apply",
+            kind,
+            meta["namespace"],
+            meta["name"],
+            subresource,
+            body=body,
+            field_manager=manager,
+            force_conflicts="true",
+        )
+
+    async def _write(
+        self,
+        verb: str,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        subresource: str = "",
+        **arguments: Any,
+    ) -> Object | None:
+        """A request that the lead fences: the API server has as long as this process may write."""
+        request = _Request(verb, kind, namespace, name, subresource)
+        left_s = self._may_write_s()
+        if left_s <= 0:
+            raise ClusterUnavailable(f"{request}: another operator leads", 1.0)
+        text = await self._read(request, min(left_s, _REQUEST_S), **arguments)
+        if text is None:
+            self._on_missing(kind, namespace)
+            return None
+        return _decoded(text)
+
+    async def _ask(
+        self, verb: str, kind: Kind, namespace: str, name: str = "", **arguments: Any
+    ) -> Object | None:
+        """The answer's body; None for 404."""
+        text = await self._read(_Request(verb, kind, namespace, name), **arguments)
+        return None if text is None else _decoded(text)
+
+    async def _read(
+        self, request: "_Request", timeout_s: float = _REQUEST_S, **arguments: Any
+    ) -> bytes | None:
+        limits = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S)
+        try:
+            # Over both tries: where credentials are renewed in between, the second starts late.
+            async with asyncio.timeout(timeout_s):
+                response = await self._send(request, limits, arguments)
+                return await response.read()
+        except FAILURES as error:
+            message = f"{request}: {str(error) or type(error).__name__}"
+            raise ClusterUnavailable(message, 1.0) from error
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            if error.status == 403 and not await self._may(request):
+                # Admission, quotas and ending namespaces answer 403, too.
+                message = f"{request}: forbidden"
+                raise ClusterDenied(message, request.right, _FORBIDDEN_DELAY_S) from error
+            raise _refusal(request, error) from error
+
+    async def _may(self, request: "_Request", right: str = "") -> bool:
+        """Whether the operator's account has a right; True where that cannot be asked."""
+        attributes = {
+            "verb": right or request.right,
+            "group": request.kind.group,
+            "resource": request.kind.plural,
+            "subresource": request.subresource,
+            "namespace": request.namespace,
+            "name": request.name,
+        }
+        review = {
+            "apiVersion": _REVIEW.api_version,
+            "kind": _REVIEW.name,
+            "spec": {"resourceAttributes": attributes},
+        }
+        limits = aiohttp.ClientTimeout(total=_REQUEST_S, connect=_CONNECT_S)
+        try:
+            asked = _Request("create", _REVIEW, "", "")
+            response = await self._send(asked, limits, {"body": review})
+            return bool(_decoded(await response.read())["status"]["allowed"])
+        except (*FAILURES, ApiException, KeyError):
+            return True
+
+    async def _send(
+        self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
+    ) -> aiohttp.ClientResponse:
+        """The API server's answer; credentials that it refuses are read anew once."""
+        api = await self._connection.api()
+        used = api.configuration
+        try:
+            return await request.send(api, limits, arguments)
+        except ApiException as error:
+            if error.status != 401:
+                raise
+        await self._connection.renew(used)
+        return await request.send(await self._connection.api(), limits, arguments)
+
+
+class _Request(NamedTuple):
+    """What is asked, of which object or objects."""
+
+    verb: str
+    """Of the dynamic client."""
+    kind: Kind
+    namespace: str
+    name: str
+    subresource: str = ""
+
+    @property
+    def right(self) -> str:
+        """The verb as RBAC has it."""
+        right = _VERBS[self.verb][1]
+        return "list" if right == "get" and not self.name else right
+
+    @property
+    def resource(self) -> Resource:
+        resource = resource_of(self.kind)
+        return resource.subresources[self.subresource] if self.subresource else resource
+
+    def __str__(self) -> str:
+        name = None if self.verb == "create" else self.name
+        path = self.resource.path(name=name, namespace=self.namespace)
+        return f"{_VERBS[self.verb][0]} {path}"
+
+    async def send(
+        self, api: ApiClient, limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
+    ) -> aiohttp.ClientResponse:
+        named = {"name": self.name} if self.name and self.verb != "create" else {}
+        response: aiohttp.ClientResponse = await getattr(DynamicClient(api), self.verb)(
+            self.resource,
+            namespace=self.namespace,
+            serialize=False,
+            _request_timeout=limits,
+            **named,
+            **arguments,
+        )
+        return response
+
+
+@functools.cache
+def resource_of(kind: Kind) -> Resource:
+    """The kind as the dynamic client has it, without asking the API server for it."""
+    group, _, version = kind.api_version.rpartition("/")
+    resource = Resource(
+        prefix="apis" if group else "api",
+        group=group,
+        api_version=version,
+        kind=kind.name,
+        name=kind.plural,
+        namespaced=kind not in (NODE, _REVIEW),
+    )
+    status = Subresource(resource, kind=kind.name, name=f"{kind.plural}/status", namespaced=True)
+    resource.subresources["status"] = status
+    return resource
+
+
+def _kind(obj: Mapping[str, Any]) -> Kind:
+    return kind_of(obj["apiVersion"], obj["kind"])
+
+
+def _named(obj: Object) -> str:
+    return f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
+
+
+def _refusal(request: _Request, error: ApiException) -> OperatorError:
+    waits = (error.headers or {}).get("Retry-After", "")
+    return translated(error.status, str(request), _decoded((error.body or "").encode()), waits)
+
+
+def _decoded(text: bytes) -> Object:
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {"message": text[:256].decode(errors="replace")}
+    return answer if isinstance(answer, dict) else {"message": str(answer)}
+
+
+def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
+    """The API server's refusal: what another try may mend is Temporary.
+
+    Args:
+        status: the HTTP status.
+        what: the request.
+        answer: a Kubernetes `Status`.
+        waits: the header Retry-After.
+    """
+    message = f"{what}: {status} {answer.get('message', '')}"
+    if status in (400, 405, 413, 415, 422):
+        return ClusterRefused(message)
+    if status == 409:
+        return ClusterConflict(message, 1.0)
+    if status == 410:
+        return ClusterForgets(message, 0.1)
+    delay_s = _FORBIDDEN_DELAY_S if status in (401, 403) else 1.0
+    retry_after_s = (answer.get("details") or {}).get("retryAfterSeconds")
+    retry_after_s = retry_after_s or (float(waits) if waits.isdecimal() else 0)
+    # What refuses a request besides the authorizer, and how the failure of a webhook reads.
+    kind = ClusterPostponed if status in (403, 500) else ClusterUnavailable
+    return kind(message, float(retry_after_s or delay_s))

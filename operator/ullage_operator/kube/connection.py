@@ -1,0 +1,144 @@
+"""Where the API server is, and how to log in there: what `kubernetes.config` reads.
+
+Inside a pod that is the service account, whose token file is read again each minute; elsewhere the
+kubeconfig, with its exec plugins and OIDC logins. Credentials that are refused are read anew.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import kopf
+import yaml
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from ullage_operator.api.errors import ClusterUnavailable
+from ullage_operator.api.naming import FIELD_MANAGER
+
+_KUBECONFIG = "~/.kube/config"
+_REFUSED_S = 5.0
+"""kopf logs in again and asks again at once, for as long as it is refused."""
+_UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
+
+
+async def load_configuration() -> Configuration:
+    """The service account's configuration inside a pod, else what KUBECONFIG or ~/.kube names.
+
+    Raises:
+        ClusterUnavailable: there is none, or it cannot be read.
+    """
+    configuration = Configuration(connection_pool_maxsize=0)  # as many as there are requests
+    try:
+        config.load_incluster_config(configuration)
+    except config.ConfigException:
+        await _load_kubeconfig(configuration)
+    return configuration
+
+
+async def _load_kubeconfig(configuration: Configuration) -> None:
+    paths = os.environ.get("KUBECONFIG") or _KUBECONFIG
+    if not _has_file(paths):
+        raise ClusterUnavailable(
+            "no Kubernetes API found: run inside a pod with a service account, or set KUBECONFIG"
+        )
+    try:
+        await config.load_kube_config(paths, client_configuration=configuration)
+    except _UNREADABLE as error:
+        raise ClusterUnavailable(f"the kubeconfig {paths} cannot be used: {error}") from error
+
+
+def _has_file(paths: str) -> bool:
+    return any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path)
+
+
+class Connection:
+    """A client of one API server that logs in when it is first used; `close` it.
+
+    Args:
+        load: reads where the API server is and with which credentials to go there.
+    """
+
+    def __init__(self, load: Callable[[], Awaitable[Configuration]] = load_configuration) -> None:
+        self._load = load
+        self._api: ApiClient | None = None
+        self._is_closed = False
+        self._renewing = asyncio.Lock()
+
+    async def api(self) -> ApiClient:
+        """The client; its `configuration` is what it logs in with."""
+        if self._is_closed:
+            raise ClusterUnavailable("the connection to the API server is closed")
+        if self._api is None:
+            await self.renew(None)
+        assert self._api is not None
+        return self._api
+
+    async def renew(self, refused: Configuration | None) -> None:
+        """Reads the credentials anew, once for all requests that were refused together."""
+        async with self._renewing:
+            current = self._api and self._api.configuration
+            if current is not refused:
+                return
+            configuration = await self._load()
+            if self._api is not None and _tls(configuration) == _tls(self._api.configuration):
+                self._api.configuration = configuration  # open requests go on
+                return
+            previous, self._api = self._api, ApiClient(configuration)
+            self._api.user_agent = FIELD_MANAGER
+            if previous is not None:
+                await previous.close()
+
+    async def headers(self) -> dict[str, str]:
+        """What logs a request in: the header Authorization, but for client certificates."""
+        headers: dict[str, str] = {}
+        api = await self.api()
+        await api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
+        return headers
+
+    async def kopf_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> kopf.AiohttpSession:
+        """What kopf sends its requests with; each is logged in as those of the client are."""
+        api = await self.api()
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=api.rest_client.ssl_context, limit=0),
+            headers={"User-Agent": FIELD_MANAGER},
+            proxy=api.configuration.proxy,
+            trust_env=True,
+            middlewares=(self._log_in, *middlewares),
+        )
+        return kopf.AiohttpSession(server=api.configuration.host, aiohttp_session=session)
+
+    async def _log_in(
+        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        used = (await self.api()).configuration
+        request.server_hostname = used.tls_server_name
+        request.headers.update(await self.headers())
+        response = await send(request)
+        if response.status != 401:
+            return response
+        await response.release()
+        await self.renew(used)
+        request.headers.update(await self.headers())
+        response = await send(request)
+        if response.status == 401:
+            await asyncio.sleep(_REFUSED_S)
+        return response
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._api is not None:
+            await self._api.close()
+
+
+def _tls(configuration: Configuration) -> tuple[object, ...]:
+    """What a session is opened with and cannot change."""
+    files = ("ssl_ca_cert", "cert_file", "key_file")
+    names = ("host", *files, "verify_ssl", "tls_server_name", "proxy")
+    return tuple(getattr(configuration, name) for name in names)
+
+
+FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
+"""How a request ends that got no answer."""

@@ -1,0 +1,420 @@
+"""Keeps the cache what the cluster is: kopf lists and watches, a sweep forgets what is gone.
+
+Each kind in each namespace is watched by a kopf operator of its own, whose handler (`on.event`)
+feeds the cache: one that is denied, absent or failing costs that kind alone. What is done here and
+not by kopf:
+
+* A watch that ends, for whatever reason, begins again, ever more slowly while it fails.
+* A list that follows upon a gap in the history has what exists and not what was deleted. A sweep
+  compares names, after each list and now and then.
+* A watch that dies without a word is noticed: no event, bookmark or request comes any more, or a
+  sweep names what no event brings.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Never, cast
+
+import aiohttp
+import kopf
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from ullage_operator.api.errors import (
+    ClusterDenied,
+    ClusterUnavailable,
+    KindAbsent,
+    OperatorError,
+    Temporary,
+)
+from ullage_operator.api.naming import Kind
+from ullage_operator.kube.cache import Cache, Scope
+from ullage_operator.kube.client import Cluster
+from ullage_operator.kube.connection import Connection
+
+_FIRST_S, _MOST_S = 0.2, 30.0
+_FAILING = 3
+"""Tries in vain after which a kind that was never seen keeps the others waiting no longer."""
+_PAGE = 500
+_REQUEST_S = 30
+_CONNECT_S = 10
+_WATCH_S = (240.0, 360.0)
+"""How long a watch lasts: bounded, for one that a middlebox forgot would never end."""
+_SILENT_S = 150.0
+"""A watch on which nothing came for so long may be dead, and is begun anew. It need not be: where
+etcd tells no progress, API servers send bookmarks only of kinds that change."""
+_SWEEP_S = 300.0
+_LOOK_S = 1.0
+_REASON = 256
+"""Most of an error that a condition shows, in characters."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTimes:
+    """Bounds of a watch, in seconds."""
+
+    recheck_s: float = 60.0
+    """How often to look whether a kind that was absent or denied no longer is."""
+    stale_s: float = 300.0
+    """Without any request, event or bookmark for so long kopf no longer watches."""
+    behind_s: float = 120.0
+    """Within so long events must bring what a sweep has named."""
+
+
+class Backoff:
+    """Delays that double up to a bound, each a random share of between half and all of it."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_S
+
+    def next_s(self, at_least_s: float = 0.0) -> float:
+        bound_s, self._next_s = self._next_s, min(_MOST_S, 2 * self._next_s)
+        return max(at_least_s, bound_s * random.uniform(0.5, 1.0))
+
+    def reset(self) -> None:
+        self._next_s = _FIRST_S
+
+
+class WatchMetrics:
+    """How the watches fare, and how much they hold."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.restarts = Counter(
+            "ullage_operator_watch_restarts",
+            "Watches begun again, by reason: ended, forgotten, absent, denied, unavailable, "
+            "refused or bug.",
+            ["kind", "reason"],
+            registry=registry,
+        )
+        self._objects = Gauge(
+            "ullage_operator_objects",
+            "Objects that the operator watches.",
+            ["kind"],
+            registry=registry,
+        )
+
+    def count(self, kinds: Iterable[str], counts: Callable[[], Mapping[str, int]]) -> None:
+        """Exports how many objects of each kind are known whenever somebody asks."""
+        for kind in kinds:
+            self._objects.labels(kind=kind).set_function(functools.partial(_of, counts, kind))
+
+
+def _of(counts: Callable[[], Mapping[str, int]], kind: str) -> float:
+    return counts()[kind]
+
+
+class Informers:
+    """The informers of all scopes.
+
+    Args:
+        connection: what kopf logs in with.
+        cluster: where to look for names and rights.
+        scopes: what to watch.
+        cache: what to fill.
+        metrics: counts restarts.
+        stop: is set by SIGINT and SIGTERM, which kopf would take for itself.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        cluster: Cluster,
+        scopes: Sequence[Scope],
+        cache: Cache,
+        metrics: WatchMetrics,
+        stop: asyncio.Event,
+        times: WatchTimes,
+    ) -> None:
+        make = functools.partial(Informer, connection, cluster, cache, metrics, stop, times)
+        self._informers = {scope: make(scope) for scope in scopes}
+        self._tasks: list[asyncio.Task[Never]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(informer.keep(), name=f"informer {scope.kind.qualified}")
+            for scope, informer in self._informers.items()
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def sweep(self, kind: Kind, namespace: str) -> None:
+        """Looks soon what is gone of a kind: a write has found an object missing."""
+        for scope, informer in self._informers.items():
+            if scope.kind == kind and scope.namespace in ("", namespace):
+                informer.sweep()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the watch that has been quiet longest has brought nothing."""
+        return max((informer.silent_s for informer in self._informers.values()), default=0.0)
+
+
+class Informer:
+    """Keeps one scope of the cache."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        cluster: Cluster,
+        cache: Cache,
+        metrics: WatchMetrics,
+        stop: asyncio.Event,
+        times: WatchTimes,
+        scope: Scope,
+    ) -> None:
+        self._connection = connection
+        self._cluster = cluster
+        self._cache = cache
+        self._metrics = metrics
+        self._stop = stop
+        self._times = times
+        self._scope = scope
+        self._path = scope.kind.path(scope.namespace)
+        self._backoff = Backoff()
+        self._failures = 0
+        self._last_active_s: float | None = None
+        """When kopf last sent a request or got an answer, an event or a bookmark."""
+        self._swept_s = 0.0
+        self._has_listed = False
+        """Whether kopf has listed since it last began to watch."""
+        self._watches = 0
+        """How often kopf has begun to watch since it was started."""
+        self._sweep_due = asyncio.Event()
+
+    @property
+    def silent_s(self) -> float:
+        if self._last_active_s is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._last_active_s
+
+    def sweep(self) -> None:
+        self._sweep_due.set()
+
+    async def keep(self) -> Never:
+        """Watches for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            began_s = clock()
+            try:
+                await self._cluster.check(*self._scope)
+                await self._watch()
+            except Exception as error:
+                reason, at_least_s = self._failed(error)
+            # Only time shows that a watch is well: some end as soon as they have begun.
+            if clock() - began_s > _MOST_S:
+                self._backoff.reset()
+            self._last_active_s = None
+            self._count(reason)
+            await asyncio.sleep(self._backoff.next_s(at_least_s))
+
+    async def _watch(self) -> Never:
+        """Lets kopf watch until it ends, which it should not."""
+        self._has_listed, self._watches = False, 0
+        self._mark_active()
+        self._swept_s = self._last_active_s or 0.0
+        kind, namespace = self._scope
+        where: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
+        tasks = {
+            *await kopf.spawn_tasks(
+                registry=self._registry(), settings=kopf_settings(kind), standalone=True, **where
+            ),
+            asyncio.create_task(self._keep_sweeping(), name=f"sweep {kind.qualified}"),
+        }
+        keep_signals(self._stop)
+        try:
+            while True:
+                done, _ = await asyncio.wait(
+                    tasks, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    _raise_end(task)
+                self._check_alive()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry, kind = kopf.OperatorRegistry(), self._scope.kind
+        version = kind.api_version.rpartition("/")[2]
+        kopf.on.login(registry=registry)(self._log_in)
+        on_event = kopf.on.event(
+            group=kind.group, version=version, plural=kind.plural, registry=registry
+        )
+        on_event(self._on_event)
+        return registry
+
+    async def _log_in(self, **_: Any) -> kopf.AiohttpSession:
+        return await self._connection.kopf_session(self._observe)
+
+    async def _on_event(self, event: kopf.RawEvent, **_: Any) -> None:
+        obj = cast(dict[str, Any], event["object"])
+        if event["type"] == "DELETED":
+            self._cache.deleted(self._scope, obj)
+        else:
+            self._cache.changed(self._scope, obj)
+
+    # What is seen of kopf's requests.
+
+    async def _observe(
+        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        response = await send(request)
+        if request.url.path.endswith(self._path):
+            self._mark_active()
+            if "watch" not in request.url.query:
+                self._has_listed = True
+            elif response.status == 200:
+                self._on_watch()
+                content = _ObservedStream(response.content, self._mark_active)
+                response.content = cast(aiohttp.StreamReader, content)
+        return response
+
+    def _mark_active(self) -> None:
+        self._last_active_s = asyncio.get_running_loop().time()
+
+    def _on_watch(self) -> None:
+        if self._watches:
+            self._count("forgotten" if self._has_listed else "ended")
+        if self._has_listed:
+            self.sweep()
+        self._watches += 1
+        self._has_listed = False
+
+    def _check_alive(self) -> None:
+        """
+        Raises:
+            ClusterUnavailable: kopf no longer watches.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self.silent_s > self._times.stale_s:
+            raise ClusterUnavailable(f"nothing came for {self.silent_s:.0f} s", 0.0)
+        behind_s = self._times.behind_s
+        if self._cache.is_behind(self._scope) and now_s > self._swept_s + behind_s:
+            message = f"events have not brought what exists for {behind_s:.0f} s"
+            raise ClusterUnavailable(message, 0.0)
+
+    # What is gone.
+
+    async def _keep_sweeping(self) -> Never:
+        backoff = Backoff()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_S * random.uniform(0.8, 1.0)):
+                    await self._sweep_due.wait()
+            self._sweep_due.clear()
+            if not self._watches:
+                continue  # what exists has not been listed yet
+            try:
+                versions, revision = await self._cluster.versions(*self._scope)
+            except (ClusterDenied, KindAbsent):
+                raise
+            except Temporary as error:
+                _logger.warning("sweeping %s: %s", self._scope.kind.qualified, error)
+                self.sweep()
+                await asyncio.sleep(backoff.next_s(error.delay_s))
+                continue
+            if not self._cache.is_behind(self._scope):
+                self._swept_s = asyncio.get_running_loop().time()
+            self._cache.swept(self._scope, versions, revision)
+            backoff.reset()
+            self._failures = 0
+
+    # What went wrong.
+
+    def _failed(self, error: Exception) -> tuple[str, float]:
+        """Why, in a word, and after how many seconds at least to try again."""
+        kind, namespace = self._scope
+        where = namespace or "all namespaces"
+        match error:
+            case KindAbsent():
+                if self._cache.absent(self._scope) and not kind.optional:
+                    _logger.warning("%s; will look again", error)
+                return "absent", self._times.recheck_s
+            case ClusterDenied():
+                if self._cache.denied(self._scope, error.verb):
+                    message = "missing permission: %s %s in %s; the rest goes on"
+                    _logger.error(message, error.verb, kind.qualified, where)
+                return "denied", self._times.recheck_s
+        self._failures += 1
+        if self._failures >= _FAILING and self._cache.failing(self._scope, str(error)[:_REASON]):
+            _logger.error("%s in %s cannot be listed; the rest goes on", kind.qualified, where)
+        match error:
+            case Temporary():
+                _logger.warning("watching %s in %s: %s", kind.qualified, where, error)
+                return "unavailable", error.delay_s
+            case OperatorError():
+                _logger.error("watching %s in %s: %s", kind.qualified, where, error)
+                return "refused", self._times.recheck_s
+        # A bug must not end the watch of a kind for good.
+        _logger.exception("watching %s in %s failed", kind.qualified, where, exc_info=error)
+        return "bug", 10.0
+
+    def _count(self, reason: str) -> None:
+        self._metrics.restarts.labels(kind=self._scope.kind.name, reason=reason).inc()
+
+
+def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
+    """How kopf watches one kind."""
+    settings = kopf.OperatorSettings()
+    settings.scanning.disabled = True  # needs the right to watch definitions and namespaces
+    settings.posting.enabled = False
+    # Kills the process so long after kopf has ended, though it was started again.
+    settings.process.ultimate_exiting_timeout = None
+    settings.networking.request_timeout = _REQUEST_S
+    settings.networking.connect_timeout = _CONNECT_S
+    settings.networking.error_backoffs = (0.2, 0.5, 1.0)
+    settings.networking.trust_env = True
+    settings.watching.server_timeout = int(random.uniform(*_WATCH_S))
+    settings.watching.client_timeout = _WATCH_S[1] + _REQUEST_S
+    settings.watching.inactivity_timeout = _SILENT_S
+    settings.watching.chunk_size = _PAGE
+    settings.queueing.idle_timeout = 0.5  # each object's task and last event stay for so long
+    settings.queueing.exit_timeout = 0.5
+    if kind.selector:
+        settings.watching.label_selectors[kind.plural] = kind.selector
+    return settings
+
+
+def keep_signals(stop: asyncio.Event) -> None:
+    """SIGINT and SIGTERM set `stop`, whichever kopf operator asked for them last."""
+    if threading.current_thread() is threading.main_thread():
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+
+
+def _raise_end(task: asyncio.Task[Any]) -> Never:
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, OperatorError):
+        raise error
+    raise ClusterUnavailable(f"kopf ended: {error or task.get_name()!r}", 0.0) from error
+
+
+class _ObservedStream:
+    """The stream of a response; reports when something comes.
+
+    kopf calls no handler for a bookmark, which is the only sign of life of a kind at rest.
+    """
+
+    def __init__(self, content: aiohttp.StreamReader, on_data: Callable[[], None]) -> None:
+        self._content = content
+        self._on_data = on_data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        async for chunk in self._content.iter_chunked(size):
+            self._on_data()
+            yield chunk

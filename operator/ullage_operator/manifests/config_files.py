@@ -1,0 +1,197 @@
+"""The configuration files of engines and routers."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+import yaml
+
+from ullage_common.config import engine, router
+from ullage_common.config.engine import (
+    EngineConfig,
+    MemoryBudget,
+    ParallelismSection,
+    RequestLimits,
+    ServerSection,
+)
+from ullage_common.config.router import (
+    CascadeSection,
+    GRPCSection,
+    HTTPSection,
+    MetricsSection,
+    PoolSection,
+    ProbesSection,
+    RouterConfig,
+    SLOSection,
+    StepSection,
+    TenantsSection,
+    TLSSection,
+)
+from ullage_common.process.config_file import LogLevel, Strict
+from ullage_operator.api import naming
+from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.spec import CascadeSpec, Service, Settings, TenantsSpec
+from ullage_operator.autoscaling import may_sleep
+
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's, where it is: writing is most of what a plan costs."""
+LOG_LEVEL: LogLevel = "info"
+"""Log level of pods whose service names none: not the operator's own, whose change would replace
+all pods."""
+
+
+def engine_config(
+    service: Service, pool_name: str, pool: PoolSpec, settings: Settings
+) -> EngineConfig:
+    """What every engine of a pool reads; its identity comes as an argument."""
+    spec = service.spec
+    tickets = None
+    if spec.tickets:
+        tickets = engine.TicketsSection(keys_dir=naming.TICKETS_DIR, required=spec.tickets.required)
+    return EngineConfig(
+        model=spec.model,
+        device=device_of(spec.device, settings),
+        gpus=pool.gpus,
+        parallelism=ParallelismSection(
+            tensor=pool.parallelism.tensor,
+            pipeline=pool.parallelism.pipeline,
+            micro_batches=pool.micro_batches,
+            nccl=pool.nccl,
+        ),
+        memory=pool.memory,
+        batching=spec.batching,
+        limits=spec.limits,
+        degrade=spec.degrade,
+        tickets=tickets,
+        server=ServerSection(
+            pool=pool_name,
+            grpc_port=naming.GRPC_PORT,
+            metrics_port=naming.METRICS_PORT,
+            run_dir=naming.RUN_DIR,
+            weights_dir=f"{naming.RUN_DIR}/weights",
+            probe_port=naming.PROBE_PORT,
+            tls_dir=naming.ENGINE_TLS_DIR if spec.tls.engines else None,
+            allow_fault_injection=spec.allow_fault_injection,
+            log_level=spec.observability.log_level or LOG_LEVEL,
+        ),
+    )
+
+
+def device_of(device: engine.Device, settings: Settings) -> engine.Device:
+    """A pod that got GPUs must find them: computing on the CPU would hold them for nothing."""
+    return "cuda" if device == "auto" and settings.on_kubernetes else device
+
+
+def router_config(service: Service) -> RouterConfig:
+    """What every router of a service reads; a target's A records are the ready engines."""
+    spec = service.spec
+    pools = [
+        PoolSection(
+            name=name,
+            targets=(f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}",),
+            sleeps=may_sleep(pool),
+        )
+        for name, pool in spec.pools.items()
+    ]
+    tickets = None
+    if spec.tickets:
+        tickets = router.RouterTickets(
+            keys_dir=naming.TICKETS_DIR, ttl=spec.tickets.ttl, required=spec.tickets.required
+        )
+    return RouterConfig(
+        model=spec.model.name,
+        rollout_file=f"{naming.CONFIG_DIR}/{naming.ROLLOUT_FILE}",
+        http=HTTPSection(port=naming.HTTP_PORT, public_stats=spec.router.public_stats),
+        grpc=GRPCSection(port=naming.GRPC_PORT),
+        metrics=MetricsSection(port=naming.METRICS_PORT),
+        # The router's ports speak TLS then, which the kubelet's probes do not.
+        probes=ProbesSection(port=naming.PROBE_PORT) if spec.tls.router else None,
+        tls=tls_config(service),
+        pools=tuple(pools),
+        routing=spec.routing,
+        prompts=spec.prompts,
+        # Not the engines' whole sections: what only they read must not make routers anew.
+        limits=RequestLimits(
+            max_output_tokens=spec.limits.max_output_tokens,
+            request_timeout=spec.limits.request_timeout,
+        ),
+        memory=MemoryBudget(
+            threshold=spec.memory.threshold, safety_reserve=spec.memory.safety_reserve
+        ),
+        slo=SLOSection(ttft_p95=spec.slo.ttft_p95),
+        streaming=spec.streaming,
+        processes=spec.router.processes,
+        tenants=tenants_config(spec.tenants, spec.router.replicas) if spec.tenants else None,
+        cascade=cascade_config(service, spec.cascade) if spec.cascade else None,
+        tickets=tickets,
+        log_level=spec.observability.log_level or LOG_LEVEL,
+    )
+
+
+def tls_config(service: Service) -> TLSSection:
+    """Returns the paths of the router's certificates."""
+    tls = service.spec.tls
+    server = engines = None
+    if tls.router:
+        has_clients = tls.router.client_ca_secret_name
+        server = router.ServerTLS(
+            dir=naming.TLS_DIR, client_ca_dir=naming.CLIENT_CA_DIR if has_clients else None
+        )
+    if tls.engines:
+        default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
+        engines = router.EngineTLS(
+            dir=naming.ENGINE_TLS_DIR, server_name=tls.engines.server_name or default
+        )
+    return TLSSection(router=server, engines=engines)
+
+
+def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
+    """Every tenant's rules, complete."""
+    return TenantsSection(
+        keys_dir=naming.KEYS_DIR,
+        anonymous=tenants.anonymous,
+        protect_stats=tenants.protect_stats,
+        share=1 / routers if tenants.across_routers == "split" else 1.0,
+        defaults=tenants.defaults,
+        tenants=tenants.named,
+    )
+
+
+def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
+    """The cascade under a name of its own, with the address of every step."""
+    return CascadeSection(
+        name=f"{service.namespace}/{service.name}",
+        steps=tuple(
+            StepSection(name=step.name(service.name), target=step.target)
+            for step in cascade.complete_steps
+        ),
+        confidence=cascade.confidence,
+        heuristics=cascade.heuristics,
+        parallel=cascade.parallel,
+        fallback=cascade.fallback,
+    )
+
+
+def document(config: Strict) -> dict[str, Any]:
+    """A configuration as plain data; what is unset is left out, so the reader's default holds."""
+    return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
+
+
+def _without_none(value: Any) -> Any:
+    match value:
+        case dict():
+            return {name: _without_none(each) for name, each in value.items() if each is not None}
+        case list() | tuple():
+            return [_without_none(each) for each in value]
+        case _:
+            return value
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    return yaml.dump(dict(document), Dumper=_DUMPER, sort_keys=False)
+
+
+def digest(text: str) -> str:
+    """Short fingerprint of a configuration, for the annotation that makes a change roll pods."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,296 @@
+"""Every Kubernetes object of a service but its pods: pure builders of plain data.
+
+Where KEDA scales a pool, its ScaledObject is among them: it scales the pool's StatefulSet by the
+share of KV memory that is used of each engine, which engines report as the metric
+ullage_kv_used_ratio and KEDA asks Prometheus for.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec
+from ullage_operator.api.spec import VERSION, Service, Settings
+from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
+from ullage_operator.manifests.config_files import document, engine_config, router_config, to_yaml
+from ullage_operator.manifests.pod_templates import engine_template, router_template
+
+Manifest = dict[str, Any]
+
+
+def router_objects(service: Service, settings: Settings, rollout_file: str) -> list[Manifest]:
+    """The router and all that belongs to it, in the order to apply.
+
+    Args:
+        rollout_file: what it reads while it runs; a change restarts nothing.
+    """
+    name = naming.router_name(service.name)
+    config = to_yaml(document(router_config(service)))
+    match = naming.selector(service.name, naming.ROUTER)
+    deployment = {
+        "replicas": service.spec.router.replicas,
+        "selector": {"matchLabels": match},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+        },
+        "template": router_template(service, config, settings),
+    }
+    is_secure = service.spec.tls.router is not None
+    ports = [
+        service_port("http", naming.HTTP_PORT, "https" if is_secure else "http"),
+        service_port("grpc", naming.GRPC_PORT, grpc_protocol(is_secure)),
+    ]
+    policy = {
+        "ingress": [
+            {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},  # to anybody
+            from_operator(naming.METRICS_PORT, settings),  # what it scales and judges canaries by
+            *from_scrapers(service),
+        ]
+    }
+    build = Builder(service, naming.ROUTER)
+    return [
+        build.account(name),
+        build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
+        build.object("v1", "Service", name, {"selector": match, "ports": ports}),
+        build.network_policy(name, match, policy),
+        build.disruption_budget(name, match),
+        build.object("apps/v1", "Deployment", name, deployment),
+    ]
+
+
+def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
+    """What the engines of all pools share."""
+    name = naming.engine_name(service.name)
+    match = naming.selector(service.name, naming.ENGINE)
+    routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
+    tickets = service.spec.tickets
+    clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
+    asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
+    operator = from_operator(naming.PROBE_PORT, settings)
+    policy = {"ingress": [asking, operator, *from_scrapers(service)]}
+    build = Builder(service, naming.ENGINE)
+    return [build.account(name), build.network_policy(name, match, policy)]
+
+
+def pool_objects(
+    service: Service, pool_name: str, pool: PoolSpec, settings: Settings
+) -> list[Manifest]:
+    """Builds one pool's objects: configuration, headless Service, disruption budget and
+    StatefulSet."""
+    name = naming.pool_name(service.name, pool_name)
+    config = to_yaml(document(engine_config(service, pool_name, pool, settings)))
+    match = naming.selector(service.name, naming.ENGINE, pool_name)
+    headless = {
+        # Only ready pods have addresses: publishNotReadyAddresses stays at its default, false.
+        "clusterIP": "None",
+        "selector": match,
+        "ports": [
+            service_port(
+                "grpc", naming.GRPC_PORT, grpc_protocol(service.spec.tls.engines is not None)
+            )
+        ],
+    }
+    stateful_set = {
+        "serviceName": name,
+        "replicas": pool.replicas,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate"},
+        "selector": {"matchLabels": match},
+        "template": engine_template(service, pool_name, pool, config, settings),
+    }
+    build = Builder(service, naming.ENGINE, pool_name)
+    return [
+        build.config_map(name, naming.ENGINE_CONFIG, config),
+        build.object("v1", "Service", name, headless),
+        build.disruption_budget(name, match),
+        build.object("apps/v1", "StatefulSet", name, stateful_set),
+    ]
+
+
+class Builder:
+    """Builds objects with the metadata of one component."""
+
+    def __init__(self, service: Service, component: str, pool: str | None = None) -> None:
+        self._service = service
+        self._labels = naming.labels(service.name, component, VERSION, pool)
+
+    def metadata(self, name: str) -> Manifest:
+        owners = owner_references(self._service)
+        return {
+            "name": name,
+            "namespace": self._service.namespace,
+            "labels": self._labels,
+            **({"ownerReferences": owners} if owners else {}),
+        }
+
+    def object(self, api_version: str, kind: str, name: str, spec: Manifest) -> Manifest:
+        return {
+            "apiVersion": api_version,
+            "kind": kind,
+            "metadata": self.metadata(name),
+            "spec": spec,
+        }
+
+    def config_map(
+        self, name: str, key: str, text: str, more: dict[str, str] | None = None
+    ) -> Manifest:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self.metadata(name),
+            "data": {key: text, **(more or {})},
+        }
+
+    def account(self, name: str) -> Manifest:
+        annotations = self._service.spec.service_account.annotations
+        return {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": self.metadata(name) | ({"annotations": annotations} if annotations else {}),
+            "automountServiceAccountToken": False,
+        }
+
+    def disruption_budget(self, name: str, match: dict[str, str]) -> Manifest:
+        # maxUnavailable and not minAvailable: a single replica must not block a node's drain.
+        spec = {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": match},
+            # A pod that does not serve is no loss, and must not hold up a drain either.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
+        return self.object("policy/v1", "PodDisruptionBudget", name, spec)
+
+    def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
+        spec = {"podSelector": {"matchLabels": match}, "policyTypes": ["Ingress"], **rules}
+        return self.object("networking.k8s.io/v1", "NetworkPolicy", name, spec)
+
+
+def owner_references(service: Service) -> list[Manifest]:
+    """Makes the garbage collector delete the object with its service; none outside Kubernetes."""
+    owner = {
+        "apiVersion": naming.API_VERSION,
+        "kind": naming.KIND,
+        "name": service.name,
+        "uid": service.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return [owner] if service.uid else []
+
+
+def grpc_protocol(is_secure: bool) -> str:
+    """appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
+    return "https" if is_secure else "kubernetes.io/h2c"
+
+
+def service_port(name: str, number: int, protocol: str) -> Manifest:
+    return {
+        "name": name,
+        "port": number,
+        "targetPort": name,
+        "protocol": "TCP",
+        "appProtocol": protocol,
+    }
+
+
+def policy_port(number: int) -> Manifest:
+    return {"port": number, "protocol": "TCP"}
+
+
+def from_operator(number: int, settings: Settings) -> Manifest:
+    """Allows the operator to follow the engines' headroom and ask routers for measures, and nothing
+    else."""
+    pods, own = {"matchLabels": naming.operator_selector()}, settings.namespace
+    namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
+    return {
+        "from": [{"namespaceSelector": namespaces, "podSelector": pods}],
+        "ports": [policy_port(number)],
+    }
+
+
+def from_scrapers(service: Service) -> list[Manifest]:
+    """Allows those who may read metrics; no rule where that is nobody, for an empty list is
+    everybody."""
+    peers = service.spec.observability.metrics_from
+    return [{"from": peers, "ports": [policy_port(naming.METRICS_PORT)]}] if peers else []
+
+
+KEDA_API = "keda.sh/v1alpha1"
+METRIC = "ullage_kv_used_ratio"
+POLL_S = 10
+_NEVER = "1000000"
+"""Requests from which on activity alone would ask for another engine."""
+
+
+def scaler_objects(
+    service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
+) -> list[Manifest]:
+    """None where the operator scales the pool, or its spec does."""
+    scaling = autoscaling_of(pool)
+    if scaling is None:
+        return []
+    name = naming.pool_name(service.name, pool_name)
+    build = Builder(service, naming.ENGINE, pool_name)
+    if scaling.provider == KEDA and SCALED_OBJECT in serves:
+        spec = scaled_object(service, pool_name, scaling)
+        return [build.object(KEDA_API, SCALED_OBJECT, name, spec)]
+    return []
+
+
+def without_replicas(objects: Iterable[Manifest]) -> list[Manifest]:
+    """Returns the manifest without the number of pods, which somebody else sets."""
+    return [
+        {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
+        if item["kind"] == "StatefulSet"
+        else item
+        for item in objects
+    ]
+
+
+def rules(pace: Pace) -> Manifest:
+    """Returns KEDA's scaling rules: the policy that lets more pods change holds, as with the
+    operator's own."""
+    period = max(1, round(pace.period))
+    policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
+    if pace.percent:
+        policies.append({"type": "Percent", "value": pace.percent, "periodSeconds": period})
+    window = round(pace.window)
+    return {"stabilizationWindowSeconds": window, "selectPolicy": "Max", "policies": policies}
+
+
+def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) -> Manifest:
+    name = naming.pool_name(service.name, pool_name)
+    pods = f'namespace="{service.namespace}",pod=~"{name}-[0-9]+"'
+    routers = f'namespace="{service.namespace}",pod=~"{naming.router_name(service.name)}-.+"'
+    cold_starts = f'ullage_router_wanted_requests{{{routers},pool="{pool_name}"}}'
+    running = f"ullage_requests_running{{{pods}}} + ullage_requests_waiting{{{pods}}}"
+    activity = f"(sum({running}) or vector(0)) + (sum({cold_starts}) or vector(0))"
+    threshold = f"{scaling.targets.kv_utilization:g}"
+    behavior = {"scaleUp": rules(scaling.scale_up), "scaleDown": rules(scaling.scale_down)}
+    return {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
+        "pollingInterval": POLL_S,
+        "cooldownPeriod": round(scaling.idle_after),
+        "minReplicaCount": scaling.min_replicas,
+        "maxReplicaCount": scaling.max_replicas,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [
+            # Memory says how many; whether any, requests do, for cached prefixes take memory too.
+            trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
+            trigger(scaling, activity, _NEVER, "0"),
+        ],
+    }
+
+
+def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: str) -> Manifest:
+    return {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": scaling.prometheus_url,
+            "query": query,
+            "threshold": threshold,
+            "activationThreshold": activation,
+        },
+    }

@@ -1,0 +1,124 @@
+"""The objects by which a Prometheus operator scrapes a service and raises alerts: pure builders."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.naming import MONITORING_API
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.manifests import Builder
+
+Manifest = dict[str, Any]
+
+WINDOW = "5m"
+"""Window over which rates and quantiles are taken."""
+RESTARTS = 3
+"""Number of worker restarts in a quarter of an hour above which somebody should look."""
+
+
+def monitoring_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
+    """The objects of those kinds that the cluster serves."""
+    settings = service.spec.observability
+    objects = []
+    if settings.pod_monitor.enabled and "PodMonitor" in serves:
+        objects.append(pod_monitor(service, naming.ROUTER, naming.router_name(service.name)))
+        objects.append(pod_monitor(service, naming.ENGINE, naming.engine_name(service.name)))
+    if settings.prometheus_rule.enabled and "PrometheusRule" in serves:
+        objects.append(prometheus_rule(service))
+    return objects
+
+
+def pod_monitor(service: Service, component: str, name: str) -> Manifest:
+    settings = service.spec.observability.pod_monitor
+    spec = {
+        "selector": {"matchLabels": naming.selector(service.name, component)},
+        "podMetricsEndpoints": [{"port": "metrics", "interval": settings.interval}],
+    }
+    manifest = Builder(service, component).object(MONITORING_API, "PodMonitor", name, spec)
+    return labelled(manifest, settings.labels)
+
+
+def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
+    """Returns the manifest with people's labels under the operator's."""
+    meta = manifest["metadata"]
+    return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
+
+
+def prometheus_rule(service: Service) -> Manifest:
+    """Alerts of one service."""
+    group = {"name": f"ullage-{service.namespace}-{service.name}", "rules": alerts(service)}
+    name = naming.router_name(service.name)
+    build = Builder(service, naming.ROUTER)
+    manifest = build.object(MONITORING_API, "PrometheusRule", name, {"groups": [group]})
+    return labelled(manifest, service.spec.observability.prometheus_rule.labels)
+
+
+def alerts(service: Service) -> list[Manifest]:
+    slo = service.spec.slo
+    routers = pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
+    failed = f'sum(rate(ullage_router_requests_total{{{routers},code=~"5.."}}[{WINDOW}]))'
+    every = f"sum(rate(ullage_router_requests_total{{{routers}}}[{WINDOW}]))"
+    restarts = f"increase(ullage_worker_restarts_total{{{engines(service)}}}[15m])"
+    rules = (
+        (
+            "UllageServiceAbsent",
+            f"absent(ullage_router_inflight_requests{{{routers}}})",
+            "critical",
+            "No router of the service reports metrics.",
+        ),
+        (
+            "UllageServiceErrors",
+            f"{failed} / {every} > {slo.error_rate:g}",
+            "critical",
+            f"More than {slo.error_rate:.2%} of requests end in a server error.",
+        ),
+        (
+            "UllageServiceFirstTokenLate",
+            f"{p95('ullage_router_ttft_seconds', routers)} > {slo.ttft_p95:g}",
+            "warning",
+            f"The 95th percentile of the time to the first token is above {slo.ttft_p95:g} s.",
+        ),
+        (
+            "UllageServiceLate",
+            f"{p95('ullage_router_e2e_seconds', routers)} > {slo.e2e_p95:g}",
+            "warning",
+            f"The 95th percentile of whole requests is above {slo.e2e_p95:g} s.",
+        ),
+        (
+            "UllageWorkersRestart",
+            f"sum({restarts}) > {RESTARTS}",
+            "warning",
+            f"More than {RESTARTS} workers were started anew in a quarter of an hour.",
+        ),
+    )
+    description = f"kubectl --namespace {service.namespace} describe llms {service.name}"
+    return [
+        {
+            "alert": name,
+            "expr": expression,
+            "for": "5m",
+            "labels": {"severity": severity, "llmservice": service.name},
+            "annotations": {
+                "summary": f"{service.namespace}/{service.name}: {summary}",
+                "description": description,
+            },
+        }
+        for name, expression, severity, summary in rules
+    ]
+
+
+def engines(service: Service) -> str:
+    """The label matchers of a service's engines, and not of another's whose name begins so."""
+    pools = (each for pool in service.spec.pools for each in (pool, naming.canary_pool(pool)))
+    names = "|".join(naming.pool_name(service.name, pool) for pool in pools)
+    return pods(service, f"({names})-[0-9]+")
+
+
+def pods(service: Service, names: str) -> str:
+    """The label matchers of pods whose names match, as a PodMonitor labels them."""
+    return f'namespace="{service.namespace}",pod=~"{names}"'
+
+
+def p95(histogram: str, matchers: str) -> str:
+    rates = f"sum by (le) (rate({histogram}_bucket{{{matchers}}}[{WINDOW}]))"
+    return f"histogram_quantile(0.95, {rates})"

@@ -1,0 +1,392 @@
+"""Pod templates of engines and routers, with their volumes and the Secrets they mount: pure
+builders of plain data.
+
+Both run as an ordinary user without privileges on a read-only root file system; what they write
+goes to emptyDir volumes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.sections import ModelCache, Placing, PoolSpec, canonical
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.autoscaling import may_sleep
+from ullage_operator.manifests.config_files import digest
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MountedSecret:
+    """A Secret as a folder; never mounted by file, or the kubelet would not follow its changes."""
+
+    volume: str
+    secret: str
+    path: str
+
+
+def router_secrets(service: Service) -> list[MountedSecret]:
+    tenants, tls = service.spec.tenants, service.spec.tls
+    secrets = []
+    if tenants:
+        secrets.append(MountedSecret("keys", tenants.secret_name, naming.KEYS_DIR))
+    if tls.router:
+        secrets.append(MountedSecret("tls", tls.router.secret_name, naming.TLS_DIR))
+        if ca := tls.router.client_ca_secret_name:
+            secrets.append(MountedSecret("client-ca", ca, naming.CLIENT_CA_DIR))
+    if tls.engines:
+        name = tls.engines.router_secret_name or tls.engines.secret_name
+        secrets.append(MountedSecret("engine-tls", name, naming.ENGINE_TLS_DIR))
+    return [*secrets, *ticket_secrets(service)]
+
+
+def engine_secrets(service: Service) -> list[MountedSecret]:
+    tls = service.spec.tls.engines
+    secrets = [MountedSecret("tls", tls.secret_name, naming.ENGINE_TLS_DIR)] if tls else []
+    return [*secrets, *ticket_secrets(service)]
+
+
+def ticket_secrets(service: Service) -> list[MountedSecret]:
+    """What routers sign with and engines verify by."""
+    tickets = service.spec.tickets
+    return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
+
+
+def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    # Readable by the pod's own group, fsGroup, and by nobody else.
+    return [
+        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": 0o440}}
+        for s in secrets
+    ]
+
+
+def secret_mounts(secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    return [{"name": s.volume, "mountPath": s.path, "readOnly": True} for s in secrets]
+
+
+def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Manifest]:
+    return [
+        config_volume(naming.pool_name(service.name, pool_name)),
+        # In memory: weights there outlive a worker, so that its restart takes seconds.
+        memory_volume("run"),
+        cache_volume(pool.model_cache),
+        scratch_volume("tmp"),
+        memory_volume("shm", pool.shm_size),
+        *claim_volumes(service),
+        *secret_volumes(engine_secrets(service)),
+        *map(given_volume, pool.volumes),
+    ]
+
+
+def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
+    return [
+        {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
+        {"name": "run", "mountPath": naming.RUN_DIR},
+        {"name": "cache", "mountPath": naming.CACHE_DIR},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *claim_mounts(service),
+        *secret_mounts(engine_secrets(service)),
+        *pool.volume_mounts,
+    ]
+
+
+def given_volume(volume: Mapping[str, Any]) -> Manifest:
+    """A pool's own volume, with its size as the API server stores it."""
+    folder = volume.get("emptyDir", {})
+    if "sizeLimit" not in folder:
+        return dict(volume)
+    return {**volume, "emptyDir": folder | {"sizeLimit": canonical(folder["sizeLimit"])}}
+
+
+def cache_volume(cache: ModelCache) -> Manifest:
+    """Downloads and compiled kernels; shared by pods only where the spec names a place for it."""
+    if cache.claim_name:
+        return {"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}
+    if cache.host_path:
+        return {"name": "cache", "hostPath": {"path": cache.host_path, "type": "Directory"}}
+    bound = {} if cache.size_limit is None else {"sizeLimit": canonical(cache.size_limit)}
+    return {"name": "cache", "emptyDir": bound}
+
+
+def config_volume(config_map: str) -> Manifest:
+    return {"name": "config", "configMap": {"name": config_map}}
+
+
+def memory_volume(name: str, size_limit: int | str | None = None) -> Manifest:
+    bound = {} if size_limit is None else {"sizeLimit": canonical(size_limit)}
+    return {"name": name, "emptyDir": {"medium": "Memory", **bound}}
+
+
+def scratch_volume(name: str) -> Manifest:
+    return {"name": name, "emptyDir": {}}
+
+
+def claim_of(service: Service) -> str:
+    """The claim of a `pvc://claim/path` source, or nothing."""
+    scheme, _, rest = service.spec.model.source.partition("://")
+    return rest.partition("/")[0] if scheme == "pvc" else ""
+
+
+def claim_volumes(service: Service) -> list[Manifest]:
+    claim = claim_of(service)
+    volume = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+    return [volume] if claim else []
+
+
+def claim_mounts(service: Service) -> list[Manifest]:
+    claim = claim_of(service)
+    mount = {"name": "models", "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
+    return [mount] if claim else []
+
+
+USER = 65532
+PRE_STOP_S = 15
+"""Seconds until nobody sends new work to a pod that ends, once its address is withdrawn."""
+LAST_MARGIN_S = 15
+"""Seconds for the last messages and the end of the process, after the drain."""
+ENGINE_ENV: tuple[Manifest, ...] = (
+    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+    {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
+    # Kernels are compiled once; the home directory cannot be written.
+    {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
+)
+START_PERIOD_S = 5
+
+DEFAULT_SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "ScheduleAnyway",
+}
+ROUTER_RESOURCES = {
+    "requests": {"cpu": "250m", "memory": "256Mi"},
+    "limits": {"memory": "1Gi"},
+}
+
+
+def engine_template(
+    service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
+) -> Manifest:
+    runtime = {"runtimeClassName": pool.runtime_class_name} if pool.runtime_class_name else {}
+    spec = {
+        "serviceAccountName": naming.engine_name(service.name),
+        **pod_defaults(service, settings, engine_pre_stop_s(settings)),
+        **placement(pool, naming.selector(service.name, naming.ENGINE, pool_name)),
+        **runtime,
+        "containers": [engine_container(service, pool, settings)],
+        "volumes": engine_volumes(service, pool_name, pool),
+    }
+    meta = metadata(service, naming.ENGINE, pool_name, pool, config)
+    return {"metadata": meta, "spec": spec}
+
+
+def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
+    is_secure = service.spec.tls.engines is not None
+    failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
+    return {
+        "name": naming.ENGINE,
+        "image": service.spec.image or settings.engine_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        # The last lines of a container that ended say why, in the service's conditions.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "command": ["ullage-engine"],
+        "args": [
+            "--config",
+            f"{naming.CONFIG_DIR}/{naming.ENGINE_CONFIG}",
+            "--engine-id",
+            "$(POD_NAME)",
+        ],
+        "env": [*ENGINE_ENV, *pool.env],
+        **({"envFrom": pool.env_from} if pool.env_from else {}),
+        "ports": [
+            port("grpc", naming.GRPC_PORT),
+            port("metrics", naming.METRICS_PORT),
+            port("probe", naming.PROBE_PORT),
+        ],
+        "resources": engine_resources(service, pool),
+        "securityContext": container_security(),
+        "startupProbe": grpc_probe("readiness", START_PERIOD_S, failures, is_secure),
+        "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
+        # Lenient: a busy engine is not a dead one.
+        "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
+        "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
+        "volumeMounts": engine_mounts(service, pool),
+    }
+
+
+def engine_resources(service: Service, pool: PoolSpec) -> Manifest:
+    """The pool's own resources, and its GPUs unless it computes on the CPU.
+
+    GPUs are limits, by which the DCGM exporter, too, tells whose they are.
+    """
+    resources = amounts(pool.resources)
+    if service.spec.device != "cpu":
+        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus)
+    return resources
+
+
+def amounts(resources: Mapping[str, Mapping[str, int | str]]) -> Manifest:
+    """Returns quantities as the API server stores them, so that what is applied equals what is
+    read."""
+    return {
+        kind: {name: canonical(amount) for name, amount in by_name.items()}
+        for kind, by_name in resources.items()
+    }
+
+
+def router_template(service: Service, config: str, settings: Settings) -> Manifest:
+    router, secrets = service.spec.router, router_secrets(service)
+    container = {
+        "name": naming.ROUTER,
+        "image": settings.router_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        # The last lines of a container that ended say why, in the service's conditions.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "command": ["ullage-router"],
+        "args": ["--config", f"{naming.CONFIG_DIR}/{naming.ROUTER_CONFIG}"],
+        "ports": [
+            port("http", naming.HTTP_PORT),
+            port("grpc", naming.GRPC_PORT),
+            port("metrics", naming.METRICS_PORT),
+            *probe_ports(service.spec.tls.router is not None),
+        ],
+        "resources": amounts(router.resources) or ROUTER_RESOURCES,
+        "securityContext": container_security(),
+        **router_probes(service.spec.tls.router is not None),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *secret_mounts(secrets),
+        ],
+    }
+    spec = {
+        "serviceAccountName": naming.router_name(service.name),
+        **pod_defaults(service, settings, PRE_STOP_S),
+        "terminationGracePeriodSeconds": grace_s(service, PRE_STOP_S) + held_s(service),
+        **placement(router, naming.selector(service.name, naming.ROUTER)),
+        "containers": [container],
+        "volumes": [
+            config_volume(naming.router_name(service.name)),
+            scratch_volume("tmp"),
+            *secret_volumes(secrets),
+        ],
+    }
+    return {
+        "metadata": metadata(service, naming.ROUTER, None, router, config),
+        "spec": spec,
+    }
+
+
+def metadata(
+    service: Service, component: str, pool_name: str | None, placing: Placing, config: str
+) -> Manifest:
+    # Without the version: an operator's update must not restart every engine by a label.
+    return {
+        "labels": placing.pod_labels | naming.selector(service.name, component, pool_name),
+        "annotations": placing.pod_annotations | {naming.CONFIG_HASH: digest(config)},
+    }
+
+
+def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
+    """What pods of both kinds have in common, as Pod Security's restricted profile asks."""
+    secrets = [secret.name for secret in service.spec.image_pull_secrets]
+    pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s(service, pre_stop_s),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **({"imagePullSecrets": pulled} if pulled else {}),
+    }
+
+
+def placement(placing: Placing, match: dict[str, str]) -> Manifest:
+    """Returns where pods run; `match` are the labels by which they are spread."""
+    fields = {
+        "nodeSelector": placing.node_selector,
+        "tolerations": placing.tolerations,
+        "affinity": placing.affinity,
+        "priorityClassName": placing.priority_class_name,
+    }
+    spread = placing.topology_spread_constraints or [DEFAULT_SPREAD]
+    constraints = [{**each, "labelSelector": {"matchLabels": match}} for each in spread]
+    present = {name: value for name, value in fields.items() if value}
+    return present | {"topologySpreadConstraints": constraints}
+
+
+def engine_pre_stop_s(settings: Settings) -> int:
+    """Routers know engines by DNS, which withdraws an address late, and tells one that takes its
+    place late: until then the engine that ends must serve."""
+    return PRE_STOP_S + math.ceil(settings.dns_lag_s)
+
+
+def grace_s(service: Service, pre_stop_s: int) -> int:
+    """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
+    return pre_stop_s + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
+
+
+def held_s(service: Service) -> int:
+    """Seconds that a router may hold a request before it is answered."""
+    sleeps = any(map(may_sleep, service.spec.pools.values()))
+    return math.ceil(service.spec.routing.wake.timeout) if sleeps else 0
+
+
+def container_security() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def probe_ports(is_secure: bool) -> list[Manifest]:
+    return [port("probe", naming.PROBE_PORT)] if is_secure else []
+
+
+def router_probes(is_secure: bool) -> Manifest:
+    """Returns probes over HTTP; with TLS on a port of their own, since clients may need a
+    certificate."""
+    if is_secure:
+        return {
+            "startupProbe": grpc_probe("liveness", 1, 60, is_secure),
+            "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
+            "livenessProbe": grpc_probe("liveness", 10, 6, is_secure),
+        }
+    return {
+        "startupProbe": http_probe("/healthz", 1, 60),
+        "readinessProbe": http_probe("/readyz", 2, 2),
+        "livenessProbe": http_probe("/healthz", 10, 6),
+    }
+
+
+def grpc_probe(service: str, period_s: int, failures: int, is_secure: bool) -> Manifest:
+    number = naming.PROBE_PORT if is_secure else naming.GRPC_PORT
+    return {
+        "grpc": {"port": number, "service": service},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def http_probe(path: str, period_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

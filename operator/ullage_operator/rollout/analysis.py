@@ -1,0 +1,292 @@
+"""Decides whether a canary is worse than the stable engines, from samples that are read out of the
+text of the routers' metrics. Pure.
+
+All limits are relative to the stable engines over the same time, so that a problem of both does not
+fail a canary. Chance is allowed for: a limit counts as passed when so bad a count would come about
+with a probability below `SIGNIFICANCE` in a canary that is just within it. That holds for one look;
+a canary is looked at again and again, so the probability is small.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ullage_operator.api.sections import RolloutSpec
+
+SIGNIFICANCE = 0.002
+Z = 1.645
+"""Quantile of the normal distribution for the upper end of a one-sided 95 % interval, which is
+taken of the stable engines' own error rate."""
+UNKNOWN_RATE = 0.5
+"""Taken as the error rate of stable engines that served nothing: no canary may exceed it."""
+PERCENTILE = 0.95
+MIN_TIMES = 20
+"""Answers on each side below which times are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Counts of the requests that went to the baseline or to the canary."""
+
+    succeeded: int = 0
+    failed: int = 0
+    declined: int = 0
+    """Found no room on the canary at once."""
+    restarts: int = 0
+    """Workers and pods that ended by themselves, of memory or otherwise."""
+    ttft: Mapping[float, int] = field(default_factory=dict)
+    """Counts by upper end of the bucket, seconds, the last one infinite."""
+    e2e: Mapping[float, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> int:
+        return self.succeeded + self.failed
+
+    @property
+    def error_rate(self) -> float:
+        return self.failed / self.ended if self.ended else 0.0
+
+
+class Outcome(StrEnum):
+    PASS = "Pass"
+    FAIL = "Fail"
+    WAIT = "Wait"
+    """Too few requests to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    outcome: Outcome
+    reason: str
+    message: str
+
+
+def analyze(
+    canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
+) -> Analysis:
+    """Compares the counts of one step.
+
+    Args:
+        is_last: there is no more time: what is known must do.
+    """
+    failed = [
+        fault
+        for fault in (
+            restarts(canary, stable, rollout),
+            errors(canary, stable, rollout, is_last),
+            slowness("TTFT", canary.ttft, stable.ttft, rollout.thresholds.ttft_ratio),
+            slowness("E2E", canary.e2e, stable.e2e, rollout.thresholds.e2e_ratio),
+        )
+        if fault
+    ]
+    if failed:
+        message = "; ".join(each.message for each in failed)
+        return Analysis(Outcome.FAIL, failed[0].reason, message)
+    measured = summary(canary, stable)
+    is_enough = canary.ended >= rollout.min_requests
+    if is_enough and canary.error_rate <= stable.error_rate + rollout.thresholds.error_rate:
+        return Analysis(Outcome.PASS, "Healthy", measured)
+    if is_last and not canary.succeeded and canary.declined >= rollout.min_requests:
+        message = f"the canary took none of {canary.declined} requests"
+        return Analysis(Outcome.FAIL, "TakesNothing", message)
+    if is_last:
+        return Analysis(Outcome.PASS, "LittleTraffic", f"{measured}; judged by readiness")
+    return Analysis(Outcome.WAIT, "LittleTraffic", measured)
+
+
+def restarts(canary: Variant, stable: Variant, rollout: RolloutSpec) -> Analysis | None:
+    if canary.restarts <= stable.restarts + rollout.thresholds.restarts:
+        return None
+    message = f"{canary.restarts} restarts, the stable engines {stable.restarts}"
+    return Analysis(Outcome.FAIL, "Restarts", message)
+
+
+def errors(
+    canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool
+) -> Analysis | None:
+    upper = wilson_upper_bound(stable.failed, stable.ended) if stable.ended else UNKNOWN_RATE
+    allowed = min(1.0, upper + rollout.thresholds.error_rate)
+    is_sure = binomial_tail(canary.failed, canary.ended, allowed) < SIGNIFICANCE
+    is_above = canary.error_rate > stable.error_rate + rollout.thresholds.error_rate
+    if not is_sure and not (is_last and is_above):
+        return None
+    message = (
+        f"{canary.failed} of {canary.ended} requests failed, "
+        f"{stable.failed} of {stable.ended} on stable engines"
+    )
+    return Analysis(Outcome.FAIL, "Errors", message)
+
+
+def slowness(
+    name: str, canary: Mapping[float, int], stable: Mapping[float, int], ratio: float
+) -> Analysis | None:
+    """Whether more than 5 % of the canary's times are above `ratio` times the stable p95."""
+    total = sum(canary.values())
+    if min(total, sum(stable.values())) < MIN_TIMES:
+        return None
+    above = num_above(canary, percentile(stable) * ratio)
+    if binomial_tail(above, total, 1 - PERCENTILE) >= SIGNIFICANCE:
+        return None
+    message = (
+        f"{name} p95 {percentile(canary):.3g} s, stable {percentile(stable):.3g} s: "
+        f"above {ratio:g} times as long"
+    )
+    return Analysis(Outcome.FAIL, name, message)
+
+
+def summary(canary: Variant, stable: Variant) -> str:
+    """Returns the measures in one line."""
+    parts = [
+        f"{canary.failed} of {canary.ended} requests failed (stable {stable.failed} of "
+        f"{stable.ended})"
+    ]
+    for name, own, other in (("TTFT", canary.ttft, stable.ttft), ("E2E", canary.e2e, stable.e2e)):
+        if sum(own.values()) and sum(other.values()):
+            parts.append(f"{name} p95 {percentile(own):.3g} s (stable {percentile(other):.3g} s)")
+    parts.append(f"{canary.restarts} restarts (stable {stable.restarts})")
+    return ", ".join(parts)
+
+
+def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
+    """Returns the percentile in seconds, as if times were spread evenly within a bucket."""
+    remaining = share * sum(counts.values())
+    for low, end, count in buckets(counts):
+        if count and remaining <= count:
+            return low + (end - low) * remaining / count
+        remaining -= count
+    return 0.0
+
+
+def num_above(counts: Mapping[float, int], limit_s: float) -> int:
+    """Times above a limit if they are spread evenly within a bucket; rounded down."""
+    above = 0.0
+    for low, end, count in buckets(counts):
+        if end > limit_s:
+            above += count if low >= limit_s else count * (end - limit_s) / (end - low)
+    return int(above)
+
+
+def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
+    """(lower end, upper end, count); the last one is taken as a point."""
+    low = 0.0
+    for end in sorted(counts):
+        yield low, (low if math.isinf(end) else end), counts[end]
+        low = end
+
+
+def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
+    """Upper end of Wilson's score interval of a share (Wilson 1927)."""
+    share, square = failed / total, z * z
+    middle = share + square / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
+    return (middle + spread) / (1 + square / total)
+
+
+def binomial_tail(count: int, total: int, share: float) -> float:
+    """Probability of `count` or more of `total` independent events of that probability."""
+    if count <= 0 or share >= 1:
+        return 1.0
+    if share <= 0:
+        return 0.0
+    logs = (
+        math.lgamma(total + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(total - k + 1)
+        + k * math.log(share)
+        + (total - k) * math.log1p(-share)
+        for k in range(count, total + 1)
+    )
+    return min(1.0, math.fsum(map(math.exp, logs)))
+
+
+def sum_variants(variants: Iterable[Variant]) -> Variant:
+    """Adds up the counts of several routers; each sees the restarts of all engines."""
+    total = Variant()
+    for variant in variants:
+        total = Variant(
+            total.succeeded + variant.succeeded,
+            total.failed + variant.failed,
+            total.declined + variant.declined,
+            max(total.restarts, variant.restarts),
+            _summed(total.ttft, variant.ttft),
+            _summed(total.e2e, variant.e2e),
+        )
+    return total
+
+
+def _summed(one: Mapping[float, int], other: Mapping[float, int]) -> dict[float, int]:
+    return {end: one.get(end, 0) + other.get(end, 0) for end in {*one, *other}}
+
+
+METRIC = "ullage_router_trial"
+_PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySample:
+    """One router's counts of a canary and its baseline."""
+
+    name: str
+    """Revision and step."""
+    canary: Variant
+    stable: Variant
+
+
+def sample_name(revision: str, step: int) -> str:
+    """As routers name what is tried. Not by weight, which changes with the pools' sizes: counts of
+    both sides are compared as shares, and a trial that scales would never see enough of them."""
+    return f"{revision}/{step}"
+
+
+def parse_samples(text: str) -> list[CanarySample]:
+    """The trials of a router, one of each of its processes; none where there is no canary."""
+    own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
+    counts: dict[tuple[str, str], dict[str, dict[tuple[str, str], float]]] = {}
+    for family in text_string_to_metric_families(f"{own}\n"):
+        for sample in family.samples:
+            labels = sample.labels
+            whose = counts.setdefault((labels.get("process", ""), labels["trial"]), {})
+            variant = whose.setdefault(labels["side"], defaultdict(float))
+            variant[labels["what"], labels["le"]] += sample.value
+    return [
+        CanarySample(
+            name, _variant(variants.get("canary", {})), _variant(variants.get("stable", {}))
+        )
+        for (_, name), variants in counts.items()
+    ]
+
+
+def _variant(counts: dict[tuple[str, str], float]) -> Variant:
+    def times(what: str) -> dict[float, int]:
+        return {_end(le): int(count) for (name, le), count in counts.items() if name == what}
+
+    def number(what: str) -> int:
+        return int(counts.get((what, ""), 0))
+
+    return Variant(
+        number("succeeded"),
+        number("failed"),
+        number("declined"),
+        number("restarts"),
+        times("ttft"),
+        times("e2e"),
+    )
+
+
+def _end(le: str) -> float:
+    return math.inf if le == "+Inf" else float(le)
+
+
+def sum_samples(samples: Iterable[CanarySample], name: str) -> tuple[Variant, Variant, int]:
+    """(canary, stable, routers) of those who are at that step already."""
+    # Older routers, which a pinned image keeps, add the weight: `name/weight`.
+    current = [sample for sample in samples if f"{sample.name}/".startswith(f"{name}/")]
+    return (
+        sum_variants(t.canary for t in current),
+        sum_variants(t.stable for t in current),
+        len(current),
+    )

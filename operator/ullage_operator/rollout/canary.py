@@ -1,0 +1,358 @@
+"""A rollout in terms of Kubernetes: observations become facts, its state becomes objects. Pure."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
+from ullage_operator.manifests.config_files import to_yaml
+from ullage_operator.manifests.manifests import Builder, pool_objects
+from ullage_operator.rollout.analysis import (
+    Analysis,
+    CanarySample,
+    Outcome,
+    analyze,
+    sample_name,
+    sum_samples,
+)
+from ullage_operator.rollout.stages import (
+    TRYING,
+    WAITING,
+    RolloutCommand,
+    RolloutFacts,
+    RolloutProgress,
+    RolloutStage,
+    RolloutStrategy,
+    advance,
+    weight_of,
+)
+from ullage_operator.rollout.state import (
+    Release,
+    RolloutState,
+    changed_pools,
+    dump,
+    initial,
+    load,
+    missing,
+    release_of,
+    revision_of,
+    unreadable,
+    with_release,
+)
+
+Manifest = dict[str, Any]
+
+ROLLOUT_HEALTHY = "RolloutHealthy"
+LOOK_AGAIN_S = 10.0
+"""While a rollout goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutObservation:
+    """The existing objects and counts that a service's rollout depends on."""
+
+    now: datetime
+    stateful_sets: Mapping[str, Manifest]
+    """Live ones of the service, by name."""
+    stored_state: str | None
+    """The text that was kept; None: nothing was."""
+    is_state_readable: bool = True
+    """Whether what was kept can be seen at all."""
+    annotation: str = ""
+    """The service's annotation by which people steer the rollout."""
+    samples: Sequence[CanarySample] = ()
+    """Routers' counts of both sides."""
+    problem: str = ""
+    """Problem of the canary's pods; empty when there is none."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """Container restarts in the canary's pods, by pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """Which engines a service has at one moment of its rollout."""
+
+    state: RolloutState
+    stable: Service
+    """The service with the stable engines."""
+    canary: Service
+    """The service with the canary's."""
+    pools: tuple[str, ...]
+    """Pools that have a canary now."""
+    weight: int
+    """Requests of a hundred for the canary."""
+    is_known: bool = True
+    """Whether the decided state is known; otherwise only the number of engines may change."""
+
+    @property
+    def progress(self) -> RolloutProgress:
+        return self.state.progress
+
+    @property
+    def look_again_s(self) -> float | None:
+        """Seconds after which the plan must be made again though nothing was seen to change; None:
+        never."""
+        is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
+        return None if is_quiet and self.progress.reason != WAITING else LOOK_AGAIN_S
+
+
+def plan_rollout(
+    service: Service, observation: RolloutObservation, settings: Settings
+) -> RolloutPlan:
+    """Advances the rollout by one step and says which engines serve."""
+    target = release_of(service, settings)
+    state = load(observation.stored_state, target)
+    if state is None and (held := _held_progress(service, observation, target)):
+        return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
+    state = state or initial(target, observation.now)
+    facts = rollout_facts(service, observation, state, target)
+    after = advance(state.progress, facts, strategy_of(service, settings))
+    if after.seen != observation.annotation:
+        after = dataclasses.replace(after, seen=observation.annotation)
+    changed = changed_pools(target, state.release)
+    return _plan_of(service, state.then(after, target), changed, observation)
+
+
+def _held_progress(
+    service: Service, observation: RolloutObservation, target: Release
+) -> RolloutProgress | None:
+    """The progress that holds everything where a lost state matters; None where it does not."""
+    revision = revision_of(target)
+    if not observation.is_state_readable:
+        return unreadable(revision, observation.now)
+    names = [naming.pool_name(service.name, pool) for pool in service.spec.pools]
+    live = {
+        name: observation.stateful_sets[name] for name in names if name in observation.stateful_sets
+    }
+    return missing(service.name, live, revision, observation.annotation, observation.now)
+
+
+def _plan_of(
+    service: Service, state: RolloutState, changed: Sequence[str], observation: RolloutObservation
+) -> RolloutPlan:
+    progress = state.progress
+    stable = with_release(service, state.release) if changed else service
+    sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
+    if progress.stage in TRYING:
+        pools = tuple(name for name in changed if sizes[name])
+    elif (
+        progress.stage is RolloutStage.PROMOTING and progress.canary
+    ):  # until stable engines took over
+        pools = tuple(
+            name for name in sizes if _canary_name(service, name) in observation.stateful_sets
+        )
+    else:
+        pools = ()
+    canary = service if progress.stage in TRYING else stable
+    most = service.spec.rollout.canary_replicas
+    tried = sum(min(most, sizes[name]) for name in pools)
+    share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
+    weight = weight_of(progress, _steps(service), share) if pools else 0
+    return RolloutPlan(state, stable, canary, pools, weight)
+
+
+def rollout_facts(
+    service: Service, observation: RolloutObservation, state: RolloutState, target: Release
+) -> RolloutFacts:
+    progress, release = state.progress, state.release
+    changed = changed_pools(target, release)
+    sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
+    tried = [name for name in changed if sizes[name]]
+    revision = state.revision(target)
+    analyses = [analysis_of(service, observation, progress, is_last) for is_last in (False, True)]
+    return RolloutFacts(
+        now=observation.now,
+        target=revision,
+        is_serving=any(_ready(observation, naming.pool_name(service.name, name)) for name in sizes),
+        is_bridged=bool(progress.canary)
+        and any(_ready(observation, _canary_name(service, name)) for name in sizes),
+        can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],
+        is_canary_ready=all(
+            _is_canary_ready(observation, _canary_name(service, n), revision) for n in tried
+        ),
+        restarts=canary_restarts(service, observation, revision),
+        problem=observation.problem,
+        is_settled=all(
+            _is_settled(observation, naming.pool_name(service.name, name), size, progress.stable)
+            for name, size in sizes.items()
+        ),
+        analysis=analyses[0],
+        final_analysis=analyses[1],
+        command=command_of(observation.annotation, progress, revision),
+    )
+
+
+def analysis_of(
+    service: Service,
+    observation: RolloutObservation,
+    progress: RolloutProgress,
+    is_last: bool,
+) -> Analysis:
+    """Analyses the routers' counts of the present step."""
+    canary, stable, routers = sum_samples(
+        observation.samples, sample_name(progress.canary, progress.step)
+    )
+    restarts = canary_restarts(service, observation, progress.canary)
+    canary = dataclasses.replace(canary, restarts=max(canary.restarts, restarts))
+    if not routers and not restarts:
+        outcome = Outcome.FAIL if is_last else Outcome.WAIT
+        return Analysis(outcome, "NotMeasured", "no router has reported what it counted")
+    return analyze(canary, stable, service.spec.rollout, is_last)
+
+
+def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
+    """What an annotation `word` or `word:revision` says now.
+
+    A word by itself is acted on once, when it is first seen; one with a revision as often as that
+    revision is tried. `pause` holds as long as it is there.
+    """
+    word, _, about = annotation.partition(":")
+    if about and about != revision:
+        return RolloutCommand.NONE
+    if word == RolloutCommand.PAUSE:
+        return RolloutCommand.PAUSE
+    is_new = bool(about) or annotation != progress.seen
+    return (
+        RolloutCommand(word)
+        if is_new and word in (RolloutCommand.PROMOTE, RolloutCommand.ABORT)
+        else RolloutCommand.NONE
+    )
+
+
+def strategy_of(service: Service, settings: Settings) -> RolloutStrategy:
+    spec = service.spec.rollout
+    return RolloutStrategy(
+        is_canary=spec.strategy == "canary",
+        steps=_steps(service),
+        step=timedelta(seconds=spec.step_duration),
+        max_wait=timedelta(seconds=spec.max_wait),
+        start_deadline=timedelta(seconds=spec.start_deadline),
+        linger=timedelta(seconds=2 * settings.dns_lag_s),
+        restarts=spec.thresholds.restarts,
+        auto_rollback=spec.auto_rollback,
+        is_paused=spec.paused,
+    )
+
+
+def _steps(service: Service) -> tuple[int, ...]:
+    return tuple(sorted(service.spec.rollout.weight_steps))
+
+
+def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:
+    """The ConfigMap with the state, which comes first, and the canary's engines."""
+    name = naming.rollout_name(service.name)
+    text = dump(plan.state)
+    kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
+    objects = [kept]
+    most = service.spec.rollout.canary_replicas
+    for pool_name in plan.pools:
+        pool = plan.canary.spec.pools[pool_name]
+        few = msgspec.structs.replace(pool, replicas=min(most, pool.replicas))
+        canary_objects = pool_objects(plan.canary, naming.canary_pool(pool_name), few, settings)
+        objects += with_revision(canary_objects, plan.progress.canary)
+    return objects
+
+
+def with_revision(objects: Iterable[Manifest], revision: str) -> list[Manifest]:
+    """Pool objects whose StatefulSets say of which revision they are."""
+    return [
+        _with_revision(item, revision) if item["kind"] == "StatefulSet" else item
+        for item in objects
+    ]
+
+
+def _with_revision(item: Manifest, revision: str) -> Manifest:
+    annotations = item["metadata"].get("annotations", {}) | {naming.REVISION: revision}
+    return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
+
+
+def router_file(plan: RolloutPlan) -> str:
+    """Returns the file by which routers know the canary's engines (`ullage_router.rollout`)."""
+    progress, name = plan.progress, plan.stable.name
+    document: Manifest = {"revision": progress.stable}
+    if plan.pools:
+        pools = [
+            {
+                "name": pool,
+                "targets": [
+                    f"{naming.pool_name(name, naming.canary_pool(pool))}:{naming.GRPC_PORT}"
+                ],
+            }
+            for pool in plan.pools
+        ]
+        document["canary"] = {
+            "revision": progress.canary,
+            "weight": plan.weight,
+            "step": progress.step,
+            "pools": pools,
+        }
+    return to_yaml(document)
+
+
+def rollout_condition(plan: RolloutPlan) -> Condition:
+    progress = plan.progress
+    is_well = progress.stage is not RolloutStage.ROLLED_BACK and not progress.is_held
+    return Condition(ROLLOUT_HEALTHY, is_well, progress.reason, progress.message)
+
+
+def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
+    """status.rollout."""
+    progress = plan.progress
+    is_paused = progress.is_held or progress.reason == "Paused"
+    stage = "Paused" if is_paused else progress.stage.value
+    step = stage
+    if progress.stage is RolloutStage.CANARY:
+        count = len(service.spec.rollout.weight_steps)
+        step = f"{stage} {plan.weight}% ({progress.step + 1}/{count})"
+    return {
+        "stage": stage,
+        "step": step,
+        "weight": plan.weight,
+        "stableRevision": progress.stable,
+        **({"since": timestamp(progress.since)} if plan.is_known else {}),
+        "message": progress.message,
+        **({"revision": progress.canary} if progress.canary else {}),
+        **({"failedRevision": progress.failed} if progress.failed else {}),
+    }
+
+
+def _canary_name(service: Service, pool: str) -> str:
+    return naming.pool_name(service.name, naming.canary_pool(pool))
+
+
+def _ready(observation: RolloutObservation, name: str) -> bool:
+    return workload_of(name, 0, observation.stateful_sets.get(name)).ready > 0
+
+
+def _is_canary_ready(observation: RolloutObservation, name: str, revision: str) -> bool:
+    """Whether a canary's engines are ready, and none of another revision is left."""
+    return _is_made_of(observation, name, revision) and _ready(observation, name)
+
+
+def _is_settled(observation: RolloutObservation, name: str, size: int, revision: str) -> bool:
+    workload = workload_of(name, size, observation.stateful_sets.get(name))
+    is_full = workload.settled and workload.ready >= size
+    return is_full and _is_made_of(observation, name, revision)
+
+
+def _is_made_of(observation: RolloutObservation, name: str, revision: str) -> bool:
+    """Whether all pods of a StatefulSet, ready or not, are of a revision."""
+    if (live := observation.stateful_sets.get(name)) is None:
+        return False
+    made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)
+    return made_of == revision and workload_of(name, live["spec"].get("replicas", 1), live).settled
+
+
+def canary_restarts(service: Service, observation: RolloutObservation, revision: str) -> int:
+    """Returns the container restarts of the canary's pods of that revision."""
+    return sum(
+        count
+        for pool, count in observation.restarts.items()
+        if _is_made_of(observation, naming.pool_name(service.name, pool), revision)
+    )

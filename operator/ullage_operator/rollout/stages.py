@@ -1,0 +1,401 @@
+"""The stages of a rollout: a pure state machine.
+
+    Stable ─► Starting ─► Canary, step by step ─► Promoting ─► Stable
+                 └────────────┴──► RolledBack (until the spec changes)
+
+A revision names what the engines run. The stable one serves; another that the spec asks for is
+tried on a canary first. Whatever is decided is in `RolloutProgress`, which is kept in the cluster:
+the operator may end at any point.
+"""
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from ullage_operator.rollout.analysis import Analysis, Outcome
+
+UNSERVED = timedelta(seconds=60)
+"""Without a ready stable engine for so long, a revision is rolled out without a canary. Readiness
+falls with every worker, and a restart of one must not spare the next revision its trial."""
+WAITING = "NoStableEngine"
+"""Reason of a rollout that waits to learn whether stable engines come back."""
+_NEWER_WAITS = "NewerWaits"
+_NOTHING = "no rollout is in progress"
+_BEGINNING = (WAITING, "Paused")
+"""Reasons of a stable service that a newer revision waits for."""
+
+
+class RolloutStage(StrEnum):
+    STABLE = "Stable"
+    STARTING = "Starting"
+    CANARY = "Canary"
+    PROMOTING = "Promoting"
+    ROLLED_BACK = "RolledBack"
+
+
+TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
+
+
+class RolloutCommand(StrEnum):
+    """A command that somebody gave by annotating the service."""
+
+    NONE = ""
+    PROMOTE = "promote"
+    ABORT = "abort"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStrategy:
+    """Steps, times and limits of a rollout."""
+
+    is_canary: bool
+    steps: tuple[int, ...]
+    """Requests of a hundred, rising."""
+    step: timedelta
+    max_wait: timedelta
+    """Longest wait for enough requests in each step."""
+    start_deadline: timedelta
+    linger: timedelta
+    """How long a promoted canary stays after the stable engines are ready: routers find these by
+    DNS, which answers what it knew for a while."""
+    restarts: int
+    """Number of restarts that a canary's pods may have before they are ready."""
+    auto_rollback: bool
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """The facts that the next step of a rollout depends on."""
+
+    now: datetime
+    target: str
+    """The revision that the spec asks for."""
+    is_serving: bool
+    """A stable engine is ready, so there is something to protect and to compare with."""
+    is_bridged: bool = False
+    """Engines of a promoted canary serve, whether or not stable ones do."""
+    can_canary: bool = True
+    """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
+    is_canary_ready: bool = False
+    restarts: int = 0
+    """Number of restarts of the canary's pods."""
+    problem: str = ""
+    """Why the canary is not ready."""
+    is_settled: bool = True
+    """Whether all stable engines are of the stable revision and ready."""
+    analysis: Analysis = field(
+        default_factory=lambda: Analysis(Outcome.WAIT, "LittleTraffic", "nothing was measured")
+    )
+    final_analysis: Analysis = field(
+        default_factory=lambda: Analysis(Outcome.FAIL, "Unknown", "no router could be asked")
+    )
+    """The analysis if it has to be final now."""
+    command: RolloutCommand = RolloutCommand.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutProgress:
+    """The stage of a rollout and what it needs to go on."""
+
+    stable: str
+    since: datetime
+    """Time at which the stage or its step began."""
+    stage: RolloutStage = RolloutStage.STABLE
+    canary: str = ""
+    """The revision tried, also while it is promoted."""
+    step: int = 0
+    failed: str = ""
+    """The revision that was rolled back."""
+    unready_since: datetime | None = None
+    """The canary was ready and is not."""
+    unserved_since: datetime | None = None
+    """No stable engine has been ready since, as far as that matters to a rollout."""
+    settled_since: datetime | None = None
+    """While promoting: all stable engines have been of the revision and ready since."""
+    is_asleep: bool = False
+    """The pools that it is tried in have no pods; it is started when they have."""
+    is_held: bool = False
+    """Whether a rollback would be due, but is for somebody to decide."""
+    reason: str = "Stable"
+    message: str = _NOTHING
+    seen: str = ""
+    """The annotation as it was last acted on."""
+
+
+def initial_progress(revision: str, now: datetime) -> RolloutProgress:
+    """Returns the progress of a service that is seen for the first time: its spec is the stable
+    revision."""
+    return RolloutProgress(revision, now, unserved_since=now)
+
+
+def advance(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    """Advances the rollout by one step; returns the same state where nothing is to be done."""
+    since = _unserved_since(state, facts)
+    after = _advanced(replace(state, unserved_since=since), facts, policy)
+    return replace(after, unserved_since=since)
+
+
+def _unserved_since(state: RolloutProgress, facts: RolloutFacts) -> datetime | None:
+    if facts.is_serving:
+        return None
+    is_rolling = facts.target != state.stable or state.stage is RolloutStage.PROMOTING
+    return state.unserved_since or (facts.now if is_rolling else None)
+
+
+def _advanced(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    if state.stage is RolloutStage.PROMOTING:
+        state = _promoting(state, facts, policy)
+    if facts.target == state.stable:
+        return _keep_stable(state, facts)
+    if state.stage is RolloutStage.PROMOTING and _has_hope(state, facts, policy):
+        message = f"revision {facts.target} waits until {state.stable} serves everything"
+        return _with_reason(state, _NEWER_WAITS, message)
+    if facts.target == state.failed and facts.command is not RolloutCommand.PROMOTE:
+        return state
+    is_tried = state.stage in TRYING and state.canary == facts.target
+    if is_tried and (policy.is_canary or _is_paused(facts, policy)):
+        return _advance_canary(
+            state, facts, policy
+        )  # whatever becomes of the stable engines meanwhile
+    return _begin(state, facts, policy)
+
+
+def _promoting(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    """Arrives when the stable engines have been ready for as long as the canary is to stay."""
+    if not facts.is_settled:
+        return replace(state, settled_since=None)
+    since = state.settled_since or facts.now
+    if state.canary and facts.now - since < policy.linger:
+        return replace(state, settled_since=since)
+    message = f"revision {state.stable} serves everything"
+    return RolloutProgress(state.stable, facts.now, reason="Promoted", message=message)
+
+
+def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> bool:
+    """Whether the newest revision has its turn when the engines are of one: they serve, and the
+    promotion takes no longer than it may."""
+    is_late = facts.now - state.since >= policy.start_deadline
+    is_served = facts.is_serving or facts.is_bridged
+    return is_served and (state.settled_since is not None or not is_late)
+
+
+def _keep_stable(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
+    """The spec asks for the stable revision."""
+    if state.stage is RolloutStage.STABLE:
+        return _with_reason(state, "Stable", _NOTHING) if state.reason in _BEGINNING else state
+    if state.stage is RolloutStage.PROMOTING:
+        if state.reason != _NEWER_WAITS:
+            return state
+        return _with_reason(state, "Promoting", f"revision {state.stable} is being rolled out")
+    message = f"the spec asks for revision {state.stable} again"
+    return RolloutProgress(state.stable, facts.now, reason="Reverted", message=message)
+
+
+def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> RolloutProgress:
+    """Another revision than before is asked for: tries it, or rolls it out as it is."""
+    if _is_paused(facts, policy):
+        if state.stage in TRYING:
+            state = RolloutProgress(state.stable, facts.now, failed=state.failed)
+        message = f"revision {facts.target} waits until the rollout is no longer paused"
+        return _with_reason(state, "Paused", message)
+    if not policy.is_canary:
+        return _direct(facts, "the strategy is rolling")
+    if not facts.can_canary:
+        return _direct(facts, "it cannot be tried beside the stable engines")
+    if facts.is_serving:
+        return _start(state, facts)
+    if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
+        message = (
+            f"no stable engine is ready; after {_text(UNSERVED)} revision {facts.target} is rolled "
+            "out without a canary"
+        )
+        return _with_reason(state, WAITING, message)
+    return _direct(facts, "no stable engine serves, so there is nothing to compare with")
+
+
+def _direct(facts: RolloutFacts, why: str) -> RolloutProgress:
+    message = f"rolling out revision {facts.target} without a canary: {why}"
+    return RolloutProgress(
+        facts.target, facts.now, RolloutStage.PROMOTING, reason="RollingOut", message=message
+    )
+
+
+def _start(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
+    message = f"starting a canary of revision {facts.target}"
+    return RolloutProgress(
+        state.stable,
+        facts.now,
+        RolloutStage.STARTING,
+        facts.target,
+        reason="CanaryStarting",
+        message=message,
+    )
+
+
+def _advance_canary(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    match facts.command:
+        case RolloutCommand.PROMOTE:
+            return _promoted(state, facts, "as it was asked to be")
+        case RolloutCommand.ABORT:
+            return _rolled_back(state, facts, "Aborted", "it was aborted")
+    if state.is_held:
+        return state
+    if not facts.can_canary:
+        return _wait_for_pods(state, facts)
+    if state.is_asleep:
+        state = _start(state, facts)
+    if state.stage is RolloutStage.STARTING:
+        return _starting(state, facts, policy)
+    return _analyze(state, facts, policy)
+
+
+def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
+    """Its pools have no pods left: it is tried from the start when a request has woken them."""
+    message = f"the canary of {state.canary} waits until its pools have pods again"
+    if not state.is_asleep:
+        state = replace(_start(state, facts), is_asleep=True)
+    return _with_reason(state, "CanaryAsleep", message)
+
+
+def _starting(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    if facts.is_canary_ready:
+        return _at_step(state, facts, policy, 0)
+    why = facts.problem or "it is starting"
+    if facts.restarts > policy.restarts:
+        message = f"its canary's pods restarted {facts.restarts} times while they started: {why}"
+        return _failed(state, facts, policy, "Restarts", message)
+    if facts.now - state.since >= policy.start_deadline:
+        message = f"its canary was not ready within {_text(policy.start_deadline)}: {why}"
+        return _failed(state, facts, policy, "CanaryNotReady", message)
+    return _with_reason(state, "CanaryStarting", f"waiting for the canary of {state.canary}: {why}")
+
+
+def _analyze(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    waited = facts.now - state.since
+    is_last = waited >= policy.max_wait
+    analysis = facts.final_analysis if is_last else facts.analysis
+    if analysis.outcome is Outcome.FAIL:
+        return _failed(state, facts, policy, analysis.reason, analysis.message)
+    if not facts.is_canary_ready:
+        return _unready(state, facts, policy)
+    state = replace(state, unready_since=None)
+    name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.steps)}"
+    if _is_paused(facts, policy):
+        return _with_reason(state, "Paused", f"{name}: paused; {analysis.message}")
+    if analysis.outcome is Outcome.PASS and waited >= policy.step:
+        if state.step + 1 < len(policy.steps):
+            return _at_step(state, facts, policy, state.step + 1)
+        return _promoted(state, facts, analysis.message)
+    return _with_reason(state, f"CanaryStep{state.step + 1}", f"{name}: {analysis.message}")
+
+
+def _unready(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
+    since = state.unready_since or facts.now
+    why = facts.problem or "it is not ready"
+    if facts.now - since >= policy.start_deadline:
+        message = f"its canary was not ready for {_text(policy.start_deadline)}: {why}"
+        return _failed(state, facts, policy, "CanaryNotReady", message)
+    waiting = replace(state, unready_since=since)
+    return _with_reason(waiting, "CanaryNotReady", f"canary of {state.canary}: {why}")
+
+
+def _at_step(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy, step: int
+) -> RolloutProgress:
+    message = f"canary of {state.canary}, step {step + 1} of {len(policy.steps)}"
+    return replace(
+        state,
+        since=facts.now,
+        stage=RolloutStage.CANARY,
+        step=step,
+        unready_since=None,
+        reason=f"CanaryStep{step + 1}",
+        message=message,
+    )
+
+
+def _promoted(state: RolloutProgress, facts: RolloutFacts, why: str) -> RolloutProgress:
+    message = f"revision {state.canary} is promoted: {why}"
+    return RolloutProgress(
+        facts.target,
+        facts.now,
+        RolloutStage.PROMOTING,
+        facts.target,
+        reason="Promoting",
+        message=message,
+    )
+
+
+def _failed(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy, reason: str, why: str
+) -> RolloutProgress:
+    if policy.auto_rollback:
+        return _rolled_back(state, facts, reason, why)
+    message = f"revision {state.canary} gets no requests until it is promoted or aborted: {why}"
+    return replace(state, is_held=True, reason=reason, message=message)
+
+
+def _rolled_back(
+    state: RolloutProgress, facts: RolloutFacts, reason: str, why: str
+) -> RolloutProgress:
+    message = (
+        f"revision {state.canary} was rolled back to {state.stable}: {why}; change the spec to try "
+        "again"
+    )
+    return RolloutProgress(
+        state.stable,
+        facts.now,
+        RolloutStage.ROLLED_BACK,
+        failed=state.canary,
+        reason=reason,
+        message=message,
+    )
+
+
+def _with_reason(state: RolloutProgress, reason: str, message: str) -> RolloutProgress:
+    return replace(state, reason=reason, message=message)
+
+
+def _is_paused(facts: RolloutFacts, policy: RolloutStrategy) -> bool:
+    return policy.is_paused or facts.command is RolloutCommand.PAUSE
+
+
+def _text(time: timedelta) -> str:
+    return f"{time.total_seconds():g} s"
+
+
+def weight_of(state: RolloutProgress, steps: tuple[int, ...], share: float) -> int:
+    """Requests of a hundred that the canary gets.
+
+    Args:
+        share: the canary's part of all engine pods. It never gets more than that of the requests,
+            lest it be judged by a load that stable engines do not have.
+    """
+    if (
+        state.is_held
+        or not state.canary
+        or state.stage not in (RolloutStage.CANARY, RolloutStage.PROMOTING)
+    ):
+        return 0
+    step = (
+        steps[-1]
+        if state.stage is RolloutStage.PROMOTING
+        else steps[min(state.step, len(steps) - 1)]
+    )
+    return max(1, min(step, int(100 * share)))

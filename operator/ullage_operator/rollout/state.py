@@ -1,0 +1,231 @@
+"""What a rollout keeps between two looks at a service: releases, and how far it has come. Pure.
+
+A release is what engines run, as plain data: the image that is really used, and every section of
+the spec that engine pods are made of. The release of the stable engines is laid over the present
+spec, so that all else in the spec (replicas, routing, tenants) holds for them at once, and a field
+that a newer operator knows takes its default instead of looking like a change.
+
+The state is kept as text in a ConfigMap. Without it the operator cannot tell a stable revision from
+one that was rolled back: it then leaves engines as they are and says so, rather than rolling out
+what nobody has analysed.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from ullage_operator.api import naming
+from ullage_operator.api.sections import to_api
+from ullage_operator.api.spec import Service, Settings, to_spec
+from ullage_operator.rollout.stages import (
+    TRYING,
+    RolloutCommand,
+    RolloutProgress,
+    RolloutStage,
+    initial_progress,
+)
+
+Release = dict[str, Any]
+
+SECTIONS = (
+    "image",
+    "model",
+    "device",
+    "memory",
+    "batching",
+    "limits",
+    "degrade",
+    "allowFaultInjection",
+)
+"""Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
+_MERGED = ("model", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
+"""Sections with fields of the API; other maps are filled by people."""
+NOT_OF_A_POOL = ("replicas", "autoscaling")
+
+
+def release_of(service: Service, settings: Settings) -> Release:
+    """Returns the release that a service's spec asks for."""
+    spec = to_api(service.spec)
+    image = service.spec.image or settings.engine_image
+    chosen = {name: spec[name] for name in SECTIONS} | {"image": image}
+    pools = {name: _without(pool, NOT_OF_A_POOL) for name, pool in spec["pools"].items()}
+    return chosen | {"pools": pools}
+
+
+def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
+    """`release`, in the form of `target`: what only one of them has does not count.
+
+    Pools that `release` lacks are new and have nothing that could be kept.
+    """
+    sections = {
+        name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
+    }
+    pools = release.get("pools", {})
+    kept = {
+        name: {
+            key: _merged(key, value, pools.get(name, {}).get(key, value))
+            for key, value in own.items()
+        }
+        for name, own in target["pools"].items()
+    }
+    return sections | {"pools": kept}
+
+
+def _merged(name: str, target: Any, value_before: Any) -> Any:
+    """A section with the fields that the present spec has; all else as it is known."""
+    if name in _MERGED and target and value_before:
+        return {field: value_before.get(field, value) for field, value in target.items()}
+    return value_before
+
+
+def is_same(target: Release, release: Mapping[str, Any]) -> bool:
+    """Whether nothing was edited: the pools are the same, and no field that both have differs."""
+    return target["pools"].keys() == release["pools"].keys() and overlaid(target, release) == target
+
+
+def changed_pools(target: Release, release: Release) -> list[str]:
+    """Pools whose engines differ; all where a section that they share does."""
+    if any(target[name] != release[name] for name in SECTIONS):
+        return list(target["pools"])
+    return [name for name, own in target["pools"].items() if own != release["pools"][name]]
+
+
+def with_release(service: Service, release: Release) -> Service:
+    """The service with other engines."""
+    spec = to_api(service.spec)
+    pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
+    chosen = {name: release[name] for name in SECTIONS}
+    return msgspec.structs.replace(service, spec=to_spec(spec | chosen | {"pools": pools}))
+
+
+def revision_of(release: Mapping[str, Any]) -> str:
+    """A short name that changes with the release."""
+    text = json.dumps(release, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in names}
+
+
+_TIMES = ("since", "unready_since", "unserved_since", "settled_since")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """The progress of a rollout and the releases that it is about."""
+
+    progress: RolloutProgress
+    release: Release
+    """Release of the stable engines."""
+    tried: Release | None = None
+    """Release of the other revision that the state names; None when it names none."""
+
+    def revision(self, target: Release) -> str:
+        """What `state` calls the release that the spec asks for.
+
+        A revision's name is of all its fields, and an operator that knows one more would call the
+        same release otherwise: what failed would be tried again.
+        """
+        if not changed_pools(target, self.release):
+            return self.progress.stable
+        other = _other(self.progress)
+        return other if other and self.tried == target else revision_of(target)
+
+    def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
+        """Returns the state after a decision about the release that the spec asks for."""
+        revision, other = self.revision(target), _other(progress)
+        releases = {_other(self.progress): self.tried, revision: target}
+        release = target if progress.stable == revision else self.release
+        return RolloutState(progress, release, releases.get(other) if other else None)
+
+
+def _other(progress: RolloutProgress) -> str:
+    """The revision beside the stable one that a state is about; no state is about two."""
+    other = progress.canary or progress.failed
+    return "" if other == progress.stable else other
+
+
+def load(text: str | None, target: Release) -> RolloutState | None:
+    """Reads what `dump` wrote, in the form of what the spec asks for; None if it cannot."""
+    try:
+        kept = json.loads(text or "")
+        progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
+        if tried is not None and is_same(target, tried):
+            tried = target
+        return RolloutState(progress, overlaid(target, kept["release"]), tried)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def initial(target: Release, now: datetime) -> RolloutState:
+    """The state of a service that has none yet: what it asks for is stable."""
+    return RolloutState(initial_progress(revision_of(target), now), target)
+
+
+def is_canary_running(text: str | None) -> bool:
+    """Whether a canary gets requests now, going by what was kept."""
+    try:
+        return bool(json.loads(text or "")["state"]["stage"] == RolloutStage.CANARY)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def dump(state: RolloutState) -> str:
+    """Writes what must outlive the operator: decisions, and not what is measured meanwhile."""
+    progress = state.progress
+    fields = dataclasses.asdict(progress)
+    if progress.stage in TRYING and not progress.is_held:
+        del fields["reason"], fields["message"]
+    fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
+    document = {"state": fields, "release": state.release}
+    if state.tried is not None:
+        document["tried"] = state.tried
+    return json.dumps(document, sort_keys=True, indent=1)
+
+
+def unreadable(target: str, now: datetime) -> RolloutProgress:
+    """The progress of a service whose ConfigMaps cannot be read: nothing is decided."""
+    message = (
+        "what was decided cannot be read: engines stay as they are until the operator may list and "
+        "watch ConfigMaps"
+    )
+    return RolloutProgress(
+        "", now, canary=target, is_held=True, reason="MemoryUnseen", message=message
+    )
+
+
+def missing(
+    name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
+) -> RolloutProgress | None:
+    """A progress that holds everything, where the state is gone and engines run what is not
+    asked for; None where there is nothing to lose.
+
+    Args:
+        name: of the service.
+        live: its pools' StatefulSets, by name.
+    """
+    running = {_revision(item) for item in live.values()} - {"", target}
+    if not running or annotation == f"{RolloutCommand.PROMOTE}:{target}":
+        return None
+    others = " and ".join(sorted(running))
+    message = (
+        f"what was decided is lost with ConfigMap {naming.rollout_name(name)}: engines run "
+        f"revision {others} and the spec asks for {target}, which may have failed. They stay as "
+        "they are until the ConfigMap is restored, the spec asks for what they run, or annotation "
+        f"{naming.ROLLOUT}={RolloutCommand.PROMOTE}:{target} rolls {target} out"
+    )
+    stable = sorted(running)[0]
+    return RolloutProgress(
+        stable, now, canary=target, is_held=True, reason="MemoryLost", message=message
+    )
+
+
+def _revision(item: Mapping[str, Any]) -> str:
+    return str((item["metadata"].get("annotations") or {}).get(naming.REVISION, ""))

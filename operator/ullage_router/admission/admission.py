@@ -1,0 +1,426 @@
+"""Acts on decisions: shortens prompts, waits, refuses, or reserves a place on an engine.
+
+The prefill window is a short pause under load in which prompts wait for one another, so that they
+can be balanced over the engines. A request whose engine has prompts to compute for longer than the
+window loses nothing by it: its place could not be used yet, and it keeps its memory meanwhile. When
+the window closes, all requests in it are balanced over the engines of their pool
+(`policy/credit.py`) and move with their memory.
+"""
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as changed
+
+from ullage_common.chat.template import weight
+from ullage_common.config.router import PrefillSection, RouterConfig
+from ullage_common.wire.errors import ServiceError
+from ullage_router.admission.load_balancer import LoadBalancer
+from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
+from ullage_router.call import Call, asked_tokens, num_samples
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.engines import Engines
+from ullage_router.errors import refusal
+from ullage_router.policy.affinity import CacheKey
+from ullage_router.policy.credit import Credit, EngineLoad, PrefillTask, balance, work
+from ullage_router.policy.decide import (
+    NextStep,
+    Refuse,
+    Run,
+    ShrinkContext,
+    Wait,
+    decide,
+    min_output,
+)
+from ullage_router.policy.decision import (
+    Decision,
+    EngineState,
+    QueueState,
+    RequestFacts,
+    RoutingPolicy,
+    route_of,
+)
+from ullage_router.prompts.prompts import Prompt
+from ullage_router.prompts.truncate import truncate
+from ullage_router.tokenizer import PromptError, TokenizerThreads
+
+log = logging.getLogger(__name__)
+
+
+class NotOnCanary(Exception):
+    """The canary cannot run the request at once as it is; stable engines should have it."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A request's memory on an engine; its credit must be released at the end."""
+
+    engine: Engine
+    credit: Credit
+    prompt: Prompt
+    max_tokens: int
+    choices: Mapping[str, int]
+    """Bytes on each engine that the request may move to, by address; empty when it stays."""
+    is_final: asyncio.Event | None = None
+    """Set when the prefill window closes; None outside of a window."""
+
+    def move(self, engine: Engine) -> None:
+        """Moves the reserved memory to another engine."""
+        before, credit = self.engine, self.credit
+        self.credit = engine.reserve(self.choices[engine.address], credit.tokens)
+        self.engine = engine
+        before.release(credit)
+
+
+class PrefillWindow:
+    """The prefill windows of all pools.
+
+    Args:
+        section: how long one is open, and what prompts cost.
+        engines: where reservations may move.
+    """
+
+    def __init__(self, section: PrefillSection, engines: Engines) -> None:
+        self._length_s = section.window
+        self._mlp_products = section.mlp_products
+        self._engines = engines
+        self._open: dict[str, list[Reservation]] = {}
+        self.waited = 0
+        """Number of requests that were in a window."""
+        self.balanced = 0
+        """Number of requests that a window moved to another engine."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def as_json(self) -> dict[str, int]:
+        """Returns the counts for /stats."""
+        return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
+
+    async def settle(self, reservation: Reservation) -> None:
+        """Waits until the engine is final; a cancelled request's memory is released."""
+        pool, is_final = reservation.engine.pool, asyncio.Event()
+        reservation.is_final = is_final
+        if pool not in self._open:
+            self._open[pool] = []
+            asyncio.get_running_loop().call_later(self._length_s, self._close, pool)
+        self._open[pool].append(reservation)
+        self.waited += 1
+        try:
+            await is_final.wait()
+        except BaseException:
+            if reservation in self._open.get(pool, ()):
+                self._open[pool].remove(reservation)
+            reservation.engine.release(reservation.credit)
+            raise
+
+    def _close(self, pool: str) -> None:
+        reservations = self._open.pop(pool)
+        engines = {
+            engine.address: engine
+            for engine in self._engines.all()
+            if engine.pool == pool and engine.standing is EngineState.USABLE
+        }
+        try:
+            if all(reservation.engine.address in engines for reservation in reservations):
+                self._move(reservations, engines)
+        finally:  # whatever fails, no request may wait for ever
+            for reservation in reservations:
+                assert reservation.is_final
+                reservation.is_final.set()
+
+    def _move(self, reservations: list[Reservation], engines: Mapping[str, Engine]) -> None:
+        tasks = [
+            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.address, r.choices)
+            for r in reservations
+        ]
+        loads = [self._load(engine, reservations) for engine in engines.values()]
+        for reservation, address in zip(reservations, balance(tasks, loads), strict=True):
+            if address != reservation.engine.address:
+                reservation.move(engines[address])
+                self.balanced += 1
+
+    def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
+        """Returns the engine's load without the requests that are in the window."""
+        own = [r.credit for r in reservations if r.engine is engine]
+        return EngineLoad(
+            engine.address,
+            engine.prefill_work(self._mlp_products)
+            - sum(work(credit.tokens, self._mlp_products) for credit in own),
+            engine.available + sum(credit.size for credit in own),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class AdmissionRequest:
+    """A request during its admission, with the steps that were tried and its place in the queue."""
+
+    call: Call
+    prompt: Prompt
+    """The prompt, as far as it has been shortened."""
+    cache_key: CacheKey
+    preferred: str = ""
+    """Address of the engine whose caches have most of the prompt's beginning."""
+    entry: QueueEntry | None = None
+    """The request's place in the queue; None while it is in none."""
+    queue_state: QueueState = QueueState.OPEN
+
+    def leave_queue(self) -> None:
+        if self.entry:
+            self.entry.leave()
+            self.entry = None
+
+
+class Admission:
+    """Decides about requests until there is a place, and acts on what is decided.
+
+    Args:
+        config: policy and limits.
+        engines: where requests may go.
+        queue: where they wait.
+        threads: where long conversations are rendered anew.
+        balancer: which engine has a request's beginning.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Engines,
+        queue: RequestQueue,
+        threads: TokenizerThreads,
+        balancer: LoadBalancer,
+    ) -> None:
+        routing = config.routing
+        self.policy = RoutingPolicy(
+            tuple(pool.name for pool in config.pools),
+            routing.large_request_tokens,
+            routing.large_request_kv,
+            routing.ladder,
+            routing.rungs,
+            routing.placement.affinity.max_extra_load,
+            routing.prefill,
+        )
+        self.window = PrefillWindow(routing.prefill, engines)
+        self._max_output_tokens = config.limits.max_output_tokens
+        self._queue_timeout_s = routing.queue.timeout
+        self._engines = engines
+        self._queue = queue
+        self._threads = threads
+        self._balancer = balancer
+
+    async def admit(self, call: Call) -> Reservation:
+        """Goes down the ladder until an engine has room for the request.
+
+        Raises:
+            ServiceError: it can never fit, does not fit now, or there is no engine.
+            NotOnCanary: the stable engines should have it.
+        """
+        request = AdmissionRequest(call, call.prompt, self._cache_key(call, call.prompt))
+        try:
+            while True:
+                match self._decide(request):
+                    case Run() as run:
+                        return await self._reserve(request, run)
+                    case ShrinkContext() as shrink:
+                        await self._shrink(request, shrink)
+                    case Wait() as wait:
+                        await self._wait(request, wait)
+                    case Refuse() as refuse:
+                        raise self._refusal(request, refuse)
+        finally:
+            request.leave_queue()
+
+    def facts(self, call: Call, request: AdmissionRequest | None = None) -> RequestFacts:
+        """Returns the request as `decide` sees it at this moment.
+
+        Args:
+            request: its admission so far; None before that has begun.
+        """
+        prompt, entry = (request.prompt, request.entry) if request else (call.prompt, None)
+        rungs = self.policy.rungs
+        asked = asked_tokens(call.request)
+        limit = min(
+            call.tenant.rules.max_tokens or self._max_output_tokens, self._max_output_tokens
+        )
+        most = min(asked or limit, limit)
+        return RequestFacts(
+            prompt_tokens=len(prompt.token_ids),
+            max_tokens=most,
+            min_tokens=min_output(most if asked else None, most, rungs.shrink_output),
+            samples=num_samples(call.request.samples),
+            droppable=prompt.can_shrink(rungs.shrink_context.keep_turns),
+            queue=request.queue_state if request else QueueState.OPEN,
+            ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),
+            refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
+            patience_s=call.deadline.remaining_s,
+            preferred=request.preferred if request else "",
+            draw=random.getrandbits(30),
+        )
+
+    def _decide(self, request: AdmissionRequest) -> NextStep:
+        call = request.call
+        request.preferred = self._balancer.preferred(request.cache_key, call.side)
+        views = self._engines.views(request.prompt.model, call.side)
+        step = decide(self.facts(call, request), views, self.policy)
+        # A canary has what runs at home as it is: stable engines stand by for all else.
+        if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
+            raise NotOnCanary
+        return step
+
+    def _still_refusing(self, call: Call) -> frozenset[str]:
+        """Returns engines that have reported nothing new since they refused the request."""
+        reports = {engine.address: engine.reports for engine in self._engines.all()}
+        return frozenset(a for a, then in call.refused_by.items() if reports.get(a) == then)
+
+    def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
+        session_id, tenant = call.request.session_id, call.tenant.name
+        return self._balancer.cache_key(session_id, prompt.token_ids, tenant)
+
+    async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
+        """Reserves the memory, leaves the queue, and balances the request over busy engines."""
+        engine, prompt = self._engines.at(run.engine), request.prompt
+        if request.entry and run.pool == request.entry.pool:
+            request.entry.serve()
+        credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids))
+        reservation = Reservation(engine, credit, prompt, run.max_tokens, run.choices)
+        if run.choices:
+            await self.window.settle(reservation)
+        self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
+        call = request.call
+        call.decision = _accepted(call, run, reservation)
+        # What is decided at once is logged with the answer.
+        is_news = call.decision.queued_s or call.refused_by
+        _log(call, logging.INFO if is_news else logging.DEBUG)
+        return reservation
+
+    async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
+        """Shortens the prompt as decided, and marks one that cannot be shortened as tried."""
+        call, prompt = request.call, request.prompt
+        call.decision = changed(call.decision, action="shrink", reason=shrink.reason)
+        keep, most = self.policy.rungs.shrink_context.keep_turns, shrink.prompt_tokens
+        request.prompt = replace(prompt, is_spent=True)
+        try:
+            result = await self._threads.run(
+                weight(prompt.turns),
+                lambda: truncate(prompt.turns, most, prompt.render, keep),
+            )
+        except PromptError:  # the template refuses the turns that remain
+            return
+        is_short = len(result.token_ids) <= most or shrink.reason == "CONTEXT_TOO_LONG"
+        if is_short and len(result.token_ids) >= shrink.fewest:
+            turns = tuple(result.turns)
+            request.prompt = replace(request.prompt, token_ids=result.token_ids, turns=turns)
+            request.cache_key = self._cache_key(call, request.prompt)
+            degraded = (*call.decision.degraded, *result.degraded)
+            call.decision = changed(
+                call.decision.after("shrinkContext", shrink.reason), degraded=degraded
+            )
+        _log(call, logging.INFO)
+
+    async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
+        """Waits for the request's turn, but no longer than its answer could still end in time."""
+        call, started = request.call, time.monotonic()
+        try:
+            entry = self._join(request, wait)
+        except QueueFull:
+            request.queue_state = QueueState.FULL
+            return
+        allowed_s = self._queue_timeout_s - call.decision.queued_s
+        useful_s = call.deadline.at - wait.least_s - started if wait.least_s else math.inf
+        try:
+            if not await entry.wait_turn(min(allowed_s, useful_s)):
+                is_late = useful_s < allowed_s
+                request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
+            elif entry.is_evicted:
+                request.queue_state = QueueState.FULL
+        finally:
+            queued_s = call.decision.queued_s + time.monotonic() - started
+            call.decision = changed(call.decision, queued_s=queued_s)
+
+    def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
+        """Returns the request's place in the pool's line, kept while the pool stays the same."""
+        if request.entry and request.entry.pool == wait.pool:
+            return request.entry
+        request.leave_queue()
+        request.entry = self._queue.join(wait.pool, _waiter(request, wait))
+        call = request.call
+        call.decision = changed(
+            call.decision.after("queue", wait.reason),
+            action="queue",
+            reason=wait.reason,
+            route=route_of(wait.pool),
+            predicted_bytes=wait.demand.kv_bytes,
+        )
+        _log(call, logging.INFO)
+        return request.entry
+
+    def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
+        call, demand = request.call, refuse.demand
+        call.decision = changed(
+            call.decision.after("reject", refuse.reason),
+            action="reject",
+            reason=refuse.reason,
+            route=route_of(refuse.pool),
+            prompt_tokens=len(request.prompt.token_ids),
+            predicted_bytes=demand.kv_bytes if demand else call.decision.predicted_bytes,
+        )
+        _log(call, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        return refusal(refuse)
+
+
+def _waiter(request: AdmissionRequest, wait: Wait) -> Waiter:
+    call = request.call
+    return Waiter(
+        size=wait.demand.kv_bytes,
+        arrival=call.record.arrived,
+        deadline=call.deadline.at,
+        prompt_bytes=request.prompt.memory_bytes,
+        priority=call.request.priority,
+        tenant=call.tenant.name,
+        weight=call.tenant.rules.weight,
+        is_charged=bool(call.refused_by),
+    )
+
+
+def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
+    """Returns the decision with a place reserved; its action is the furthest step taken."""
+    before, asked = call.decision, asked_tokens(call.request)
+    degraded = before.degraded
+    if run.action == "shrink" or (asked and run.max_tokens < asked):
+        degraded = (*degraded, f"max_tokens={run.max_tokens}")
+    action = "route4" if run.action == "route4" else "queue" if before.queued_s else ""
+    return changed(
+        before,
+        action=action or ("shrink" if degraded else "accept"),
+        route=route_of(run.pool),
+        reason=run.reason,
+        engine=reservation.engine.id,
+        side=reservation.engine.side.value,
+        prompt_tokens=reservation.credit.tokens,
+        predicted_bytes=reservation.credit.size,
+        degraded=degraded,
+        trail=before.next_trail(run.step, run.reason),
+    )
+
+
+def _log(call: Call, level: int) -> None:
+    if not log.isEnabledFor(level):
+        return
+    decision = call.decision
+    log.log(
+        level,
+        "decided",
+        extra={
+            "request_id": call.record.request_id,
+            "pred_kv_mb": decision.predicted_mib,
+            "admission_action": decision.action,
+            "route": decision.route,
+            "reason": decision.reason,
+            "degraded": list(decision.degraded),
+        },
+    )

@@ -1,0 +1,62 @@
+"""What the router remembers to place requests well: caches by engine, and remaining retries."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from ullage_common.config.router import PlacementSection
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.engines import Engines
+from ullage_router.policy.affinity import Affinity, CacheKey
+from ullage_router.policy.decision import Side
+from ullage_router.policy.retry import RetryBudget
+
+
+class LoadBalancer:
+    """Owns affinity and the retry budget; engines own their breakers.
+
+    Args:
+        section: the settings.
+        engines: where requests may go.
+    """
+
+    def __init__(self, section: PlacementSection, engines: Engines) -> None:
+        self._affinity = Affinity(section.affinity)
+        self.budget = RetryBudget(section.retries, time.monotonic())
+        self._engines = engines
+        self.choices: Counter[str] = Counter()
+        """Number of requests by outcome of affinity: kept, yielded or none."""
+        engines.on_forgotten = self._affinity.forget
+
+    def cache_key(self, session: str, token_ids: Sequence[int], tenant: str) -> CacheKey:
+        """Returns the key by which a request's beginning is looked up in the caches of engines."""
+        return self._affinity.cache_key(session, token_ids, tenant)
+
+    def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> str:
+        """Returns the address of the engine with most of the key in its caches; empty when none of
+        that side is known."""
+        if not (cache_key.session or cache_key.prefixes):
+            return ""
+        usable = {e.address for e in self._engines.all() if e.state == "ready" and e.side is side}
+        return self._affinity.find(cache_key, usable.__contains__)
+
+    def on_placed(self, cache_key: CacheKey, preferred: str, engine: Engine) -> None:
+        """Records that a request goes to this engine."""
+        choice = ("kept" if preferred == engine.address else "yielded") if preferred else "none"
+        self.choices[choice] += 1
+        self._affinity.on_placed(cache_key, engine.address)
+
+    def may_retry(self) -> bool:
+        """Whether a request that failed before its first token may go to another engine."""
+        return self.budget.take(time.monotonic())
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the counts for /stats."""
+        return {
+            "sessions": self._affinity.sessions,
+            "prefixes": self._affinity.prefixes,
+            "affinity": {name: self.choices[name] for name in ("kept", "yielded", "none")},
+            "retries": self.budget.spent,
+            "retries_refused": self.budget.refused,
+            "retries_left": int(self.budget.tokens),
+        }

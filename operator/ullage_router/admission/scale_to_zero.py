@@ -1,0 +1,314 @@
+"""Requests for pools that are scaled to zero: they are held, within bounds, until an engine has
+started, and their pools are reported as wanted, so that the operator wakes them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import grpc
+from msgspec.structs import replace as changed
+
+from ullage_common.config.router import LARGE_POOL, RouterConfig, WakeSection
+from ullage_common.wire.errors import ServiceError
+from ullage_router.admission.admission import Admission
+from ullage_router.call import Call, Handler, ResponseStream
+from ullage_router.engines.engines import Engines
+from ullage_router.errors import draining
+from ullage_router.policy.decide import home_of, is_large, room_of
+from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.tokenizer import Model
+
+RESOLVE_INTERVAL_S = 0.5
+"""Seconds between two DNS look-ups while requests are held."""
+WANTED_S = 15.0
+"""Seconds for which a pool that a request needed in vain is reported as wanted."""
+HELD_RETRY_S = 5.0
+
+
+class ColdStartQueue:
+    """Holds requests for pools that are scaled to zero, within bounds.
+
+    Args:
+        section: the bounds.
+        is_scaled_to_zero: whether no engine of a pool takes requests.
+        resolve_engines: looks for engines as soon as it may.
+    """
+
+    def __init__(
+        self,
+        section: WakeSection,
+        is_scaled_to_zero: Callable[[str], bool],
+        resolve_engines: Callable[[], None],
+    ) -> None:
+        self._section = section
+        self._is_scaled_to_zero = is_scaled_to_zero
+        self._resolve_engines = resolve_engines
+        self._held: dict[str, set[asyncio.Future[bool]]] = {}
+        self._requested: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self.is_closed = False
+        """Whether the router stops and holds no more requests."""
+        self.held_bytes = 0
+        self.counts = {"held": 0, "woken": 0, "refused": 0, "expired": 0}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def held(self, pool: str) -> int:
+        """Returns the number of requests that wait for this pool to wake."""
+        return len(self._held.get(pool, ()))
+
+    def request_wake(self, pool: str) -> None:
+        """Records that a request needed the pool and was not held."""
+        self._requested[pool] = time.monotonic()
+        self._notify()
+
+    def wanted(self, pool: str) -> int:
+        """Returns the number of requests for the sleeping pool: held now, or one that came a moment
+        ago."""
+        requested = self._requested.get(pool)
+        is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
+        return self.held(pool) or int(is_recent and self._is_scaled_to_zero(pool))
+
+    async def hold(self, pool: str, size: int, held_s: float) -> None:
+        """Waits until the pool is awake.
+
+        Args:
+            size: bytes of this process that the request takes.
+            held_s: for how long it was held before.
+
+        Raises:
+            ServiceError: too many are held, it took too long, or the router stops.
+        """
+        self._check(pool, size)
+        future = asyncio.get_running_loop().create_future()
+        self._held.setdefault(pool, set()).add(future)
+        self.held_bytes += size
+        self.counts["held"] += 1
+        self._notify()
+        try:
+            await self._wait(pool, future, self._section.timeout - held_s)
+        finally:
+            self._held[pool].discard(future)
+            self.held_bytes -= size
+
+    def on_engines_change(self) -> None:
+        """Lets requests go whose pool is awake, since engines may have come."""
+        for pool, futures in self._held.items():
+            if futures and not self._is_scaled_to_zero(pool):
+                _resolve(futures, True)
+
+    def close(self) -> None:
+        """Refuses new requests, so that they go to another router; those held are held on."""
+        self.is_closed = True
+        self._notify()
+
+    def end(self) -> None:
+        """Releases everything that is held or waits."""
+        for futures in self._held.values():
+            _resolve(futures, False)
+
+    async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
+        """Waits until one of the pools is wanted, or the time is over."""
+        end = time.monotonic() + within_s
+        while not self.is_closed and not any(map(self.wanted, pools)):
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def as_json(self) -> Mapping[str, object]:
+        return {
+            "held": len(self),
+            "held_bytes": self.held_bytes,
+            "max_requests": self._section.max_requests,
+            "max_bytes": self._section.max_bytes,
+            "timeout": self._section.timeout,
+            "counts": dict(self.counts),
+        }
+
+    def _check(self, pool: str, size: int) -> None:
+        if self.is_closed:
+            raise draining()
+        is_full = len(self) >= self._section.max_requests
+        if is_full or self.held_bytes + size > self._section.max_bytes:
+            self.counts["refused"] += 1
+            self.request_wake(pool)
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "WAKE_QUEUE_FULL",
+                f"pool {pool} sleeps, and as many requests wait for it as may; retry",
+                retry_after_s=HELD_RETRY_S,
+            )
+
+    async def _wait(self, pool: str, future: "asyncio.Future[bool]", within_s: float) -> None:
+        end = time.monotonic() + within_s
+        while not future.done():
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                self.counts["expired"] += 1
+                raise ServiceError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    "WAKING",
+                    f"pool {pool} is being woken and takes longer than "
+                    f"{self._section.timeout:g} s; retry",
+                    retry_after_s=HELD_RETRY_S,
+                )
+            self._resolve_engines()
+            await asyncio.wait({future}, timeout=min(RESOLVE_INTERVAL_S, remaining_s))
+        if not future.result():
+            raise draining()
+        self.counts["woken"] += 1
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+
+def _resolve(futures: "Iterable[asyncio.Future[bool]]", is_awake: bool) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(is_awake)
+
+
+def empty_home(
+    facts: RequestFacts,
+    views: Sequence[EngineView],
+    scaled_to_zero: frozenset[str],
+    policy: RoutingPolicy,
+) -> str:
+    """Returns the pool that is scaled to zero and would have the request; "" when its pool has
+    engines.
+
+    Args:
+        views: engines that run, and what is remembered of those of empty pools.
+        scaled_to_zero: empty pools; of some nothing may be known.
+    """
+    able = [view for view in views if room_of(facts, view) >= facts.min_tokens]
+    unknown = [pool for pool in scaled_to_zero if not any(view.pool == pool for view in views)]
+    pools = [p for p in policy.pools if p in unknown or any(v.pool == p for v in able)]
+    if not pools:
+        return ""  # it fits nowhere, and is refused
+    home = home_of(facts, able, policy)[0] if able else pools[0]
+    if unknown and not (able and is_large(facts, able[0], policy)):
+        home = pools[0]
+    elif LARGE_POOL in unknown:
+        home = LARGE_POOL
+    return home if home in scaled_to_zero else ""
+
+
+class ScaleToZero:
+    """Holds requests for pools without engines, and remembers the last engines of these pools.
+
+    Args:
+        config: which pools may be scaled to zero, and the bounds.
+        engines: what is running.
+        admission: how requests are priced.
+
+    pools
+        those that may be scaled to zero, in order of preference
+    queue
+        the requests that are held
+    """
+
+    def __init__(self, config: RouterConfig, engines: Engines, admission: Admission) -> None:
+        self._engines = engines
+        self._admission = admission
+        self.pools = tuple(pool.name for pool in config.pools if pool.sleeps)
+        self.queue = ColdStartQueue(
+            config.routing.wake, self.is_scaled_to_zero, engines.resolve_soon
+        )
+
+    @property
+    def scaled_to_zero(self) -> frozenset[str]:
+        """Pools that have no engine that takes requests."""
+        return frozenset(filter(self.is_scaled_to_zero, self.pools))
+
+    def is_scaled_to_zero(self, pool: str) -> bool:
+        """Whether the pool may be scaled to zero and no engine of it takes requests."""
+        return pool in self.pools and not any(
+            engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
+            for engine in self._engines.all()
+        )
+
+    async def wait_for_model(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Holds the request until the model is known: without its tokenizer nothing is priced.
+
+        Raises:
+            ServiceError: see `ColdStartQueue.hold`.
+        """
+        size = call.request.ByteSize()
+        while self._engines.model is None and (empty := self.scaled_to_zero):
+            await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
+        return await proceed(call)
+
+    async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Holds the request until its pool has an engine, again if the last engine goes away
+        meanwhile.
+
+        Raises:
+            ServiceError: see `ColdStartQueue.hold`.
+        """
+        await self._wait_for_pool(call)
+        try:
+            return await proceed(call)
+        except ServiceError as error:
+            if error.reason != "NO_ENGINE" or not await self._wait_for_pool(call):
+                raise
+        return await proceed(call)
+
+    def request_wake(self) -> None:
+        """Wakes the first empty pool for a request that cannot be held and found no engine."""
+        for pool in self.pools:
+            if self.is_scaled_to_zero(pool):
+                self.queue.request_wake(pool)
+                return
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the state for /stats."""
+        wanted = {pool: self.queue.wanted(pool) for pool in self.pools}
+        return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
+
+    async def _wait_for_pool(self, call: Call) -> bool:
+        """Waits until the request's pool has an engine, or another one may serve it meanwhile.
+
+        Returns:
+            Whether it was held.
+        """
+        was_held, policy = False, self._admission.policy
+        while empty := self.scaled_to_zero:
+            facts, model = self._admission.facts(call), call.prompt.model
+            running = [view for view in self._engines.views(model) if view.pool not in empty]
+            views = [*running, *self._remembered(empty, model)]
+            home = empty_home(facts, views, empty, policy)
+            if not home:
+                break
+            if "route" in policy.ladder and any(
+                view.standing is EngineState.USABLE and room_of(facts, view) >= facts.min_tokens
+                for view in running
+            ):
+                self.queue.request_wake(home)
+                break
+            await self._hold(home, call.prompt.memory_bytes, call)
+            was_held = True
+        return was_held
+
+    def _remembered(self, empty: frozenset[str], model: Model) -> list[EngineView]:
+        """Returns an idle engine of each empty pool, with the properties of its last one."""
+        last = (self._engines.last(pool) for pool in empty)
+        views = [engine.view(model.fingerprint, False) for engine in last if engine]
+        return [
+            replace(view, standing=EngineState.RECOVERING, available=view.capacity)
+            for view in views
+            if view
+        ]
+
+    async def _hold(self, pool: str, size: int, call: Call) -> None:
+        call.decision = changed(
+            call.decision.after("hold", "ASLEEP"), action="queue", reason="ASLEEP"
+        )
+        with call.deadline.paused():
+            await self.queue.hold(pool, size, call.deadline.held_s)

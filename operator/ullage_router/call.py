@@ -1,0 +1,159 @@
+"""One request on its way through the router, and its answer, as handlers of the chain see them."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.policy.decision import UNDECIDED, Decision, Side
+from ullage_router.prompts.prompts import Prompt
+from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants import TenantSession, anonymous_session
+
+Event = inference_pb2.GenerateResponse
+
+
+class PausableDeadline:
+    """The time by which an answer must have ended; it is paused while the request is held.
+
+    Args:
+        at: on the monotonic clock.
+
+    held_s
+        seconds that it stood still so far
+    """
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+        self.held_s = 0.0
+        self._timeouts: list[asyncio.Timeout] = []
+
+    @property
+    def at(self) -> float:
+        """The deadline on the monotonic clock."""
+        return self._at + self.held_s
+
+    @property
+    def remaining_s(self) -> float:
+        return self._at + self.held_s - time.monotonic()
+
+    @contextlib.contextmanager
+    def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Pauses the timeout together with the deadline within the block."""
+        self._timeouts.append(timeout)
+        try:
+            yield
+        finally:
+            self._timeouts.remove(timeout)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Postpones the deadline and its timeouts by as long as the block takes."""
+        loop = asyncio.get_running_loop()
+        began, ends = loop.time(), [timeout.when() for timeout in self._timeouts]
+        for timeout in self._timeouts:
+            timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            passed = loop.time() - began
+            self.held_s += passed
+            for timeout, end in zip(self._timeouts, ends, strict=True):
+                timeout.reschedule(None if end is None else end + passed)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request with its context; handlers of the chain add their results."""
+
+    request: inference_pb2.GenerateRequest
+    record: RequestRecord
+    """The log record; only the pipeline writes it."""
+    timeout_s: float
+    """Seconds from arrival to the last token."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Metadata that is passed on to the engine: the trace."""
+    tenant: TenantSession = field(default_factory=anonymous_session)
+    """The tenant's session, with what the request takes of its quota."""
+    authorization: str | None = None
+    """The client's credentials, for routers of other services."""
+    is_streamed: bool = True
+    """Whether the client reads tokens as they come; otherwise only the whole answer counts."""
+    path: tuple[str, ...] = ()
+    """Names of the cascades that handed the request on to this router."""
+    idempotency_key: str = ""
+    """The key with which a later call of the tenant replaces this one; empty when none can."""
+    decision: Decision = UNDECIDED
+    """The latest decision about the request."""
+    side: Side = Side.STABLE
+    """The side of a rollout that the request was drawn for."""
+    is_trial: bool = False
+    """Whether only a canary that can run it at once may have the request; stable engines have it
+    otherwise."""
+    refused_by: dict[str, int] = field(default_factory=dict)
+    """Addresses of engines that refused or failed the request, each with its number of reports by
+    then."""
+    deadline: PausableDeadline = field(init=False)
+    prompt: Prompt = field(init=False)
+    """The prompt; set where it is rendered."""
+
+    def __post_init__(self) -> None:
+        self.deadline = PausableDeadline(self.record.arrived + self.timeout_s)
+
+
+class ResponseStream(Protocol):
+    """An answer that has begun."""
+
+    @property
+    def accepted(self) -> inference_pb2.Accepted:
+        """The engine's acceptance with the complete decision."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of tokens that were read so far; after the last event the engine's own count."""
+
+    def events(self) -> AsyncIterator[Event]:
+        """Yields Delta and, of several samples, SampleFinished any number of times, then Finished.
+
+        Raises:
+            ServiceError: the engine fails now that tokens were sent.
+        """
+
+    def close(self) -> None:
+        """Ends the work on the answer; harmless when it has ended."""
+
+
+Handler = Callable[[Call], Awaitable[ResponseStream]]
+"""Starts an answer, which has its first token; raises ServiceError when the request is refused or
+fails before."""
+
+
+class Stage(Protocol):
+    """One link of the chain: it does its part and calls the next handler, or answers by itself."""
+
+    def __call__(self, call: Call, proceed: Handler) -> Awaitable[ResponseStream]:
+        """Starts an answer.
+
+        Args:
+            proceed: the rest of the chain.
+        """
+
+
+def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
+    """Returns max_tokens of a request; None when it names none."""
+    return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
+
+
+def num_samples(samples: inference_pb2.Samples) -> int:
+    """Returns the number of answers that the engine generates, of which fewer may be returned."""
+    return max(1, samples.n, samples.best_of, samples.beam.width)
+
+
+def timed_out(prompt_tokens: int, output_tokens: int) -> Event:
+    """Returns the last event of an answer whose time limit passed between two tokens."""
+    usage = inference_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=output_tokens)
+    reason = inference_pb2.FINISH_REASON_TIMEOUT
+    return Event(finished=inference_pb2.Finished(reason=reason, usage=usage))

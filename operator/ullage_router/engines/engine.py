@@ -1,0 +1,537 @@
+"""One engine as the router sees it: its channel, its reports in their order, the credit given on
+it, and the watchdog that ends waits for an engine that has fallen silent while another could do its
+work.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import grpc
+
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.config.router import BreakerSection
+from ullage_common.request_cost import MemoryProfile
+from ullage_common.wire import memory_profile
+from ullage_common.wire.errors import ServiceError
+from ullage_router.engines.flow_control import FlowControl, Source
+from ullage_router.engines.multiplex import Metadata, Multiplexer
+from ullage_router.errors import is_engine_fault, no_stream, silent_engine
+from ullage_router.policy.circuit_breaker import Breaker
+from ullage_router.policy.credit import Credit, CreditBook
+from ullage_router.policy.decision import EngineState, EngineView, Release, Side
+from ullage_router.tokenizer import Model
+
+CHECK_INTERVAL_S = 1.0
+
+
+class FirstTokenWatchdog:
+    """Ends the streams of one engine that wait for their first token when the engine falls silent.
+
+    Args:
+        is_silent: whether the engine has missed so many heartbeats that it must be given up.
+        error: what is raised then.
+    """
+
+    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
+        self._is_silent = is_silent
+        self._error = error
+        self._open: set[Source] = set()
+        self._check_at: float | None = None
+
+    def watch(self, stream: Source) -> None:
+        """Watches a stream: it ends with the error when the engine falls silent."""
+        self._open.add(stream)
+        self._arm()
+
+    def forget(self, stream: Source) -> None:
+        """Stops watching a stream: its first token came, or never will."""
+        self._open.discard(stream)
+
+    def _arm(self) -> None:
+        if self._check_at is None:
+            loop = asyncio.get_running_loop()
+            self._check_at = loop.time() + CHECK_INTERVAL_S
+            loop.call_at(self._check_at, self._check, self._check_at)
+
+    def _check(self, planned: float) -> None:
+        self._check_at = None
+        if not self._open:
+            return
+        now = asyncio.get_running_loop().time()
+        # After a pause of this very process the reports of that time are still to be read.
+        was_asleep = now - planned > CHECK_INTERVAL_S
+        if not was_asleep and self._is_silent():
+            for stream in self._open:
+                stream.end(self._error())
+        else:
+            self._arm()
+
+
+ReportKind = Literal["next", "gap", "old", "restart"]
+
+
+class ReportSequence:
+    """Checks the epoch and the sequence number of every report.
+
+    Sequence numbers grow by one a push of one stream; an epoch is one life of an engine's server.
+
+    Args:
+        counts_earlier: whether workers lost before the first report count. A canary's do: it lives
+            for its trial only, and may fall before a router hears of it. Those of a stable engine
+            may be weeks old.
+    """
+
+    def __init__(self, counts_earlier: bool = False) -> None:
+        self.epoch: int | None = None
+        self.sequence = 0
+        self.missed = 0
+        """Number of reports that never came."""
+        self.old = 0
+        """Number of reports that came twice or too late, and were ignored."""
+        self.restarts = 0
+        """Number of restarts of the engine's server."""
+        self.workers_lost = 0
+        """Number of times that its workers or its server ended unexpectedly."""
+        self._counts_earlier = counts_earlier
+        self._reported_restarts: int | None = None
+
+    def on_connect(self) -> None:
+        """Starts a new sequence: a new stream's numbers do not continue the last one's."""
+        self.sequence = 0
+
+    def take(self, epoch: int, sequence: int) -> ReportKind:
+        """Classifies a report; all but `old` are used, for each has the whole state."""
+        if epoch != self.epoch:
+            return self._restart(epoch, sequence)
+        if self.sequence and sequence <= self.sequence:
+            self.old += 1
+            return "old"
+        missed = sequence - self.sequence - 1 if self.sequence else 0
+        self.missed += missed
+        self.sequence = sequence
+        return "gap" if missed else "next"
+
+    def on_worker_restarts(self, worker_restarts: int) -> None:
+        """Counts the worker restarts that an accepted report names.
+
+        Args:
+            worker_restarts: since the start of the server.
+        """
+        if (
+            self._reported_restarts is not None
+        ):  # what was before the first report is another's count
+            self.workers_lost += max(0, worker_restarts - self._reported_restarts)
+        self._reported_restarts = worker_restarts
+
+    def _restart(self, epoch: int, sequence: int) -> ReportKind:
+        kind: ReportKind = "next" if self.epoch is None else "restart"
+        self.restarts += kind == "restart"
+        self.workers_lost += kind == "restart"
+        self._reported_restarts = 0 if kind == "restart" or self._counts_earlier else None
+        self.epoch, self.sequence = epoch, sequence
+        return kind
+
+
+HEARTBEAT_S = 1.0
+STALE_AFTER_S = 3 * HEARTBEAT_S
+HOPELESS_AFTER_S = 10 * HEARTBEAT_S
+# Memory that nobody knows to be free is wasted, but every report costs the router time.
+MIN_REPORT_INTERVAL_MS = 20
+MAX_REPORT_INTERVAL_MS = 200
+MAX_REPORTS_PER_S = 500
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+GET_MODEL_TIMEOUT_S = 30.0
+_REFUSALS = ("handshake failed", "Verification Check failed")
+"""Parts of gRPC's messages when one side refuses the other's certificate."""
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """The owner of the engines, whose callbacks are called for each."""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether the router speaks TLS to engines."""
+
+    def on_change(self) -> None:
+        """Called after every report, every loss and whenever credit is given back."""
+
+    def on_loss(self, engine: "Engine") -> None:
+        """Called when an engine's reports ended; addresses may have changed."""
+
+    def on_restart(self, engine: "Engine") -> None:
+        """Called when an engine has restarted with empty caches."""
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that report to this router."""
+
+    def has_another(self, engine: "Engine") -> bool:
+        """Whether another engine is ready."""
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """Opens a channel to an engine, with the present credentials."""
+
+    async def load(self, described: inference_pb2.GetModelResponse) -> Model:
+        """Builds a Model from an engine's answer to GetModel."""
+
+
+class WrongModel(Exception):
+    """Raised when the engine serves another model, or one that cannot be used."""
+
+
+class Engine:
+    """Follows one engine and keeps its last report.
+
+    Args:
+        address: `ip:port`.
+        pool: the configured pool it was found in.
+        model_name: the model it must serve.
+        breaker: when failures hold it back.
+        owner: its callbacks are called.
+        side: of a rollout.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        pool: str,
+        model_name: str,
+        breaker: BreakerSection,
+        owner: Owner,
+        side: Side = Side.STABLE,
+    ) -> None:
+        self.address = address
+        self.side = side
+        self.pool = pool
+        self.is_listed = True
+        """Whether the address is still in DNS."""
+        self.headroom: headroom_pb2.Headroom | None = None
+        self.description: inference_pb2.GetModelResponse | None = None
+        self.model: Model | None = None
+        self._model_name = model_name
+        self._owner = owner
+        self.breaker = Breaker(breaker)
+        self.order = ReportSequence(side is Side.CANARY)
+        self.first_token_watchdog = FirstTokenWatchdog(
+            lambda: self.is_silent and owner.has_another(self),
+            lambda: silent_engine(self.id, self.age_s),
+        )
+        self._described_epoch: int | None = None
+        """The epoch in which the engine described its model."""
+        self._reported_at = 0.0
+        self._is_connected = False
+        self._credit = CreditBook()
+        self._loss = ""
+        """Why the engine's reports ended or never began; empty while they come."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._profile = MemoryProfile(1, ())
+        self._releases: tuple[Release, ...] = ()
+        self._previous: Multiplexer | None = None
+        """The multiplexer of the previous channel, until the present one's is open."""
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = self._owner.dial(self.address)
+        self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._multiplexer = Multiplexer(self.stub, self.address, self._owner.on_change)
+        self._task = asyncio.create_task(self._follow(), name=f"follow {self.address}")
+
+    def reconnect(self, grace_s: float) -> None:
+        """Continues on a new channel; answers on the old one have the grace to end.
+
+        The engine keeps its last report: the new channel's first one is milliseconds away. So is
+        the new stream, until which requests take the old one.
+        """
+        self._task.cancel()
+        channel, previous = self._channel, self._multiplexer
+        self._connect()
+        if previous.is_open:
+            self._previous = previous
+        if self.description is not None:  # it is not described anew, which would open the stream
+            self._multiplexer.start()
+        closing = asyncio.create_task(self._retire(channel, previous, grace_s))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _retire(
+        self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
+    ) -> None:
+        """Closes a channel when its answers have ended, at most `grace_s` later."""
+        if previous.is_open:
+            await self._multiplexer.open()
+        previous.retire()
+        if self._previous is previous:
+            self._previous = None
+        await channel.close(grace_s)
+        await previous.close()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, *self._closing, return_exceptions=True)
+        await self._multiplexer.close()
+        await self._channel.close()
+
+    @property
+    def id(self) -> str:
+        """The engine's own name, or its address until the name is known."""
+        return self.headroom.engine if self.headroom else self.address
+
+    @property
+    def reports(self) -> int:
+        """Number of reports that arrived so far: a larger one says that there is a new report."""
+        return self._credit.reports
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last report."""
+        return time.monotonic() - self._reported_at
+
+    @property
+    def state(self) -> str:
+        """connecting, loading, ready, draining, stale or gone."""
+        report = self.headroom
+        if report is None or not self._is_connected or self._lacks_stream:
+            return "connecting" if self.is_listed else "gone"
+        if time.monotonic() - self._reported_at > STALE_AFTER_S:
+            return "stale"
+        if report.draining:
+            return "draining"
+        return "ready" if report.ready and self.model and self._has_stream else "loading"
+
+    @property
+    def trouble(self) -> str:
+        """Why the engine gets no requests; empty while nothing is wrong."""
+        lack = "serves no Multiplex stream; update the engine"
+        return self._loss or (lack if self._lacks_stream else "")
+
+    @property
+    def _lacks_stream(self) -> bool:
+        return self._multiplexer.is_missing and not self._has_stream
+
+    @property
+    def _has_stream(self) -> bool:
+        previous = self._previous
+        return self._multiplexer.is_open or (previous is not None and previous.is_open)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine missed its heartbeats: it is gone, stopped, or cut off."""
+        return self.age_s > STALE_AFTER_S
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine is out of DNS, silent and without requests, so it may be closed."""
+        # A canary's address may soon be a stable engine's.
+        is_reporting = (
+            self._is_connected and self.age_s <= HOPELESS_AFTER_S and self.side is Side.STABLE
+        )
+        return not (self.is_listed or is_reporting or self._credit.inflight)
+
+    @property
+    def credit_bytes(self) -> int:
+        return self._credit.total
+
+    @property
+    def inflight(self) -> int:
+        return self._credit.inflight
+
+    @property
+    def available(self) -> int:
+        """Reported headroom minus the credit that the report cannot include, bytes."""
+        return (self.headroom.headroom_bytes if self.headroom else 0) - self._credit.total
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that are computed before those of a new request."""
+        reported = self.headroom.prefill_backlog_tokens if self.headroom else 0
+        return reported + self._credit.tokens
+
+    @property
+    def _prefill_pairs(self) -> int:
+        reported = self.headroom.prefill_backlog_tokens if self.headroom else 0
+        return round(self._credit.prefill_pairs(reported))
+
+    def prefill_work(self, mlp_products: int) -> int:
+        """Work of the prompts before a new one (`credit.work`).
+
+        Of other routers' prompts only the tokens are known, not how long each is.
+        """
+        return self._prefill_pairs + mlp_products * self.backlog_tokens
+
+    @property
+    def standing(self) -> EngineState:
+        """Whether the engine takes new requests; a silent one counts as recovering for a while."""
+        match self.state:
+            case "ready":
+                return EngineState.USABLE
+            case "loading":
+                return EngineState.RECOVERING
+            case "stale" if self.age_s <= HOPELESS_AFTER_S:
+                return EngineState.RECOVERING
+            case _:
+                return EngineState.UNUSABLE
+
+    def view(self, fingerprint: str, is_left_out: bool) -> EngineView | None:
+        """Returns the engine as `decide` sees it; None until the engine has described its model.
+
+        Args:
+            fingerprint: of the model whose token ids the request has; others cannot serve it.
+            is_left_out: it gets nothing now, for its breaker's sake or the request's.
+        """
+        report, model_info = self.headroom, self.description
+        if report is None or model_info is None or self.model is None:
+            return None
+        is_out = is_left_out or self.model.fingerprint != fingerprint
+        return EngineView(
+            id=self.address,
+            pool=self.pool,
+            standing=EngineState.UNUSABLE if is_out else self.standing,
+            available=self.available,
+            capacity=report.kv_pool_bytes or model_info.profile.kv_pool_bytes,
+            profile=self._profile,
+            expected_output=report.expected_output_tokens,
+            max_model_len=model_info.max_model_len,
+            health=report.health,
+            load=report.requests_running + report.requests_waiting + self._credit.uncounted,
+            backlog_tokens=self.backlog_tokens,
+            prefill_pairs=self._prefill_pairs,
+            prefill_speed=report.prefill_tokens_per_second,
+            releases=self._releases,
+        )
+
+    def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float,
+        metadata: Metadata,
+        flow: FlowControl,
+    ) -> Source:
+        """Begins a call; failures of the engine are raised by its first read.
+
+        Raises:
+            ServiceError: the stream to the engine has just been lost.
+        """
+        if self._multiplexer.is_open:
+            return self._multiplexer.call(request, timeout_s, metadata, flow)
+        if self._previous and self._previous.is_open:
+            return self._previous.call(request, timeout_s, metadata, flow)
+        raise no_stream(self.id)
+
+    def reserve(self, size: int, tokens: int) -> Credit:
+        """Reserves bytes and prompt tokens for a request that is about to be sent."""
+        credit = self._credit.reserve(size, tokens)
+        self.breaker.on_sent(credit, time.monotonic())
+        return credit
+
+    def on_accepted(self, credit: Credit) -> None:
+        """Records that the engine answered Accepted to the request."""
+        self._credit.on_accepted(credit)
+
+    def on_first_token(self, credit: Credit) -> None:
+        """Records the request's first token."""
+        self._credit.on_first_token(credit)
+        self.breaker.on_first_token(credit)
+
+    def release(self, *credits: Credit) -> None:
+        """Gives back the credit of requests that ended in any way."""
+        for credit in credits:
+            self._credit.release(credit)
+            self.breaker.on_end(credit)
+        self._owner.on_change()
+
+    def on_failure(self, credit: Credit, error: ServiceError) -> None:
+        """Records that the request failed on this engine."""
+        if is_engine_fault(error) and self.breaker.on_failure(credit, time.monotonic()):
+            about = {"engine": self.id, "failures": self.breaker.failures, "reason": error.reason}
+            log.warning("engine ejected", extra=about)
+
+    async def _follow(self) -> None:
+        """Follows the engine's reports until it is cancelled, through every lost connection."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            before = self.reports
+            try:
+                await self._watch()
+            except grpc.aio.AioRpcError as error:
+                self._log_loss(error.details() or error.code().name)
+            except WrongModel as error:
+                self._loss = str(error)
+                log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
+            except Exception:  # a bug here must not end the watch of a working engine
+                log.exception("engine lost", extra={"engine": self.id})
+            self._is_connected = False
+            self._owner.on_loss(self)
+            self._owner.on_change()
+            backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
+            await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
+
+    def _log_loss(self, reason: str) -> None:
+        """Logs a loss once: an engine that cannot be reached fails again and again."""
+        if reason != self._loss:
+            is_refusal = any(words in reason for words in _REFUSALS)
+            level = logging.ERROR if is_refusal else logging.INFO
+            log.log(level, "engine lost", extra={"engine": self.id, "reason": reason})
+        self._loss = reason
+
+    async def _watch(self) -> None:
+        interval_ms = report_interval_ms(self._owner.num_engines)
+        request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=interval_ms)
+        # Waiting for the connection, the call starts in the moment the engine is back; but of a
+        # certificate that is refused only a call that does not wait learns.
+        waits = not self._owner.is_secure
+        self.order.on_connect()
+        async for push in self._headrooms.WatchHeadroom(request, wait_for_ready=waits):
+            report = push.headroom
+            # An engine that loads cannot describe its model yet; its reports count all the same.
+            if report.ready and report.epoch != self._described_epoch:
+                await self._fetch_model()
+                self._described_epoch = report.epoch
+                log.info("engine found", extra={"engine": report.engine, "pool": self.pool})
+            self._on_report(report)
+
+    def _on_report(self, headroom: headroom_pb2.Headroom) -> None:
+        match self.order.take(headroom.epoch, headroom.sequence):
+            case "old":
+                return
+            case "gap":
+                log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
+            case "restart":
+                self._owner.on_restart(self)
+        self._loss = ""
+        self.order.on_worker_restarts(headroom.worker_restarts)
+        self.headroom = headroom
+        self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
+        self._reported_at = time.monotonic()
+        self._is_connected = True
+        self._credit.on_report()
+        self._owner.on_change()
+
+    async def _fetch_model(self) -> None:
+        """Fetches the engine's model, once an epoch."""
+        request = inference_pb2.GetModelRequest()
+        described = await self.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
+        if described.model != self._model_name:
+            raise WrongModel(f"serves {described.model!r}, wanted {self._model_name!r}")
+        try:
+            self.model = await self._owner.load(described)
+        except ValueError as error:
+            raise WrongModel(str(error)) from error
+        await self._multiplexer.open()
+        self.description = described
+        self._profile = memory_profile.from_wire(described.profile)
+
+
+def report_interval_ms(num_engines: int) -> int:
+    """Returns the least time between two reports of an engine: as short as the bound on reports of
+    all engines allows."""
+    interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
+    return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

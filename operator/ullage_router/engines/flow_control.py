@@ -1,0 +1,238 @@
+"""What is between an engine that sends and a client that reads: bounded, coalesced, paced.
+
+A source may be `window` tokens ahead of the reader and no further. Tokens that come faster than
+a client needs them leave together: a reader gets news at once when it has had none for
+`coalesce_s`, and earlier when `coalesce_tokens` have come or the answer has ended. So the first
+token never waits, nor do those of an engine that is slower than that anyway.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import StreamingSection
+from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.flow_control import merge_deltas
+
+WHOLE_WINDOW_S = 0.1
+SHORT_ANSWER = 4
+Event = inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class FlowControl:
+    """Window and pace of one answer's tokens."""
+
+    window: int = 64
+    """Tokens that a source may be ahead of the reader."""
+    coalesce_tokens: int = 4
+    """Most tokens that leave together, unless the engine sent more in one."""
+    coalesce_s: float = 0.02
+    """Seconds for which tokens wait for others; 0: not at all."""
+    pace: float = 0.0
+    """Most tokens a second; 0: as fast as they come."""
+
+    @property
+    def together(self) -> int:
+        """Most tokens that a source joins: so many that a short answer, which is its acceptance,
+        its first token, the others and its end, fits into the window."""
+        return min(self.coalesce_tokens, max(1, self.window // SHORT_ANSWER))
+
+    @property
+    def responses(self) -> int:
+        """The window of a source that joins tokens."""
+        return max(1, self.window // self.together)
+
+
+def flow_of(streaming: StreamingSection) -> FlowControl:
+    """Returns the flow control of the configuration."""
+    return FlowControl(
+        window=streaming.buffer_tokens,
+        coalesce_tokens=streaming.coalesce_tokens,
+        coalesce_s=streaming.coalesce_window,
+        pace=streaming.tokens_per_second,
+    )
+
+
+def for_unary(flow: FlowControl) -> FlowControl:
+    """Returns the flow control of an answer that a client gets in one piece: tokens come as few
+    larger pieces."""
+    if flow.coalesce_tokens == 1:
+        return replace(flow, pace=0.0)
+    most = max(flow.coalesce_tokens, flow.window // 2)
+    return replace(flow, coalesce_tokens=most, coalesce_s=WHOLE_WINDOW_S, pace=0.0)
+
+
+def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
+    """The flow at a tenant's pace, tokens a second, where that is the slower one."""
+    return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
+
+
+class Source(Protocol):
+    """An answer as it comes from an engine."""
+
+    async def read(self) -> Event | None:
+        """The next response; None when there is no more.
+
+        Raises:
+            ServiceError: the call failed.
+        """
+
+    def end(self, error: ServiceError) -> None:
+        """Nothing more is expected: reads what came and then raises the error."""
+
+    def cancel(self) -> None:
+        """Ends the engine's work; harmless when it has ended."""
+
+
+class ReceiveBuffer:
+    """The responses of one call that its reader has not taken.
+
+    Args:
+        flow: its bounds.
+        window: responses that may be here before more are granted.
+        grant: called with how many more responses may come.
+    """
+
+    def __init__(self, flow: FlowControl, window: int, grant: Callable[[int], None]) -> None:
+        self._flow = flow
+        self._window = window
+        self._grant = grant
+        self._loop = asyncio.get_running_loop()
+        self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
+        """Buffered events, each with its delta if it is one."""
+        self._tokens = 0
+        self._taken = 0
+        self._error: ServiceError | None = None
+        self._has_ended = False
+        self._due = 0.0
+        """Time at which tokens may leave, on the event loop's clock."""
+        self._reader: asyncio.Future[None] | None = None
+        """The reader that waits for a response; None once it was woken."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_events(self) -> int:
+        """Number of responses that came and were not read."""
+        return len(self._events)
+
+    def put(self, event: Event, kind: str | None) -> None:
+        """The next response, which has the field `kind`."""
+        if kind == "delta":
+            delta = event.delta
+            self._events.append((event, delta))
+            self._tokens += delta.num_tokens
+        else:
+            self._events.append((event, None))
+            self._has_ended = self._has_ended or kind == "finished"
+        if self._reader is not None:
+            self._wake()
+
+    def end(self, error: ServiceError | None = None) -> None:
+        """No more responses come; those that came are still read."""
+        self._has_ended = True
+        self._error = self._error or error
+        self._wake()
+
+    async def read(self) -> Event | None:
+        """The next response, tokens merged; None after the last.
+
+        Raises:
+            ServiceError: the call failed, and everything before was read.
+        """
+        if self._wait_s() != 0:
+            await self._news()
+        if self._events:
+            return self._take()
+        if self._error:
+            raise self._error
+        return None
+
+    async def _news(self) -> None:
+        reader = self._reader = self._loop.create_future()
+        self._wake()
+        try:
+            await reader
+        finally:
+            self._reader = None
+            if self._timer:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wake(self) -> None:
+        """Lets the reader go on, now or as soon as it is due."""
+        if self._reader is None:
+            return
+        wait_s = self._wait_s()
+        if wait_s == 0:
+            self._wake_reader()
+        elif wait_s is not None and self._timer is None:
+            self._timer = self._loop.call_later(wait_s, self._is_due)
+
+    def _is_due(self) -> None:
+        self._timer = None
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader and not reader.done():
+            reader.set_result(None)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until something may be read; None: until something comes."""
+        if not self._events:
+            return 0.0 if self._has_ended else None
+        if self._events[0][1] is None:
+            return 0.0
+        is_enough = self._has_ended or self._tokens >= self._flow.coalesce_tokens
+        if (is_enough or self._is_waiting_in_vain) and not self._flow.pace:
+            return 0.0
+        return max(0.0, self._due - self._loop.time())
+
+    @property
+    def _is_waiting_in_vain(self) -> bool:
+        """Nothing can be joined to the first: the source may send no more, or another's follows."""
+        if len(self._events) + self._taken >= self._window:
+            return True
+        (_, first), *_ = self._events
+        following = self._events[1][1] if len(self._events) > 1 else first
+        return first is None or following is None or following.sample != first.sample
+
+    def _take(self) -> Event:
+        event, delta = self._events.pop(0)  # of a list no longer than the window
+        self._taken += 1
+        if delta is not None:
+            event = self._merge(event, delta)
+        if self._taken >= max(1, self._window // 2) and not self._has_ended:
+            self._grant(self._taken)
+            self._taken = 0
+        return event
+
+    def _merge(self, event: Event, first: inference_pb2.Delta) -> Event:
+        """The event with what directly follows of the same sample, as far as it may leave now."""
+        tokens = first.num_tokens
+        merged = [event]
+        for following, delta in self._events:
+            if delta is None or delta.sample != first.sample:
+                break
+            if tokens + delta.num_tokens > self._flow.coalesce_tokens:
+                break
+            if delta.reasoning or delta.tool_calls:  # only a merged delta's first may carry them
+                break
+            tokens += delta.num_tokens
+            merged.append(following)
+            if tokens >= self._flow.coalesce_tokens:
+                break
+        del self._events[: len(merged) - 1]
+        self._taken += len(merged) - 1
+        self._tokens -= tokens
+        self._set_due(tokens)
+        return merge_deltas(merged)
+
+    def _set_due(self, tokens: int) -> None:
+        pause_s = self._flow.coalesce_s
+        if self._flow.pace:
+            pause_s = max(pause_s, tokens / self._flow.pace)
+        self._due = self._loop.time() + pause_s

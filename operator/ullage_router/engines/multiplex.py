@@ -1,0 +1,304 @@
+"""One stream to an engine that carries all calls to it.
+
+A gRPC call costs a Python process several hundred microseconds whatever it carries. On one
+stream the requests, cancellations and tokens of many calls that are there at one moment share a
+message. Calls stay apart: each has its tag, its time limit and its window, so that a slow reader
+holds up only itself, and the loss of the stream reaches each as the loss of its own call would.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import grpc
+from google.rpc import status_pb2
+
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.wire.errors import ServiceError, from_status
+from ullage_router.engines.flow_control import FlowControl, ReceiveBuffer
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+OPENING_TIMEOUT_S = 5.0
+# A message is full with so much, or with one request: less than the longest that gRPC takes.
+MAX_BATCH_BYTES = 4 << 20
+
+Request = inference_pb2.GenerateRequest
+Message = inference_pb2.MultiplexRequest
+Response = inference_pb2.MultiplexResponse
+Metadata = tuple[tuple[str, str], ...]
+
+log = logging.getLogger(__name__)
+
+
+class StreamLost(Exception):
+    """A stream to an engine ended; the message says why."""
+
+
+class Multiplexer:
+    """The stream to one engine, opened again whenever it is lost.
+
+    Args:
+        stub: of the engine.
+        address: of the engine, for logs.
+        on_open: called whenever the stream was opened.
+    """
+
+    def __init__(
+        self,
+        stub: inference_pb2_grpc.InferenceServiceStub,
+        address: str,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stub = stub
+        self._address = address
+        self._on_open = on_open
+        self.is_missing = False
+        """Whether the engine serves no such stream, by the last attempt."""
+        self._stream: _Stream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tried = asyncio.Event()
+        self._is_retired = False
+
+    @property
+    def is_open(self) -> bool:
+        """Calls can be begun."""
+        return self._stream is not None
+
+    def start(self) -> None:
+        """Opens the stream as soon as the engine can be reached."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
+
+    def retire(self) -> None:
+        """Begins no more calls and ends with those it has."""
+        self._is_retired = True
+        if self._stream:
+            self._stream.retire()
+            self._stream = None
+
+    async def open(self) -> None:
+        """Returns when the stream is open, or the engine turned out to have none."""
+        self.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPENING_TIMEOUT_S):
+                await self._tried.wait()
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def call(
+        self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
+    ) -> "StreamCall":
+        """Begins a call; the stream must be open."""
+        assert self._stream, "the stream is not open"
+        return self._stream.call(request, timeout_s, metadata, flow)
+
+    async def _keep(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        last_reason = ""
+        while not self._is_retired:
+            was_opened = False
+            try:
+                stream = await self._open()
+                was_opened = True
+                await self._serve(stream)
+            except StreamLost as lost:
+                if self._is_retired:
+                    return
+                reason = str(lost)
+                if was_opened or reason != last_reason:
+                    extra = {"engine": self._address, "reason": reason}
+                    log.info("stream to the engine lost", extra=extra)
+                last_reason = reason
+            except Exception:  # a bug here must not end the way to a working engine
+                log.exception("stream to the engine lost", extra={"engine": self._address})
+            self._tried.set()
+            backoff_s = FIRST_BACKOFF_S if was_opened else min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+
+    async def _open(self) -> "_Stream":
+        call = self._stub.Multiplex(wait_for_ready=True)
+        await call.initial_metadata()
+        if call.done():
+            self.is_missing = await call.code() is grpc.StatusCode.UNIMPLEMENTED
+            raise StreamLost(await call.details())
+        self.is_missing = False
+        return _Stream(call)
+
+    async def _serve(self, stream: "_Stream") -> None:
+        """Raises StreamLost at the stream's end."""
+        self._stream = None if self._is_retired else stream
+        self._tried.set()
+        self._on_open()
+        try:
+            await stream.run()
+        finally:
+            self._stream = None
+            stream.break_off()
+
+
+class _Stream:
+    """One open stream with its calls by tag and the next message to the engine."""
+
+    def __init__(self, stream: grpc.aio.StreamStreamCall[Message, Response]) -> None:
+        self._stream = stream
+        self._calls: dict[int, StreamCall] = {}
+        self._last_tag = 0
+        self._outbox: deque[Message] = deque()
+        self._batch_bytes = 0
+        self._has_messages = asyncio.Event()
+        self._is_retired = False
+
+    def call(
+        self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
+    ) -> "StreamCall":
+        self._last_tag += 1
+        tag = self._last_tag
+        window = flow.responses * max(1, request.samples.n)  # samples are not joined
+        call = StreamCall(self, tag, timeout_s, flow, window)
+        self._calls[tag] = call
+        size = request.ByteSize()
+        self._batch_bytes += size
+        if self._outbox and self._batch_bytes > MAX_BATCH_BYTES:
+            self._batch_bytes = size
+            self._outbox.append(Message())
+        self._next_message().calls.add(
+            tag=tag,
+            request=request,
+            timeout_ms=max(1, int(timeout_s * 1000)),
+            metadata=dict(metadata),
+            window=window,
+            coalesce_ms=round(1000 * flow.coalesce_s),
+            coalesce_tokens=flow.together,
+        )
+        return call
+
+    def grant(self, tag: int, responses: int) -> None:
+        if tag in self._calls:
+            self._next_message().grants.add(tag=tag, responses=responses)
+
+    def cancel(self, tag: int) -> None:
+        if self._calls.pop(tag, None):
+            self._next_message().cancelled_tags.append(tag)
+            self._close_if_done()
+
+    def retire(self) -> None:
+        """Ends with the last of its calls."""
+        self._is_retired = True
+        self._close_if_done()
+
+    def break_off(self) -> None:
+        """Every call ends as one whose connection broke."""
+        self._stream.cancel()
+        for call in list(self._calls.values()):
+            call.end(_broken())
+        self._calls.clear()
+
+    async def run(self) -> None:
+        """Raises StreamLost when the stream ends."""
+        sending = asyncio.create_task(self._send_all(), name="multiplex sender")
+        try:
+            while isinstance(answer := await self._stream.read(), Response):
+                self._deliver(answer)
+        except grpc.aio.AioRpcError as error:
+            raise StreamLost(error.details() or error.code().name) from error
+        except asyncio.CancelledError as error:
+            if _is_being_cancelled():
+                raise
+            raise StreamLost(
+                "the engine cancelled it"
+            ) from error  # gRPC says both with one exception
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        raise StreamLost("the engine closed it")
+
+    def _deliver(self, answer: Response) -> None:
+        calls = self._calls
+        for event in answer.events:
+            tag = event.tag
+            if tag not in calls:  # cancelled while this was under way
+                continue
+            response = event.response
+            kind = response.WhichOneof("event")
+            if kind is not None or event.HasField("response"):
+                calls[tag].put(response, kind)
+                if kind != "finished":
+                    continue
+            else:
+                calls[tag].end(_error(event.status))
+            del calls[tag]
+            self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._is_retired and not self._calls:
+            self._stream.cancel()
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._has_messages.wait()
+            self._batch_bytes = 0
+            message = self._outbox.popleft()
+            if not self._outbox:
+                self._has_messages.clear()
+            await self._stream.write(message)
+
+    def _next_message(self) -> Message:
+        if not self._outbox:
+            self._outbox.append(Message())
+            self._has_messages.set()
+        return self._outbox[-1]
+
+
+class StreamCall(ReceiveBuffer):
+    """One Generate call that shares a stream with others: its tag and time limit, and what came and
+    was not read."""
+
+    def __init__(
+        self, stream: _Stream, tag: int, timeout_s: float, flow: FlowControl, window: int
+    ) -> None:
+        super().__init__(flow, window, partial(stream.grant, tag))
+        self._stream = stream
+        self._tag = tag
+        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+
+    def cancel(self) -> None:
+        self._deadline.cancel()
+        self._stream.cancel(self._tag)
+
+    def end(self, error: ServiceError | None = None) -> None:
+        self._deadline.cancel()
+        super().end(error)
+
+    def _expire(self) -> None:
+        self._stream.cancel(self._tag)
+        self.end(_late())
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _error(status: bytes) -> ServiceError | None:
+    """None: the call ended without a last word and without an error."""
+    parsed = status_pb2.Status.FromString(status)
+    return from_status(parsed) if parsed.code else None
+
+
+def _broken() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "the connection to the engine broke"
+    )
+
+
+def _late() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the engine was not done in time"
+    )

@@ -1,0 +1,137 @@
+"""InferenceService of the router: the same way through it as over HTTP."""
+
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
+from ullage_router.call import Call, ResponseStream
+from ullage_router.cascade import PATH_KEY
+from ullage_router.engines.engines import Engines
+from ullage_router.errors import draining, retry_after_s
+from ullage_router.pipeline.idempotency import HEADER
+from ullage_router.pipeline.pipeline import RequestPipeline
+from ullage_router.telemetry.record import RequestRecord, trace_context
+from ullage_router.tenants import Tenants, TenantSession
+from ullage_router.tickets.picker import TicketIssuer
+
+log = logging.getLogger(__name__)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Response = inference_pb2.GenerateResponse
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate, Pick and GetModel.
+
+    Args:
+        pipeline: serves requests.
+        engines: where the served model is known.
+        tenants: who may send them.
+        issuer: places those that clients send to engines themselves.
+        timeout_s: time limit of a request; a client's own deadline may be sooner.
+    """
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        engines: Engines,
+        tenants: Tenants,
+        issuer: TicketIssuer,
+        timeout_s: float,
+    ) -> None:
+        self._engines = engines
+        self._pipeline = pipeline
+        self._issuer = issuer
+        self._tenants = tenants
+        self._timeout_s = timeout_s
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[Response]:
+        record = RequestRecord(_record_id(request.request_id))
+        tenant = await self._authenticate(context, record)
+        metadata = _text(context)
+        call = Call(
+            request,
+            record,
+            self._limit_s(context),
+            trace_context(metadata),
+            tenant,
+            idempotency_key=metadata.get(HEADER, ""),
+            authorization=metadata.get("authorization"),
+            path=_path(metadata),
+        )
+        try:
+            async with self._pipeline.serve(call) as stream:
+                if record.limits:
+                    await context.send_initial_metadata(tuple(record.limits.items()))
+                async for response in _responses(stream):
+                    yield response
+        except ServiceError as error:
+            error.retry_after_s = retry_after_s(error)
+            error.metadata |= record.decision.explanation
+            await abort(context, error)
+
+    async def Pick(
+        self, request: inference_pb2.PickRequest, context: Context
+    ) -> inference_pb2.PickResponse:
+        authorization = _text(context).get("authorization")
+        try:
+            if self._pipeline.is_draining:
+                raise draining()
+            tenant = self._tenants.open_session(authorization)
+            return self._issuer.pick(request, tenant if tenant.name else None)
+        except ServiceError as error:
+            error.retry_after_s = retry_after_s(error)
+            await abort(context, error)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        try:
+            self._tenants.open_session(_text(context).get("authorization"))
+            return self._engines.served_model(request.model).description
+        except ServiceError as error:
+            await abort(context, error)
+
+    async def _authenticate(self, context: Context, record: RequestRecord) -> TenantSession:
+        try:
+            return self._tenants.open_session(_text(context).get("authorization"))
+        except ServiceError as error:
+            self._pipeline.refuse(record, error)
+            await abort(context, error)
+
+    def _limit_s(self, context: Context) -> float:
+        remaining = context.time_remaining()
+        return self._timeout_s if remaining is None else min(self._timeout_s, remaining)
+
+
+async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:
+    yield Response(accepted=stream.accepted)
+    async for event in stream.events():
+        yield event
+
+
+def _record_id(request_id: str) -> str:
+    """The client's id; one of our own for logs when that is none, or too long to keep."""
+    is_usable = 0 < len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
+    return request_id if is_usable else uuid.uuid4().hex
+
+
+def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the cascades that the request came through."""
+    value = metadata.get(PATH_KEY)
+    return tuple(value.split(",")) if value else ()
+
+
+def _text(context: Context) -> dict[str, str]:
+    """The metadata without its binary values."""
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}

@@ -1,0 +1,213 @@
+"""The pages on the metrics port, for Prometheus and for the operator.
+
+/metrics         Prometheus' text, of all processes of this router
+/stats           the state of the process that is asked, as JSON
+/measures        a list with each process's `PoolReport`s by pool, as JSON
+/measures/wait   the same, once a pool that sleeps is needed, or after `WAIT_S`
+
+Every process answers on a Unix socket of its own with its own metrics. A process that is asked over
+the network asks all others and puts their answers together; the label `process` of each sample says
+whose it is, so that Prometheus can add them up and gauges keep their meaning.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import http_status, internal
+from ullage_router.http.messages import Reply, Request
+from ullage_router.http.openai.errors import envelope, error_headers
+from ullage_router.http.server import HTTPServer
+from ullage_router.server.load_report import LoadReporter
+
+WAIT_S = 10.0
+JSON = "application/json"
+
+log = logging.getLogger(__name__)
+
+Page = Callable[[], Awaitable[tuple[str, bytes]]]
+"""Makes a body and says its type."""
+
+
+class Pages:
+    """Answers every request with one of the pages; /metrics for what is none.
+
+    Args:
+        stats: makes the body of /stats for a header `authorization`, or raises ServiceError.
+    """
+
+    def __init__(self, pages: Mapping[str, Page], stats: Callable[[str | None], bytes]) -> None:
+        self._pages = pages
+        self._stats = stats
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        try:
+            if error := request.refusal:
+                raise error
+            kind, body = await self._page(request)
+        except Exception as failure:
+            error = failure if isinstance(failure, ServiceError) else internal()
+            if error is not failure:
+                log.exception("page failed", extra={"path": request.path})
+            headers = [(b"content-type", JSON.encode()), *error_headers(error)]
+            await reply.whole(http_status(error), headers, envelope(error))
+            return
+        await reply.whole(HTTPStatus.OK, [(b"content-type", kind.encode())], body)
+
+    async def _page(self, request: Request) -> tuple[str, bytes]:
+        if request.path == "/stats":
+            return JSON, self._stats(request.headers.get("authorization"))
+        return await self._pages.get(request.path, self._pages["/metrics"])()
+
+
+def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
+    """Returns the pages of this process."""
+
+    async def metrics() -> tuple[str, bytes]:
+        return CONTENT_TYPE_LATEST, generate_latest(registry)
+
+    async def report() -> tuple[str, bytes]:
+        return JSON, msgspec.json.encode([measures.report()])
+
+    async def wait() -> tuple[str, bytes]:
+        await measures.wait_until_wanted(WAIT_S)
+        return await report()
+
+    return {"/metrics": metrics, "/measures": report, "/measures/wait": wait}
+
+
+ANSWER_TIMEOUT_S = 2.0
+ASK_AGAIN_S = 0.5
+_HEAD_END = b"\r\n\r\n"
+
+
+class Siblings:
+    """The processes that share this one's ports.
+
+    Args:
+        pages: of this process.
+        stats: of this process; see `Pages`.
+        folder: where each has its socket.
+        index: of this process.
+        count: of all.
+    """
+
+    def __init__(
+        self,
+        pages: Mapping[str, Page],
+        stats: Callable[[str | None], bytes],
+        folder: Path,
+        index: int,
+        count: int,
+    ) -> None:
+        self._pages = pages
+        self._folder = folder
+        self._index = index
+        self._count = count
+        self._own = HTTPServer(Pages(pages, stats))
+        self.pages = Pages(
+            {
+                "/metrics": self._metrics,
+                "/measures": self._measures,
+                "/measures/wait": self._wait,
+            },
+            stats,
+        )
+        """Pages of all processes together."""
+        self._shared = HTTPServer(self.pages)
+
+    async def start(self, metrics_listener: socket.socket) -> None:
+        """Answers the others from now on, and the network on the port of the metrics."""
+        path = _path(self._folder, self._index)
+        path.unlink(missing_ok=True)  # of a process that died in this place
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        await self._own.start(listener)
+        await self._shared.start(metrics_listener)
+
+    async def stop(self) -> None:
+        await self._shared.stop(ANSWER_TIMEOUT_S)
+        await self._own.stop(ANSWER_TIMEOUT_S)
+
+    async def _metrics(self) -> tuple[str, bytes]:
+        texts = {i: text.decode() for i, text in (await self._all("/metrics")).items()}
+        return CONTENT_TYPE_LATEST, merged(texts).encode()
+
+    async def _measures(self) -> tuple[str, bytes]:
+        """The reports of all processes that answer; those of one that does not are missing."""
+        documents = (await self._all("/measures")).values()
+        reports = [report for text in documents for report in msgspec.json.decode(text)]
+        return JSON, msgspec.json.encode(reports)
+
+    async def _wait(self) -> tuple[str, bytes]:
+        """Returns the reports as soon as any process says that a pool is wanted."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            kind, body = await self._measures()
+            reports = msgspec.json.decode(body)
+            is_needed = any(pool["wanted"] for report in reports for pool in report.values())
+            if is_needed or time.monotonic() >= end:
+                return kind, body
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _all(self, page: str) -> dict[int, bytes]:
+        """Returns the page of each process that answers, by index."""
+        others = [i for i in range(self._count) if i != self._index]
+        answers = await asyncio.gather(*(_ask(_path(self._folder, i), page) for i in others))
+        _, own = await self._pages[page]()
+        by_index = {i: text for i, text in zip(others, answers, strict=True) if text is not None}
+        return {self._index: own, **by_index}
+
+
+def merged(texts: Mapping[int, str]) -> str:
+    """Prometheus' text of several processes as one, each sample with the label `process`."""
+    families: dict[str, list[str]] = {}
+    for index in sorted(texts):
+        family: list[str] = []
+        for line in texts[index].splitlines():
+            if line.startswith("# HELP "):
+                is_new = line not in families
+                family = families.setdefault(line, [])
+            elif line.startswith("#"):
+                if is_new:
+                    family.append(line)
+            elif line:
+                family.append(_labelled(line, index))
+    lines = [line for head, family in families.items() for line in (head, *family)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labelled(sample: str, index: int) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f'{name}{{process="{index}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{process="{index}"}} {value}'
+
+
+async def _ask(path: Path, page: str) -> bytes | None:
+    """None when that process does not answer: it is starting, or gone."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            try:
+                writer.write(f"GET {page} HTTP/1.0\r\n\r\n".encode())
+                answer = await reader.read(-1)
+            finally:
+                writer.close()
+            head, _, body = answer.partition(_HEAD_END)
+            return body if b" 200 " in head else None
+    return None
+
+
+def _path(folder: Path, index: int) -> Path:
+    return folder / f"{index}.sock"

@@ -1,0 +1,256 @@
+"""POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError
+from ullage_router.call import Call, ResponseStream
+from ullage_router.errors import http_status, internal
+from ullage_router.http.messages import Headers, Reply, Request
+from ullage_router.http.openai import requests
+from ullage_router.http.openai.errors import decision_headers, envelope, error_headers
+from ullage_router.http.openai.responses import (
+    JSON,
+    ChatFormat,
+    Chunks,
+    Collected,
+    CompletionFormat,
+    Format,
+    ResponseOptions,
+    sse_event,
+)
+from ullage_router.http.openai.schemas import Common
+from ullage_router.pipeline.idempotency import HEADER
+from ullage_router.server.service import RouterService
+from ullage_router.telemetry.record import RequestRecord, trace_context
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE = b": keepalive\n\n"
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+Parsed = tuple[Common, inference_pb2.GenerateRequest]
+"""A body, and the request that it asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The differences between the two endpoints."""
+
+    parse: Callable[[bytes], Parsed]
+    format: Callable[[ResponseOptions], Format]
+    input_field: str
+
+
+def _parse_chat(body: bytes) -> Parsed:
+    chat = requests.parse_chat(body)
+    return chat, requests.from_chat(chat)
+
+
+def _parse_completion(body: bytes) -> Parsed:
+    completion = requests.parse_completion(body)
+    return completion, requests.from_completion(completion)
+
+
+CHAT = Dialect(_parse_chat, ChatFormat, "messages")
+COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
+
+
+class Writer:
+    """Writes one answer: a JSON body, or server-sent events that end with [DONE] whatever happens.
+
+    A slow client makes it wait, and with it the engine's stream.
+
+    Args:
+        input_field: what the endpoint calls the prompt, for errors.
+        keepalive_s: silence after which a stream gets a comment; 0: never.
+    """
+
+    def __init__(
+        self, reply: Reply, record: RequestRecord, input_field: str, keepalive_s: float = 0.0
+    ) -> None:
+        self._reply = reply
+        self._record = record
+        self._input_field = input_field
+        self._keepalive_s = keepalive_s
+        self._is_streaming = False
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def whole(self, answer: JSON) -> None:
+        """A complete answer."""
+        await self._body(200, _encode(answer), [])
+
+    def start_stream(self) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *decision_headers(self._record),
+        ]
+        self._reply.start(200, headers)
+        self._is_streaming = True
+        if self._keepalive_s:
+            self._sent_at = self._loop.time()
+            self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
+
+    def stop(self) -> None:
+        """Stops keep-alives: nothing more is sent unless somebody asks for it."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _keep_alive(self) -> None:
+        """Sends a comment where nothing was sent for long enough."""
+        now = self._loop.time()
+        if now - self._sent_at >= self._keepalive_s:
+            self._reply.nudge(KEEPALIVE)
+            self._sent_at = now
+        due = self._sent_at + self._keepalive_s
+        self._timer = self._loop.call_at(due, self._keep_alive)
+
+    async def events(self, data: bytes) -> None:
+        """Events of a stream."""
+        self._sent_at = self._loop.time()
+        await self._reply.piece(data)
+
+    async def end_stream(self, last: bytes = b"") -> None:
+        await self._reply.end(last + DONE)
+
+    async def error(self, error: ServiceError) -> None:
+        """The error as a response, or as an event where the answer has begun."""
+        body = envelope(error, self._input_field)
+        if self._is_streaming:
+            await self.end_stream(sse_event(body))
+        else:
+            await self._body(http_status(error), body, error_headers(error))
+
+    async def _body(self, status: int, body: bytes, headers: Headers) -> None:
+        kind = (b"content-type", b"application/json")
+        await self._reply.whole(status, [kind, *decision_headers(self._record), *headers], body)
+
+
+class GenerateEndpoint:
+    """Serves one path.
+
+    Args:
+        service: serves requests, and says who may send them.
+        dialect: chat or completions.
+    """
+
+    def __init__(self, service: RouterService, dialect: Dialect) -> None:
+        config = service.config
+        self._pipeline = service.pipeline
+        self._tenants = service.tenants
+        self._model = config.model
+        self._timeout_s = config.limits.request_timeout
+        self._keepalive_s = config.streaming.keepalive
+        self._dialect = dialect
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        headers = request.headers
+        record_id = request_id(headers)
+        try:
+            tenant = self._tenants.open_session(headers.get("authorization"))
+            body = await request.read(tenant.name)
+            record = RequestRecord(record_id)  # its time begins when all of the body is there
+            parsed, asked = self._dialect.parse(body)
+        except Exception as error:
+            record = RequestRecord(record_id)
+            refusal = _as_service_error(error, record)
+            self._pipeline.refuse(record, refusal)
+            await self._writer(reply, record).error(refusal)
+            return
+        del body  # an answer may take long and needs it no more
+        if session_id := headers.get("x-session-id"):
+            asked.session_id = session_id
+        call = Call(
+            asked,
+            record,
+            self._timeout_s,
+            trace_context(headers),
+            tenant,
+            idempotency_key=headers.get(HEADER, ""),
+            authorization=headers.get("authorization"),
+            is_streamed=bool(parsed.stream),
+        )
+        await self._answer(call, parsed, self._writer(reply, record))
+
+    def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
+        return Writer(reply, record, self._dialect.input_field, self._keepalive_s)
+
+    async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
+        try:
+            async with self._pipeline.serve(call) as stream:
+                options = self._response_options(call, body)
+                form = self._dialect.format(options)
+                if body.stream:
+                    await _stream(stream, Chunks(form, options), writer)
+                else:
+                    await _whole(stream, form, writer, body.n or 1)
+        except Exception as error:
+            await writer.error(_as_service_error(error, call.record))
+
+    def _response_options(self, call: Call, body: Common) -> ResponseOptions:
+        return ResponseOptions(
+            id=call.record.request_id,
+            model=self._model,
+            created=int(time.time()),
+            logprobs=call.request.output.HasField("top_logprobs"),
+            token_ids=call.request.output.return_token_ids,
+            usage=body.wants_usage,
+            n=body.n or 1,
+            tools=call.request.messages.HasField("tools"),
+        )
+
+
+def _as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
+    """The error as the client sees it; what went wrong in the router is for its log."""
+    if isinstance(error, ServiceError):
+        return error
+    log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
+    return internal(record.request_id)
+
+
+async def _stream(stream: ResponseStream, chunks: Chunks, writer: Writer) -> None:
+    writer.start_stream()
+    try:
+        opening = chunks.opening(stream.accepted)
+        async for event in stream.events():
+            if data := chunks.of(event):
+                await writer.events(opening + data)
+                opening = b""
+        await writer.end_stream()
+    finally:
+        writer.stop()
+
+
+async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -> None:
+    parts, finished = [Collected() for _ in range(n)], inference_pb2.Finished()
+    async for event in stream.events():
+        match event.WhichOneof("event"):
+            case "finished":
+                finished = event.finished
+            case "sample_finished":
+                parts[event.sample_finished.sample].end = event.sample_finished
+            case _:
+                parts[event.delta.sample].add(event.delta)
+    await writer.whole(form.whole(stream.accepted, parts, finished))
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's id when it is printable and short, otherwise a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()

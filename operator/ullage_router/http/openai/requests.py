@@ -1,0 +1,442 @@
+"""Converts an OpenAI body to the GenerateRequest that HTTP and gRPC share: its conversation with
+images and tools, its sampling parameters, and its grammar.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.limits import MAX_BEAM_WIDTH
+from ullage_common.wire.validation import check_calls, invalid_value
+from ullage_router.http.openai.schemas import (
+    MAX_UINT32,
+    ChatMessage,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    ContentPart,
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolCall,
+)
+
+Grammar = inference_pb2.Grammar
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TYPES = "text, json_object, json_schema"
+
+
+_MAX_TOKEN_DIGITS = len(str(MAX_UINT32))
+
+
+def logit_bias(common: Common) -> dict[int, float]:
+    """Returns biases by token; raises ServiceError for a key that is no token."""
+    biases = {}
+    for key, value in (common.logit_bias or {}).items():
+        if not _is_token(key):
+            raise invalid_value(f"logit_bias[{key[:20]!r}]", value, "keys that are token ids")
+        biases[int(key)] = value
+    return biases
+
+
+def _is_token(key: str) -> bool:
+    is_number = key.isascii() and key.isdigit() and len(key) <= _MAX_TOKEN_DIGITS
+    return is_number and int(key) <= MAX_UINT32
+
+
+def grammar(common: Common) -> Grammar | None:
+    """The grammar that the body asks for; None: any text.
+
+    Raises:
+        ServiceError: it is incomplete, or there are two.
+    """
+    if common.response_format is None and common.structured_outputs is None:
+        return None
+    asked = common.structured_outputs or StructuredOutputs()
+    forms: dict[str, Callable[[], Grammar | None]] = {
+        "response_format": lambda: _from_format(common.response_format),
+        "structured_outputs.json": lambda: _from_schema("structured_outputs.json", asked.json),
+        "structured_outputs.json_object": lambda: _object() if asked.json_object else None,
+        "structured_outputs.regex": lambda: _from_regex(asked.regex),
+        "structured_outputs.choice": lambda: _from_choice(asked.choice),
+        "structured_outputs.grammar": lambda: _from_lark(asked.grammar),
+    }
+    first, chosen = "", None
+    for field, make in forms.items():
+        option = make()
+        if option is None:
+            continue
+        if chosen is not None:
+            raise invalid_value(field, "set", f"only one of {first} and {field}")
+        first, chosen = field, option
+    return chosen
+
+
+def _from_format(asked: ResponseFormat | None) -> Grammar | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return _object()
+    if asked.type != "json_schema":
+        raise invalid_value("response_format.type", asked.type, _TYPES)
+    field, form = "response_format.json_schema", asked.json_schema
+    if form is None:
+        raise invalid_value(field, "missing", "an object with name and schema")
+    if not _NAME.fullmatch(form.name):
+        possible = "1 to 64 letters, digits, underscores and dashes"
+        raise invalid_value(f"{field}.name", form.name, possible)
+    schema = _from_schema(f"{field}.schema", form.schema)
+    if schema is None:
+        raise invalid_value(f"{field}.schema", "missing", "a JSON Schema")
+    return schema
+
+
+def _object() -> Grammar:
+    return Grammar(json_object=inference_pb2.JsonObject())
+
+
+def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
+    """A schema as it stands in the body, or in a string there; None for null."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise invalid(field, f"{field} is not valid UTF-8; encode it as UTF-8") from error
+    if text.startswith('"'):
+        text = msgspec.json.decode(text, type=str)
+    return None if text == "null" else Grammar(json_schema=text)
+
+
+def _from_choice(texts: list[str] | None) -> Grammar | None:
+    return None if texts is None else Grammar(choice=inference_pb2.Choice(texts=texts))
+
+
+def _from_regex(text: str | None) -> Grammar | None:
+    return None if text is None else Grammar(regex=text)
+
+
+def _from_lark(text: str | None) -> Grammar | None:
+    return None if text is None else Grammar(lark=text)
+
+
+_MODES = {
+    "none": inference_pb2.TOOL_MODE_NONE,
+    "auto": inference_pb2.TOOL_MODE_AUTO,
+    "required": inference_pb2.TOOL_MODE_REQUIRED,
+}
+_NOTHING = re.compile(r"null|\[\s*\]")
+_CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
+
+
+def from_conversation(chat: ChatRequest) -> inference_pb2.Messages:
+    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(chat.messages)]
+    arguments = _template_arguments(chat)
+    return inference_pb2.Messages(
+        messages=messages, tools=_tools(chat), template_arguments=arguments
+    )
+
+
+def _template_arguments(chat: ChatRequest) -> str:
+    """vLLM's variables of the template, among which OpenAI has a name for one."""
+    if not chat.chat_template_kwargs and chat.reasoning_effort is None:
+        return ""
+    arguments = dict(chat.chat_template_kwargs or {})
+    if chat.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", chat.reasoning_effort)
+    try:
+        return msgspec.json.encode(arguments).decode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        message = "chat_template_kwargs is nested too deeply or not valid Unicode; send less"
+        raise invalid("chat_template_kwargs", message) from error
+
+
+def utf8(field: str, text: str) -> str:
+    """The text, which must be without unpaired surrogates: they have no UTF-8."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{field} has an unpaired surrogate; send valid Unicode"
+        raise invalid(field, message) from error
+    return text
+
+
+def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
+    mode, name = _choice(chat.tool_choice)
+    try:
+        functions = bytes(chat.tools).decode()
+    except UnicodeDecodeError as error:
+        raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
+    if _NOTHING.fullmatch(functions):
+        if mode in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED):
+            raise invalid_value(
+                "tool_choice", "given without tools", "none or auto, or any with tools"
+            )
+        return None
+    single = chat.parallel_tool_calls is False
+    return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
+
+
+def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str]:
+    if choice is None:
+        return inference_pb2.TOOL_MODE_AUTO, ""
+    if isinstance(choice, str):
+        if choice not in _MODES:
+            raise invalid_value("tool_choice", choice, _CHOICES)
+        return _MODES[choice], ""
+    if choice.type != "function" or not choice.function:
+        raise invalid_value("tool_choice.type", choice.type, _CHOICES)
+    return inference_pb2.TOOL_MODE_NAMED, utf8("tool_choice.function.name", choice.function.name)
+
+
+def _message(field: str, message: ChatMessage) -> inference_pb2.Message:
+    for name, value in (("function_call", message.function_call), ("audio", message.audio)):
+        if value is not None:
+            remedy = "tool_calls" if name == "function_call" else "text"
+            raise invalid(f"{field}.{name}", f"{field}.{name} is not supported; send {remedy}")
+    calls = message.tool_calls or []
+    return inference_pb2.Message(
+        role=utf8(f"{field}.role", message.role),
+        content=_content(f"{field}.content", message),
+        tool_calls=[_call(f"{field}.tool_calls[{j}]", call) for j, call in enumerate(calls)],
+        tool_call_id=utf8(f"{field}.tool_call_id", message.tool_call_id or ""),
+        name=utf8(f"{field}.name", message.name or ""),
+        reasoning=utf8(f"{field}.reasoning_content", message.reasoning_content or ""),
+    )
+
+
+def _call(field: str, call: ToolCall) -> inference_pb2.ToolCall:
+    if call.type != "function":
+        raise invalid_value(f"{field}.type", call.type, "function")
+    return inference_pb2.ToolCall(
+        id=utf8(f"{field}.id", call.id),
+        name=utf8(f"{field}.function.name", call.function.name),
+        arguments=utf8(f"{field}.function.arguments", call.function.arguments),
+    )
+
+
+def _content(field: str, message: ChatMessage) -> str:
+    if message.content is None:
+        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+            return ""
+        raise invalid_value(field, "null", "a string or a list of text parts")
+    if isinstance(message.content, str):
+        return utf8(field, message.content)
+    parts = enumerate(message.content)
+    return "".join(_part(f"{field}[{j}]", part, message.role) for j, part in parts)
+
+
+def _part(field: str, part: ContentPart, role: str) -> str:
+    """Text; of an assistant a refusal too, which is its words as well."""
+    is_refusal = part.type == "refusal" and role == "assistant"
+    if part.type != "text" and not is_refusal:
+        raise invalid_value(f"{field}.type", part.type, "text")
+    text = part.refusal if is_refusal else part.text
+    if text is None:
+        raise invalid_value(f"{field}.{part.type}", "missing", "a string")
+    return utf8(f"{field}.{part.type}", text)
+
+
+Request = inference_pb2.GenerateRequest
+T = TypeVar("T", bound=Common)
+
+# What OpenAI calls deprecated, by what it calls the successor.
+SUCCESSORS = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
+
+_AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    return _parse(_CHAT, body)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    return _parse(_COMPLETION, body)
+
+
+def from_chat(chat: ChatRequest) -> Request:
+    """Converts a chat body to the wire's form."""
+    request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
+    # Set even when empty, so that the check names `messages` and not the missing input.
+    request.messages.CopyFrom(from_conversation(chat))
+    if chat.top_logprobs and not chat.logprobs:
+        raise invalid_value(
+            "top_logprobs", chat.top_logprobs, "0, or any up to 20 with logprobs: true"
+        )
+    if chat.logprobs:
+        request.output.top_logprobs = chat.top_logprobs or 0
+    request.output.echo = bool(chat.echo)
+    return request
+
+
+def from_completion(completion: CompletionRequest) -> Request:
+    """Converts a completion body to the wire's form."""
+    _check_no_chat(completion)
+    request = _from_common(completion, completion.max_tokens)
+    _set_prompt(request, completion.prompt)
+    if completion.logprobs is not None:
+        if completion.echo:
+            raise invalid_value("logprobs", completion.logprobs, "null together with echo")
+        request.output.top_logprobs = completion.logprobs
+    request.output.echo = bool(completion.echo)
+    return request
+
+
+def _check_no_chat(completion: CompletionRequest) -> None:
+    for name in ("chat_template_kwargs", "reasoning_effort"):
+        if getattr(completion, name):
+            raise invalid(name, f"{name} is for chats; leave it out or use /v1/chat/completions")
+
+
+def _parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        parsed = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise invalid("body", "body: the JSON is not valid UTF-8; encode it as UTF-8") from error
+    except msgspec.DecodeError as error:
+        if _has_lone_surrogate(body):
+            message = "body: a string has half a surrogate pair; escape both halves, or send UTF-8"
+            raise invalid("body", message) from error
+        raise invalid("body", f"body: {error}; send one JSON object") from error
+    except RecursionError as error:
+        raise invalid("body", "body: the JSON is nested too deeply; flatten it") from error
+    if refused := parsed.refused():
+        name, value = refused
+        remedy = f"send {SUCCESSORS[name]}" if name in SUCCESSORS else "leave it out"
+        raise invalid(name, f"{name} is {_short(value)}, which is not supported; {remedy}")
+    return parsed
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    """Whether the JSON is whole but for that, which msgspec reports as a body cut short."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return False
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True
+
+
+def _validation_error(text: str) -> ServiceError:
+    if match := _AT.match(text):
+        field = match["path"] or "body"
+        return invalid(field, f"{field}: {_lower(match['what'])}")
+    if match := _MISSING.search(text):
+        return invalid(match["name"], f"{match['name']} is missing; it is required")
+    return invalid("body", f"body: {_lower(text)}")
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _from_common(common: Common, max_tokens: int | None) -> Request:
+    sampling = inference_pb2.SamplingParams(
+        temperature=common.temperature,
+        top_p=common.top_p,
+        # vLLM says -1 for all.
+        top_k=None if common.top_k is None else min(max(common.top_k, 0), MAX_UINT32),
+        min_p=common.min_p,
+        repetition_penalty=common.repetition_penalty,
+        presence_penalty=common.presence_penalty,
+        frequency_penalty=common.frequency_penalty,
+        # OpenAI's seeds are signed, the wire's are not.
+        seed=None if common.seed is None else common.seed % (1 << 64),
+        logit_bias=logit_bias(common),
+    )
+    stop = inference_pb2.StopConditions(
+        max_tokens=None if max_tokens is None else min(max_tokens, MAX_UINT32),
+        stop_token_ids=common.stop_token_ids or (),
+        ignore_eos=bool(common.ignore_eos),
+        min_tokens=common.min_tokens or 0,
+    )
+    texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
+    stop.stop_strings.extend(utf8("stop", text) for text in texts)
+    output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
+    return Request(
+        model=utf8("model", common.model),
+        session_id=utf8("session_id", common.session_id or ""),
+        sampling=sampling,
+        stop=stop,
+        output=output,
+        samples=_samples(common),
+        grammar=grammar(common),
+    )
+
+
+def _samples(common: Common) -> inference_pb2.Samples | None:
+    """None: one answer."""
+    if common.use_beam_search:
+        return _beam_search(common)
+    if common.length_penalty not in (None, 1.0):
+        possible = "1, or another with use_beam_search: true"
+        raise invalid_value("length_penalty", common.length_penalty, possible)
+    if common.n is None and common.best_of is None:
+        return None
+    if common.stream and (common.best_of or 1) > (common.n or 1):
+        raise invalid_value("best_of", common.best_of, f"{common.n or 1} with stream, more without")
+    return inference_pb2.Samples(n=common.n, best_of=common.best_of)
+
+
+def _beam_search(common: Common) -> inference_pb2.Samples:
+    n = common.n or 1
+    name, width = ("n", n) if common.best_of is None else ("best_of", common.best_of)
+    if not n <= width <= MAX_BEAM_WIDTH:
+        least = 1 if name == "n" else min(n, MAX_BEAM_WIDTH)
+        raise invalid_value(name, width, f"{least} to {MAX_BEAM_WIDTH} with use_beam_search")
+    if common.stream:
+        raise invalid_value(
+            "stream", True, "false with use_beam_search, whose end decides its beginning"
+        )
+    beam = inference_pb2.BeamSearch(width=width, length_penalty=common.length_penalty)
+    return inference_pb2.Samples(n=n, beam=beam)
+
+
+def _set_prompt(request: Request, prompt: str | list[str | int | list[int]]) -> None:
+    """Sets the prompt from a text, token ids, or a list of one of these."""
+    if isinstance(prompt, str):
+        request.text = utf8("prompt", prompt)
+        return
+    if all(isinstance(item, int) for item in prompt):
+        _set_tokens(request, prompt)
+        return
+    if len(prompt) > 1:
+        raise invalid_value("prompt", f"a list of {len(prompt)} prompts", "one prompt a request")
+    only = prompt[0]
+    if isinstance(only, list):
+        _set_tokens(request, only)
+    else:
+        request.text = utf8("prompt", str(only))
+
+
+def _set_tokens(request: Request, ids: list[int] | list[str | int | list[int]]) -> None:
+    request.token_ids.SetInParent()
+    request.token_ids.ids.extend(token for token in ids if isinstance(token, int))

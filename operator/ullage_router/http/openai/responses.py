@@ -1,0 +1,381 @@
+"""The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
+
+finish_reason has OpenAI's words; an answer that the time limit ended says "length", and stop_reason
+(a field that vLLM has too) says "timeout". Where a stop string ended it, stop_reason is that one.
+What all chunks of a stream share is encoded once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+
+
+def sse_event(data: bytes) -> bytes:
+    """Returns one server-sent event; JSON has no line break in it."""
+    return b"data: " + data + b"\n\n"
+
+
+JSON = dict[str, object]
+Delta = inference_pb2.Delta
+Finished = inference_pb2.Finished
+SampleFinished = inference_pb2.SampleFinished
+Accepted = inference_pb2.Accepted
+TokenLogprob = inference_pb2.TokenLogprob
+ToolCallPiece = inference_pb2.ToolCallPiece
+
+_FINISH = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_TIMEOUT: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """The parts of an answer besides text."""
+
+    id: str
+    model: str
+    created: int
+    """Unix time, seconds."""
+    logprobs: bool
+    token_ids: bool
+    usage: bool
+    """A last chunk with the usage; whole answers always have it."""
+    n: int
+    """Number of choices."""
+    tools: bool = False
+    """Whether there may be calls instead of text."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """The deltas of one choice of a whole answer."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallPiece] = field(default_factory=list)
+    end: SampleFinished | None = None
+    """None: it ended as the whole answer did."""
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self._add_call(piece)
+
+    def _add_call(self, piece: ToolCallPiece) -> None:
+        if piece.name:
+            copy = ToolCallPiece()
+            copy.CopyFrom(piece)  # the event may be another client's too
+            self.calls.append(copy)
+        else:
+            self.calls[-1].arguments += piece.arguments
+
+
+class Format(Protocol):
+    """The bodies of one endpoint."""
+
+    def opening(self, accepted: Accepted) -> list[JSON]:
+        """Chunks before the first text."""
+
+    def piece(self, delta: Delta) -> list[JSON]:
+        """The chunk of a delta; none when it would say nothing."""
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        """The last chunk of one of several choices."""
+
+    def closing(self, finished: Finished) -> list[JSON]:
+        """Chunks after the last text: of every choice that has not ended, and of the whole."""
+
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        """The answer in one piece."""
+
+
+class ChatFormat:
+    """chat.completion and its chunks."""
+
+    def __init__(self, options: ResponseOptions) -> None:
+        self._options = options
+        self._open = list(range(options.n))
+
+    def opening(self, accepted: Accepted) -> list[JSON]:
+        first = {"role": "assistant", "content": None if self._options.tools else ""}
+        chunks = [self._chunk(i, dict(first)) for i in self._open]
+        if self._options.token_ids:
+            chunks[0]["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        return chunks
+
+    def piece(self, delta: Delta) -> list[JSON]:
+        if not _says_something(delta):
+            return []
+        more: JSON = {}
+        if self._options.logprobs:
+            more["logprobs"] = chat_logprobs(delta.logprobs)
+        if self._options.token_ids:
+            more["token_ids"] = list(delta.token_ids)
+        return [self._chunk(delta.sample, _chat_delta(delta), more)]
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        self._open.remove(end.sample)
+        return [self._chunk(end.sample, {}, _ending(end))]
+
+    def closing(self, finished: Finished) -> list[JSON]:
+        last = [self._chunk(i, {}, _ending(finished)) for i in self._open]
+        return [*last, *_usage_chunk(self._base(), self._options, finished)]
+
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
+        answer = self._base() | {"object": "chat.completion", "choices": choices}
+        answer["usage"] = usage(finished.usage)
+        if self._options.token_ids:
+            answer["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        return answer
+
+    def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
+        choice: JSON = {
+            "index": index,
+            "message": _chat_message(part),
+            "logprobs": chat_logprobs(part.logprobs) if self._options.logprobs else None,
+            **_ending(part.end or finished),
+        }
+        return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
+
+    def _chunk(self, index: int, delta: JSON, more: JSON | None = None) -> JSON:
+        choice: JSON = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = self._base() | {"choices": [choice | (more or {})]}
+        return chunk | {"usage": None} if self._options.usage else chunk
+
+    def _base(self) -> JSON:
+        return _base("chatcmpl-", "chat.completion.chunk", self._options)
+
+
+class CompletionFormat:
+    """text_completion, whole and in chunks."""
+
+    def __init__(self, options: ResponseOptions) -> None:
+        self._options = options
+        self._open = list(range(options.n))
+        self._offsets = [0] * options.n
+        self._prompt_ids: dict[int, list[int]] = {}
+        """Prompt ids of choices that have not sent them yet."""
+
+    def opening(self, accepted: Accepted) -> list[JSON]:
+        if self._options.token_ids:
+            self._prompt_ids = {i: list(accepted.prompt_token_ids) for i in self._open}
+        return []
+
+    def piece(self, delta: Delta) -> list[JSON]:
+        if not _says_something(delta):
+            return []
+        index = delta.sample
+        more: JSON = {}
+        if self._options.logprobs:
+            more["logprobs"] = completion_logprobs(delta.logprobs, self._offsets[index])
+        if self._options.token_ids:
+            more["token_ids"] = list(delta.token_ids)
+            more["prompt_token_ids"] = self._prompt_ids.pop(index, None)
+        self._offsets[index] += len(delta.text)
+        return [self._chunk(index, delta.text, more)]
+
+    def ended(self, end: SampleFinished) -> list[JSON]:
+        self._open.remove(end.sample)
+        return [self._chunk(end.sample, "", _ending(end))]
+
+    def closing(self, finished: Finished) -> list[JSON]:
+        last = [self._chunk(i, "", _ending(finished)) for i in self._open]
+        return [*last, *_usage_chunk(self._base(), self._options, finished)]
+
+    def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
+        choices = [self._choice(i, part, finished) for i, part in enumerate(parts)]
+        if self._options.token_ids:
+            for choice in choices:
+                choice["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        return self._base() | {"choices": choices, "usage": usage(finished.usage)}
+
+    def _choice(self, index: int, part: Collected, finished: Finished) -> JSON:
+        choice: JSON = {
+            "index": index,
+            "text": "".join(part.texts),
+            "logprobs": completion_logprobs(part.logprobs, 0) if self._options.logprobs else None,
+            **_ending(part.end or finished),
+        }
+        return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
+
+    def _chunk(self, index: int, text: str, more: JSON) -> JSON:
+        choice: JSON = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        chunk = self._base() | {"choices": [choice | more]}
+        return chunk | {"usage": None} if self._options.usage else chunk
+
+    def _base(self) -> JSON:
+        return _base("cmpl-", "text_completion", self._options)
+
+
+def usage(counted: inference_pb2.Usage) -> JSON:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": counted.prompt_tokens,
+        "completion_tokens": counted.completion_tokens,
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
+    """The logprobs object of chat answers."""
+    return {
+        "content": [
+            _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}
+            for entry in entries
+        ]
+    }
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
+    """The logprobs object of completions; the chosen token is always among the likeliest.
+
+    Args:
+        offset: characters of the answer before the first entry.
+    """
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry.token)
+    return {
+        "tokens": [entry.token for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [
+            {entry.token: entry.logprob} | {top.token: top.logprob for top in entry.top}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
+    return {
+        "token": entry.token,
+        "logprob": entry.logprob,
+        "bytes": list(entry.token_bytes or entry.token.encode()),
+    }
+
+
+def _chat_message(part: Collected) -> JSON:
+    """content is null where there are calls and no text."""
+    content = "".join(part.texts)
+    message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
+    if part.reasoning:
+        message["reasoning_content"] = "".join(part.reasoning)
+    if part.calls:
+        message["tool_calls"] = [_tool_call(call) for call in part.calls]
+    return message
+
+
+def _chat_delta(delta: Delta) -> JSON:
+    message: JSON = {}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        message["tool_calls"] = [_tool_call_piece(piece) for piece in delta.tool_calls]
+    return message | {"content": delta.text} if delta.text or not message else message
+
+
+def _tool_call(call: ToolCallPiece) -> JSON:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_call_piece(piece: ToolCallPiece) -> JSON:
+    """Id, type and name come with a call's first piece only."""
+    if piece.name:
+        return {"index": piece.index} | _tool_call(piece)
+    return {"index": piece.index, "function": {"arguments": piece.arguments}}
+
+
+def _says_something(delta: Delta) -> bool:
+    return bool(
+        delta.text or delta.token_ids or delta.logprobs or delta.tool_calls or delta.reasoning
+    )
+
+
+def _ending(end: Finished | SampleFinished) -> JSON:
+    is_timeout = end.reason == inference_pb2.FINISH_REASON_TIMEOUT
+    return {
+        "finish_reason": _FINISH[end.reason],
+        "stop_reason": "timeout" if is_timeout else end.stop_string or None,
+    }
+
+
+def _usage_chunk(base: JSON, options: ResponseOptions, finished: Finished) -> list[JSON]:
+    return [base | {"choices": [], "usage": usage(finished.usage)}] if options.usage else []
+
+
+def _base(prefix: str, kind: str, options: ResponseOptions) -> JSON:
+    return {
+        "id": prefix + options.id,
+        "object": kind,
+        "created": options.created,
+        "model": options.model,
+    }
+
+
+# Stands for the text in a chunk that is made to be cut in two; no text has it by chance.
+_MARK = "\ue000the text\ue000"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunks:
+    """Turns events into server-sent ones.
+
+    Args:
+        form: says what is in a chunk.
+        options: what chunks carry besides text.
+    """
+
+    def __init__(self, form: Format, options: ResponseOptions) -> None:
+        self._form = form
+        self._is_plain = not (options.logprobs or options.token_ids)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What is before and after the text in a plain chunk, by choice."""
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Returns what comes before the first event."""
+        return _events(self._form.opening(accepted))
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Returns the bytes of one event of the answer; empty when it has none."""
+        match event.WhichOneof("event"):
+            case "finished":
+                return _events(self._form.closing(event.finished))
+            case "sample_finished":
+                return _events(self._form.ended(event.sample_finished))
+            case _:
+                return self._piece(event.delta)
+
+    def _piece(self, delta: inference_pb2.Delta) -> bytes:
+        if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
+            return _events(self._form.piece(delta))
+        frame = self._frames.get(delta.sample)
+        if frame is None:
+            frame = self._frames[delta.sample] = self._make_frame(delta.sample)
+        return frame[0] + _encode(delta.text) + frame[1]
+
+    def _make_frame(self, sample: int) -> tuple[bytes, bytes]:
+        example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
+        before, _, after = _events(example).partition(_encode(_MARK))
+        return before, after
+
+
+def _events(chunks: list[JSON]) -> bytes:
+    return b"".join(sse_event(_encode(chunk)) for chunk in chunks)

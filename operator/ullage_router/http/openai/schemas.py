@@ -1,0 +1,223 @@
+"""The bodies of OpenAI's chat and completion requests, as typed structures.
+
+Fields that this service does not know are ignored, as OpenAI-compatible servers do; known fields
+that it cannot honour and that would change the meaning of the answer are refused by name.
+"""
+
+from operator import attrgetter
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from ullage_common.wire.limits import (
+    MAX_CALLS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+
+MAX_UINT32 = (1 << 32) - 1
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
+Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
+"""Each of its texts takes two bytes of a grammar and more."""
+NULL = msgspec.Raw(b"null")
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str = ""
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    function_call: object = None
+    audio: object = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    type: str
+    function: NamedFunction | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    name: str
+    schema: msgspec.Raw = NULL
+    strict: bool | None = None
+    """Schemas are followed either way."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """Constraints of the answer in vLLM's form."""
+
+    json: msgspec.Raw = NULL
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    """Grammar in llguidance's dialect of Lark."""
+
+
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that would change the answer and that are not served yet."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
+        "suffix": ("",),
+        "function_call": ("none", "auto"),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "add_generation_prompt": (True,),
+        "modalities": (["text"],),
+        "truncate_prompt_tokens": (),
+    }
+    """Values that ask for nothing; null, false and empty ones never do."""
+
+    suffix: object = None
+    functions: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    function_call: object = None
+    modalities: object = None
+    audio: object = None
+    prediction: object = None
+    web_search_options: object = None
+    bad_words: object = None
+    allowed_token_ids: object = None
+    prompt_logprobs: object = None
+    include_stop_str_in_output: object = None
+    skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
+    truncate_prompt_tokens: object = None
+    add_generation_prompt: object = None
+    continue_final_message: object = None
+    chat_template: object = None
+    documents: object = None
+    prompt_embeds: object = None
+
+    def refused(self) -> tuple[str, object] | None:
+        """The first field that asks for something, with its value."""
+        if _unsupported(self) == _NOTHING:
+            return None
+        for name in Unsupported.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not self._is_neutral(name, value):
+                return name, value
+        return None
+
+    def _is_neutral(self, name: str, value: object) -> bool:
+        neutral = self.NEUTRAL.get(name, ())
+        if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+            return True
+        is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
+        return is_switch and value in (False, [], {})
+
+
+_unsupported = attrgetter(*Unsupported.__struct_fields__)
+_NOTHING = (None,) * len(Unsupported.__struct_fields__)
+
+
+class Common(Unsupported, frozen=True, kw_only=True):
+    """What chat and completions share; null means the default.
+
+    With `use_beam_search`, which vLLM has too, `best_of` (or else `n`) is the width of the search.
+    """
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: AtLeastOne | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[Token], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    n: Count | None = None
+    best_of: Count | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+    session_id: str | None = None
+    """Session id; the header x-session-id takes precedence."""
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
+    tools: msgspec.Raw = NULL
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[
+            list[str | Token | Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]],
+            msgspec.Meta(max_length=MAX_PROMPT_TOKENS),
+        ]
+    )
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None

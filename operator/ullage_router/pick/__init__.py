@@ -1,1 +1,0 @@
-"""Placing requests that clients send straight to engines."""

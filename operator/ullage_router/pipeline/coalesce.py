@@ -1,0 +1,326 @@
+"""Identical deterministic requests in flight share one generation.
+
+The first one starts at once; others join it in its first moments and are sent what it sent so far.
+The generation runs in a task of its own, so it ends when the last of its requests has left and not
+when the first does. Each request reads at its own pace from the generation's log of events.
+"""
+
+import asyncio
+import copy
+import hashlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+from msgspec.structs import replace
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import CoalesceSection
+from ullage_common.wire.errors import ServiceError
+from ullage_router.call import (
+    Call,
+    Event,
+    Handler,
+    PausableDeadline,
+    ResponseStream,
+    timed_out,
+)
+
+JOIN_S = 1.0
+"""Seconds for which others may join a generation before its first token, whatever the window."""
+MAX_LOG_BYTES = 1 << 20
+"""Bytes of an answer that are kept for requests that join or read slowly; several times the longest
+usual answer."""
+MAX_UNREAD_BYTES = 64 << 10
+"""Bytes that the engine may be ahead of the fastest reader."""
+
+
+def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the same request gives the same text again: greedy, seeded or a beam search."""
+    sampling = request.sampling
+    is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
+    return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
+
+
+def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
+    """Returns a key that is equal for requests that may share: every field but the id counts, also
+    future ones.
+
+    Args:
+        asker: what sets those apart who may not share.
+    """
+    anonymous = inference_pb2.GenerateRequest()
+    anonymous.CopyFrom(request)
+    anonymous.request_id = ""
+    digest = hashlib.blake2b(anonymous.SerializeToString(deterministic=True), digest_size=16)
+    digest.update(b"\0" + asker.encode())
+    return digest.digest()
+
+
+class Coalescer:
+    """The generations that others may join; this router's, as many as are in flight at most.
+
+    joined
+        requests that shared the generation of another
+    """
+
+    def __init__(self, section: CoalesceSection) -> None:
+        self._section = section
+        self._open: dict[bytes, _Generation] = {}
+        self.joined = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def share(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Returns the answer to the call, its own or a shared one.
+
+        Args:
+            proceed: generates; its answer is closed when nobody wants it any more.
+
+        Raises:
+            ServiceError: as `proceed`, for all who share it.
+        """
+        if not is_deterministic(call.request):
+            return await proceed(call)
+        reader = self._find(call, proceed).join(call)
+        try:
+            await reader.begin()
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _find(self, call: Call, proceed: Handler) -> "_Generation":
+        tenant = "" if self._section.across_tenants else call.tenant.name
+        rules = call.tenant.rules
+        # A whole answer is neither paced nor held up by a slow reader, as a stream is.
+        asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second} {call.is_streamed}"
+        key = key_of(call.request, asker)
+        shared = self._open.get(key)
+        if shared and shared.is_joinable and call.deadline.at <= shared.call.deadline.at:
+            self.joined += 1
+            return shared
+        own = _Generation(call, self._section.window)
+        self._open[key] = own
+        own.run(proceed, lambda: self._forget(key, own))
+        return own
+
+    def _forget(self, key: bytes, ended: "_Generation") -> None:
+        if self._open.get(key) is ended:
+            del self._open[key]
+
+
+class _Generation:
+    """One generation, its log and its readers.
+
+    Args:
+        call: the first to ask for it.
+        window_s: how long others may join it once it has sent something.
+    """
+
+    def __init__(self, call: Call, window_s: float) -> None:
+        self._window_s = window_s
+        self._longest_s = max(JOIN_S, window_s)
+        self.call = copy.copy(call)
+        self.call.refused_by = {}
+        # So it outlasts all who join with the same limit; each of them watches its own.
+        self.call.deadline = PausableDeadline(call.deadline.at + self._longest_s)
+        self.leader = call
+        self.accepted: inference_pb2.Accepted | None = None
+        self.error: BaseException | None = None
+        self._started = time.monotonic()
+        self._readers: set[_Reader] = set()
+        self._log: deque[Event] = deque()
+        self._dropped = 0  # events before those of the log
+        self._log_bytes = 0
+        self._written = 0  # bytes of all events so far
+        self._changed = asyncio.Event()
+        self._may_go_on = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether a newcomer would get all of the answer, about as soon as from a generation of its
+        own."""
+        limit_s = self._longest_s if self.accepted is None else self._window_s
+        is_whole = not self._dropped and self.error is None
+        return is_whole and bool(self._readers) and self._age_s <= limit_s
+
+    @property
+    def _age_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def run(self, start: Handler, on_end: Callable[[], None]) -> None:
+        self._task = asyncio.create_task(self._run(start, on_end), name="generation")
+
+    def join(self, call: Call) -> "_Reader":
+        reader = _Reader(self, call)
+        self._readers.add(reader)
+        return reader
+
+    def leave(self, reader: "_Reader") -> None:
+        """Removes a reader; the generation ends with its last one."""
+        self._readers.discard(reader)
+        self._may_go_on.set()
+        if not self._readers and self._task:
+            self._task.cancel()
+
+    async def wait_for_change(self) -> None:
+        """Waits until an event came, the generation ended, or a reader's time is over."""
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def read(self, place: int) -> Event | None:
+        """Returns the event of this number, counted from 0; None when there is none yet.
+
+        Raises:
+            ServiceError: it was dropped, since the reader was too slow.
+        """
+        if place < self._dropped:
+            raise _too_slow()
+        index = place - self._dropped
+        return self._log[index] if index < len(self._log) else None
+
+    def on_read(self) -> None:
+        """Lets the engine continue after a reader did, and drops events that nobody can need."""
+        self._may_go_on.set()
+        if self._age_s > self._longest_s:
+            while self._dropped < min(reader.place for reader in self._readers):
+                self._drop()
+
+    async def _run(self, start: Handler, on_end: Callable[[], None]) -> None:
+        try:
+            answer = await start(self.call)
+            try:
+                await self._follow(answer)
+            finally:
+                answer.close()
+        except Exception as error:  # whatever it is, all readers must get it
+            self.error = error
+        finally:
+            on_end()
+            self.notify()
+
+    async def _follow(self, answer: ResponseStream) -> None:
+        self.accepted = answer.accepted
+        self.notify()
+        events = answer.events()
+        try:
+            async for event in events:
+                self._append(event)
+                while self._is_ahead():
+                    self._may_go_on.clear()
+                    await self._may_go_on.wait()
+        finally:
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
+
+    def _append(self, event: Event) -> None:
+        self._log.append(event)
+        self._log_bytes += event.ByteSize()
+        self._written += event.ByteSize()
+        while self._log_bytes > MAX_LOG_BYTES and len(self._log) > 1:
+            self._drop()
+        self.notify()
+
+    def _drop(self) -> None:
+        self._log_bytes -= self._log.popleft().ByteSize()
+        self._dropped += 1
+
+    def _is_ahead(self) -> bool:
+        fastest = max((reader.bytes_read for reader in self._readers), default=self._written)
+        return self._written - fastest > MAX_UNREAD_BYTES
+
+
+class _Reader:
+    """One request's view of a generation: an answer with its own id, usage and deadline."""
+
+    def __init__(self, generation: _Generation, call: Call) -> None:
+        self.accepted = inference_pb2.Accepted()
+        self.place = 0
+        self.bytes_read = 0
+        self._generation = generation
+        self._call = call
+        self.output_tokens = 0
+        self._adopt_decision()
+        loop = asyncio.get_running_loop()
+        remaining_s = max(0.0, call.deadline.remaining_s)
+        self._alarm = loop.call_later(remaining_s, generation.notify)
+        self._is_closed = False
+
+    async def begin(self) -> None:
+        """Waits for the first token.
+
+        Raises:
+            ServiceError: there will be none.
+        """
+        generation = self._generation
+        while generation.accepted is None and generation.error is None:
+            await generation.wait_for_change()
+        self._adopt_decision()
+        if generation.accepted is None:
+            raise self._error()
+        self.accepted.CopyFrom(generation.accepted)
+        self.accepted.request_id = self._call.record.request_id
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        while True:
+            event = await self._next()
+            if event.HasField("finished"):
+                self.output_tokens = event.finished.usage.completion_tokens
+                yield event
+                return
+            self.output_tokens += event.delta.num_tokens
+            yield event
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._alarm.cancel()
+            self._generation.leave(self)
+
+    async def _next(self) -> Event:
+        while (event := self._generation.read(self.place)) is None:
+            if self._generation.error:
+                raise self._error()
+            if self._call.deadline.remaining_s <= 0:
+                return timed_out(self.accepted.prompt_tokens, self.output_tokens)
+            await self._generation.wait_for_change()
+        self.place += 1
+        self.bytes_read += event.ByteSize()
+        self._generation.on_read()
+        return event
+
+    def _error(self) -> BaseException:
+        """Returns a copy of the error: an exception that several tasks raise collects all their
+        frames."""
+        error = self._generation.error
+        if not isinstance(error, ServiceError):
+            return RuntimeError(f"the shared generation failed: {error!r}")
+        return ServiceError(
+            error.code,
+            error.reason,
+            error.message,
+            metadata=error.metadata,
+            retry_after_s=error.retry_after_s,
+        )
+
+    def _adopt_decision(self) -> None:
+        """Copies the decision about the generation, which holds for all who share it."""
+        generation, call = self._generation, self._call
+        leader = "" if generation.leader is call else generation.leader.record.request_id
+        call.decision = replace(generation.call.decision, coalesced_with=leader)
+
+
+def _too_slow() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "SLOW_READER",
+        f"this answer is shared and its reader fell more than {MAX_LOG_BYTES} bytes behind; "
+        "read faster, or send another seed to have it alone",
+    )

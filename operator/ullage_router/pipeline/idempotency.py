@@ -1,0 +1,147 @@
+"""A tenant's later request with the same idempotency key ends the earlier one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_router.call import Call, Event, Handler, ResponseStream
+from ullage_router.errors import REPLACED
+
+MAX_KEY_CHARACTERS = 256
+HEADER = "idempotency-key"
+# What the earlier request holds of a quota is the later one's, which so waits for it to end.
+MAX_WAIT_S = 1.0
+
+
+class Replacer:
+    """The requests of this router that hold an idempotency key, at most one entry for each request
+    in flight.
+
+    replaced
+        requests that a later one ended
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[str, str], _Holder] = {}
+        self.replaced = 0
+
+    async def replace_earlier(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Ends an earlier call with the same key; a later one ends this call.
+
+        Raises:
+            ServiceError: it was replaced, or its key is too long.
+        """
+        if not call.idempotency_key:
+            return await proceed(call)
+        name = (call.tenant.name, _checked(call.idempotency_key))
+        earlier, holder = self._holders.get(name), _Holder(call.idempotency_key)
+        self._holders[name] = holder
+        self.replaced += earlier is not None
+        try:
+            with holder.cancellable():
+                if earlier:
+                    await earlier.end()
+                holder.stream = await proceed(call)
+        except BaseException:
+            self._forget(name, holder)
+            raise
+        return _ReplaceableStream(holder.stream, holder, lambda: self._forget(name, holder))
+
+    def _forget(self, name: tuple[str, str], holder: "_Holder") -> None:
+        holder.has_ended.set()
+        if self._holders.get(name) is holder:
+            del self._holders[name]
+
+
+class _Holder:
+    """A request that holds a key, and the task that serves it."""
+
+    def __init__(self, key: str) -> None:
+        task = asyncio.current_task()
+        assert task
+        self.stream: ResponseStream | None = None
+        self.has_ended = asyncio.Event()
+        self._key = key
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._is_replaced = False
+        self._is_waiting = False
+
+    async def end(self) -> None:
+        """Ends the request at once where its task waits for the answer, and otherwise, as while a
+        slow client takes what it was sent, at the next read; its engine stops at once."""
+        self._is_replaced = True
+        if self._is_waiting:
+            self._task.cancel()
+        elif self.stream:
+            self.stream.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_WAIT_S):
+                await self.has_ended.wait()
+
+    @contextlib.contextmanager
+    def cancellable(self) -> Iterator[None]:
+        """Marks a block in which the task waits for the answer and may be cancelled.
+
+        Raises:
+            ServiceError: a later request ended this one.
+        """
+        if self._is_replaced:
+            raise self._error()
+        self._is_waiting = True
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            # If the client has gone as well, its cancelling counts.
+            if self._is_replaced and self._task.uncancel() <= self._cancelling:
+                raise self._error() from error
+            raise
+        finally:
+            self._is_waiting = False
+
+    def _error(self) -> ServiceError:
+        return ServiceError(
+            grpc.StatusCode.ABORTED,
+            REPLACED,
+            f"a later request with the {HEADER} {self._key!r} replaced this one",
+        )
+
+
+class _ReplaceableStream:
+    """The answer of a request that holds a key."""
+
+    def __init__(
+        self, stream: ResponseStream, holder: _Holder, on_close: Callable[[], None]
+    ) -> None:
+        self.accepted: inference_pb2.Accepted = stream.accepted
+        self._stream = stream
+        self._holder = holder
+        self._on_close = on_close
+
+    @property
+    def output_tokens(self) -> int:
+        return self._stream.output_tokens
+
+    async def events(self) -> AsyncIterator[Event]:
+        events = self._stream.events()
+        while True:
+            with self._holder.cancellable():
+                event = await anext(events, None)
+            if event is None:
+                return
+            yield event
+
+    def close(self) -> None:
+        self._stream.close()
+        self._on_close()
+
+
+def _checked(key: str) -> str:
+    if len(key) > MAX_KEY_CHARACTERS:
+        message = f"{HEADER} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
+        raise invalid(HEADER, message)
+    return key

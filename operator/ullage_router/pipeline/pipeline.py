@@ -1,0 +1,189 @@
+"""A request's way through the router: a chain of stages, built once of the features that are on.
+
+    replace_earlier   a later request with the same idempotency key ends it      routing.replace
+    open              not draining; within its deadline, bounds and quota
+    charge_estimate   an estimate of its tokens is charged                       cascade
+    run               the steps of the cascade; own engines are the chain below  cascade
+    wait_for_model    held until an engine has described its model               pools that sleep
+    draw_side         the stable engines or a canary                             rollout_file
+    render            its prompt in token ids, long conversations summed up
+    wait_for_pool     held until its pool has an engine                          pools that sleep
+    charge            its tokens are charged
+    share             identical deterministic requests share one generation      routing.coalesce
+    try_canary        a canary has one try at once                               rollout_file
+    generate          admission and an engine's first token; another engine where one fails it
+
+Each stage is called with the request and the handler of what follows. The order matters: a request
+is charged when it is known where it may run, and shared only below its own quota and prompt.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from ullage_common.config.router import RouterConfig
+from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import validate_request
+from ullage_router import errors
+from ullage_router.call import Call, Handler, ResponseStream, Stage, asked_tokens, num_samples
+from ullage_router.engines.engines import Engines
+from ullage_router.policy.cascade import estimated_tokens
+from ullage_router.prompts.prompts import PromptBuilder
+from ullage_router.telemetry.record import RequestRecord
+
+
+def chain(stages: Sequence[Stage], last: Handler) -> Handler:
+    """Returns one handler that goes through the stages in their order."""
+    handler = last
+    for stage in reversed(stages):
+        handler = partial(stage, proceed=handler)
+    return handler
+
+
+class RequestPipeline:
+    """Serves requests of either protocol.
+
+    Args:
+        handler: the chain.
+        on_end: called with every record once its request is over.
+
+    inflight
+        requests that are being served
+    is_draining
+        new requests are refused
+    """
+
+    def __init__(self, handler: Handler, on_end: Callable[[RequestRecord], None]) -> None:
+        self._handler = handler
+        self._on_end = on_end
+        self.inflight = 0
+        self.is_draining = False
+
+    def drain(self) -> None:
+        """Refuses new requests; those that have begun go on."""
+        self.is_draining = True
+
+    @contextlib.asynccontextmanager
+    async def serve(self, call: Call) -> AsyncIterator[ResponseStream]:
+        """Opens an answer that has its first token; leaving the block ends it.
+
+        Raises:
+            ServiceError: the request is refused or failed before the first token.
+        """
+        record = call.record
+        record.tenant = call.tenant.name
+        self.inflight += 1
+        stream: ResponseStream | None = None
+        try:
+            if self.is_draining:
+                raise errors.draining()
+            stream = await self._handler(call)
+            record.ttft_s = time.monotonic() - record.arrived
+            _copy_decision(call)
+            yield stream
+            record.status = 200
+        except BaseException as error:
+            _copy_decision(call)
+            _copy_error(record, error)
+            raise
+        finally:
+            if stream:
+                stream.close()
+                record.output_tokens = stream.output_tokens
+            self.inflight -= 1
+            record.ended = time.monotonic()
+            call.tenant.close_request(record)
+            # After the answer's last bytes, which leave at the end of this turn.
+            asyncio.get_running_loop().call_soon(self._on_end, record)
+
+    def refuse(self, record: RequestRecord, error: ServiceError) -> None:
+        """Counts a request that was refused before it became a Call."""
+        _copy_error(record, error)
+        record.ended = time.monotonic()
+        self._on_end(record)
+
+
+def _copy_decision(call: Call) -> None:
+    record = call.record
+    record.decision = call.decision
+    record.limits = call.tenant.limit_headers
+    record.priority = call.request.priority
+    record.held_s = call.deadline.held_s
+
+
+def _copy_error(record: RequestRecord, error: BaseException) -> None:
+    """Copies the client's error into the record."""
+    if isinstance(error, ServiceError):
+        record.status, record.error = errors.http_status(error), error.reason
+    elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+        record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
+    else:
+        record.status, record.error = 500, "INTERNAL"
+
+
+class CommonStages:
+    """The stages of every request before an engine is chosen.
+
+    Args:
+        config: the model's name, and limits.
+        engines: where models and the output that is expected of them are known.
+        prompts: renders.
+    """
+
+    def __init__(self, config: RouterConfig, engines: Engines, prompts: PromptBuilder) -> None:
+        self._config = config
+        self._engines = engines
+        self._prompts = prompts
+
+    async def open(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Checks the request, counts it against its tenant's quota, and watches its deadline.
+
+        Raises:
+            ServiceError: the request is wrong, over quota, or out of time.
+        """
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline.remaining_s)) as timeout:
+                with call.deadline.pauses(timeout):
+                    self._engines.check_name(call.request.model)
+                    validate_request(call.request)
+                    call.tenant.open_request(call.request, self._config.model)
+                    return await proceed(call)
+        except TimeoutError as error:
+            raise errors.deadline(call.timeout_s) from error
+
+    async def charge_estimate(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Charges the tenant for a request whose tokens may never be counted here."""
+        call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
+        return await proceed(call)
+
+    async def render(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Renders the prompt.
+
+        Raises:
+            ServiceError: no model is known, or the input is wrong.
+        """
+        model = self._engines.served_model(call.request.model, call.side)
+        # An error from here on names the model.
+        call.decision = replace(call.decision, model=self._config.model)
+        call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
+        call.decision = replace(call.decision, degraded=call.prompt.degraded)
+        return await proceed(call)
+
+    async def charge(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Charges the tenant for the prompt and the expected output.
+
+        Raises:
+            ServiceError: the tenant's tokens do not suffice.
+        """
+        call.tenant.charge(len(call.prompt.token_ids), self._expected_output(call))
+        return await proceed(call)
+
+    def _expected_output(self, call: Call) -> int:
+        """Returns the tokens that all answers together are charged in advance."""
+        limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
+        most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
+        return min(most, self._engines.expected_output) * num_samples(call.request.samples)

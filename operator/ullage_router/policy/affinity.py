@@ -1,0 +1,150 @@
+"""Which engine has a request's beginning in its caches: two tables of fixed size.
+
+A session goes to the engine of its last turn. Any other request goes to the engine that computed
+the longest known part of its beginning: prompts are hashed block by block, each block's hash with
+all before it, as the engines' prefix caches do. A wrong guess costs time and nothing else, so
+hashes need not be safe against collisions; what is too long is compared by its first blocks.
+
+Tenants see nothing of one another's entries, and who has more than an equal share of a full table
+makes room in it: what others send, or say with `Pick` that they send, costs nobody his share.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ullage_common.config.router import AffinitySection
+
+PREFIX_BLOCK_TOKENS = 64
+MAX_PREFIX_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """The key by which a request's beginning is found in the tables; hashed once a request."""
+
+    session: str
+    prefixes: tuple[int, ...]
+    """Hashes of its leading blocks, shortest first."""
+    tenant: str = ""
+
+
+class Table:
+    """Names by tenant and key, at most `size`; of the tenant that makes room, the one used longest
+    ago goes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._len = 0
+        self._tenants: OrderedDict[str, OrderedDict[int, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._len
+
+    def get(self, tenant: str, key: int) -> str | None:
+        engines = self._tenants.get(tenant)
+        engine = engines.get(key) if engines else None
+        if engines and engine is not None:
+            engines.move_to_end(key)
+        return engine
+
+    def put(self, tenant: str, key: int, engine: str) -> None:
+        engines = self._tenants.get(tenant)
+        if engines is None:
+            engines = self._tenants[tenant] = OrderedDict()
+        self._len += key not in engines
+        engines[key] = engine
+        engines.move_to_end(key)
+        if self._len > self._size:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Of too many entries, one tenant has more than an equal share of those that fit.
+
+        The search goes on from where it ended last: who has too much stays in front.
+        """
+        share = self._size // len(self._tenants)
+        while len(self._tenants[tenant := next(iter(self._tenants))]) <= share:
+            self._tenants.move_to_end(tenant)
+        self._tenants[tenant].popitem(last=False)
+        self._len -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+    def forget(self, engine: str) -> None:
+        """Drops an engine that is gone, with its caches."""
+        for tenant, engines in list(self._tenants.items()):
+            for key in [key for key, at in engines.items() if at == engine]:
+                del engines[key]
+                self._len -= 1
+            if not engines:
+                del self._tenants[tenant]
+
+    def check_integrity(self) -> None:
+        assert self._len == sum(map(len, self._tenants.values())) <= self._size
+        assert all(self._tenants.values())
+
+
+class Affinity:
+    """Remembers where requests ran."""
+
+    def __init__(self, section: AffinitySection) -> None:
+        self._section = section
+        self._sessions = Table(section.max_sessions)
+        self._prefixes = Table(section.max_prefixes)
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def prefixes(self) -> int:
+        return len(self._prefixes)
+
+    def cache_key(self, session: str, token_ids: Sequence[int], tenant: str = "") -> CacheKey:
+        """What is remembered of a request."""
+        prefixes = prefix_hashes(token_ids) if self._section.max_prefixes else ()
+        return CacheKey(session if self._section.max_sessions else "", prefixes, tenant)
+
+    def find(self, cache_key: CacheKey, is_usable: Callable[[str], bool]) -> str:
+        """The engine that has most of the request's beginning; empty when none is known.
+
+        Args:
+            is_usable: whether an engine takes requests; one that does not is passed over, and its
+                shorter matches elsewhere count.
+        """
+        if cache_key.session:
+            engine = self._sessions.get(cache_key.tenant, hash(cache_key.session))
+            if engine and is_usable(engine):
+                return engine
+        for prefix in reversed(cache_key.prefixes):
+            engine = self._prefixes.get(cache_key.tenant, prefix)
+            if engine and is_usable(engine):
+                return engine
+        return ""
+
+    def on_placed(self, cache_key: CacheKey, engine: str) -> None:
+        """The request's beginning is now in that engine's caches."""
+        if cache_key.session:
+            self._sessions.put(cache_key.tenant, hash(cache_key.session), engine)
+        for prefix in reversed(cache_key.prefixes):  # the shortest is shared by most: newest
+            self._prefixes.put(cache_key.tenant, prefix, engine)
+
+    def forget(self, engine: str) -> None:
+        """The engine lost its caches."""
+        self._sessions.forget(engine)
+        self._prefixes.forget(engine)
+
+    def check_integrity(self) -> None:
+        self._sessions.check_integrity()
+        self._prefixes.check_integrity()
+
+
+def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A hash of every leading run of whole blocks, shortest first."""
+    hashes, last = [], 0
+    whole = min(len(token_ids) // PREFIX_BLOCK_TOKENS, MAX_PREFIX_BLOCKS)
+    for start in range(0, whole * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS):
+        last = hash((last, *token_ids[start : start + PREFIX_BLOCK_TOKENS]))
+        hashes.append(last)
+    return tuple(hashes)

@@ -1,0 +1,226 @@
+"""The rules of a cascade: which steps are tried, whether they are judged, what features a request
+has before any model has seen it, and the judgement itself. Pure.
+
+Only the last turn is searched for code and maths, and only its ends: a long conversation costs no
+more than a short one, and what is asked stands in the last turn.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import CascadeSection, FallbackSection, HeuristicsSection
+
+SEARCHED_CHARACTERS = 4000
+"""Number of characters searched at either end of the last turn."""
+CHARACTERS_PER_TOKEN = 4
+CODE_LINES = 2
+"""Number of lines that read like code and make a prompt count as code."""
+MATHS_SHARE = 0.12
+"""Share of digits and operators among all but spaces from which a text is maths."""
+MATHS_CHARACTERS = 8
+
+_FENCE = re.compile(r"^\s{0,3}(?:```|~~~)", re.MULTILINE)
+_CODE_LINE = re.compile(
+    r"^[ \t]*+(?:"
+    r"(?:async[ \t]+)?(?:def|fn|func|function)[ \t]+\w+[ \t]*[(<]"
+    r"|(?:class|struct|enum|interface|impl|trait)[ \t]+\w+[ \t]*[:({<]"
+    r"|from[ \t]+[\w.]+[ \t]+import[ \t]|import[ \t]+[\w.]+;?[ \t]*$"
+    r"|\#include[ \t]*[<\"]"
+    r"|(?:const|let|var)[ \t]+\w+[ \t]*[:=]"
+    r"|(?:SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER)[ \t]+\S"
+    r"|[^\n]{0,200}[;{}][ \t]*$"
+    r")",
+    re.MULTILINE,
+)
+_FORMULA = re.compile(r"\$\$|\\(?:frac|sum|int|sqrt|begin|cdot|lim|infty)\b|\w\s?\^\s?[\w({]")
+_MATHS = frozenset("0123456789+-*/=<>^%∑∫√≤≥≠±×÷π")  # noqa: RUF001 - the signs themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of one request that the choice of a step depends on."""
+
+    characters: int = 0
+    """Number of characters of all turns."""
+    turns: int = 1
+    has_code: bool = False
+    has_maths: bool = False
+    has_tools: bool = False
+    has_several_answers: bool = False
+    """Samples or beams: there is no one stream of tokens to judge."""
+    is_bound: bool = False
+    """Whether the request has token ids of this service's own model, which no other reads alike."""
+    priority: int = 0
+
+
+def features(request: inference_pb2.GenerateRequest) -> Features:
+    """Reads a request in time bounded by SEARCHED_CHARACTERS and the number of turns."""
+    texts = [m.content for m in request.messages.messages] or [request.text]
+    last = _ends(texts[-1])
+    return Features(
+        characters=sum(map(len, texts)),
+        turns=len(texts),
+        has_code=has_code(last),
+        has_maths=has_maths(last),
+        has_tools=request.messages.HasField("tools"),
+        has_several_answers=_has_several_answers(request.samples),
+        is_bound=_is_bound(request),
+        priority=request.priority,
+    )
+
+
+def estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """Estimates the prompt's tokens before they are counted; charged until then."""
+    characters = sum(len(m.content) for m in request.messages.messages) + len(request.text)
+    return len(request.token_ids.ids) or 1 + characters // CHARACTERS_PER_TOKEN
+
+
+def has_code(text: str) -> bool:
+    """A fence, or several lines that begin or end as code does."""
+    if _FENCE.search(text):
+        return True
+    lines = _CODE_LINE.finditer(text)
+    return sum(1 for _ in itertools.islice(lines, CODE_LINES)) == CODE_LINES
+
+
+def has_maths(text: str) -> bool:
+    """A formula, or many digits and operators for its length."""
+    if _FORMULA.search(text):
+        return True
+    signs = sum(character in _MATHS for character in text)
+    size = sum(not character.isspace() for character in text)
+    return signs >= MATHS_CHARACTERS and signs >= MATHS_SHARE * size
+
+
+def _ends(text: str) -> str:
+    if len(text) <= 2 * SEARCHED_CHARACTERS:
+        return text
+    return f"{text[:SEARCHED_CHARACTERS]}\n{text[-SEARCHED_CHARACTERS:]}"
+
+
+def _has_several_answers(samples: inference_pb2.Samples) -> bool:
+    return samples.n > 1 or samples.best_of > 1 or samples.HasField("beam")
+
+
+def _is_bound(request: inference_pb2.GenerateRequest) -> bool:
+    return (
+        request.WhichOneof("input") == "token_ids"
+        or bool(request.stop.stop_token_ids)
+        or bool(request.sampling.logit_bias)
+        or request.output.return_token_ids
+    )
+
+
+HELD_SHARE = 0.5
+"""Share of the time left that one step may hold a request; the next needs time as well."""
+
+Reason = Literal["FIRST", "HARD", "SEVERAL_ANSWERS", "OWN_TOKENS", "PEAK"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLoad:
+    """How busy this service's own engines are."""
+
+    pressure_level: int = 0
+    """The mildest of any engine that is ready; 0 when none is."""
+    queued: int = 0
+    """Requests that wait in this router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The way of one request."""
+
+    steps: tuple[int, ...]
+    """Tried in this order."""
+    is_judged: bool
+    """Whether the step's first tokens are held back until their confidence is known: all steps but
+    the last."""
+    is_parallel: bool
+    reason: Reason
+
+
+def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
+    """Chooses the first step; the later ones are there to hand over to."""
+    last = len(policy.steps) - 1
+    if features.is_bound:
+        return Plan((policy.own,), False, False, "OWN_TOKENS")
+    if policy.fallback and is_peak(features.priority, load, policy.fallback):
+        return Plan(tuple(range(last + 1)), False, False, "PEAK")
+    if features.has_several_answers:
+        return Plan((last,), False, False, "SEVERAL_ANSWERS")
+    points = difficulty(features, policy.heuristics)
+    steps = tuple(range(min(points, last), last + 1))
+    return Plan(steps, len(steps) > 1, policy.parallel, "HARD" if points else "FIRST")
+
+
+def difficulty(features: Features, policy: HeuristicsSection) -> int:
+    """Returns the number of signs of a hard prompt; each starts the request a step higher."""
+    signs = (
+        0 < policy.prompt_characters < features.characters,
+        0 < policy.turns < features.turns,
+        policy.code and features.has_code,
+        policy.maths and features.has_maths,
+        policy.tools and features.has_tools,
+    )
+    return sum(signs)
+
+
+def is_peak(priority: int, load: ServiceLoad, policy: FallbackSection) -> bool:
+    """Whether a request of this priority makes room for others now."""
+    if priority > policy.max_priority:
+        return False
+    return (
+        0 < policy.pressure_level <= load.pressure_level
+        or 0 < policy.queued_requests <= load.queued
+    )
+
+
+class Confidence:
+    """The geometric mean probability of an answer's first tokens, as they come.
+
+    Args:
+        num_judged: tokens that are judged; an answer that ends before has fewer.
+    """
+
+    def __init__(self, num_judged: int) -> None:
+        self._wanted = num_judged
+        self._tokens = 0
+        self._logprobs: list[float] = []
+
+    def add(self, tokens: int, logprobs: Iterable[float]) -> None:
+        """Takes what came next.
+
+        Args:
+            tokens: how many, with or without their log-probabilities.
+            logprobs: natural, one a token.
+        """
+        self._tokens += tokens
+        room = self._wanted - len(self._logprobs)
+        self._logprobs.extend(value for value, _ in zip(logprobs, range(room), strict=False))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that came."""
+        return self._tokens
+
+    @property
+    def is_complete(self) -> bool:
+        return self._tokens >= self._wanted
+
+    @property
+    def value(self) -> float | None:
+        """exp(mean log-probability), 0 to 1; None when no token told its own, or told no number."""
+        mean = sum(self._logprobs) / len(self._logprobs) if self._logprobs else math.nan
+        if math.isnan(mean):
+            return None
+        return math.exp(0.0 if mean > 0 else mean)
+
+    def reaches(self, threshold: float) -> bool:
+        """False when nothing is known."""
+        return self.value is not None and self.value >= threshold

@@ -1,0 +1,214 @@
+"""Memory that is reserved on engines for requests their reports do not include yet, and prefill
+work that is balanced over engines.
+
+Reservations: bytes are reserved when a request is sent. The engine counts the request from the
+moment it answers Accepted, but a report that is already under way may not. So the reservation ends
+with the second report after Accepted, or when the request ends, whichever comes first: until then
+bytes may count twice, but never not at all.
+
+Balance: a prompt of N tokens multiplies N * (N + 1) / 2 pairs of queries and keys and sends N
+tokens through everything else of a layer. In units of one pair's products that is
+
+    work(N) = N * (N + 1) / 2 + mlp_products * N
+
+`balance` gives prompts, longest first, to the engine with the least work (Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest critical path when engines are
+idle), as far as their memory allows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+def pairs(tokens: int) -> int:
+    """Products of queries and keys that causal attention over a prompt takes."""
+    return tokens * (tokens + 1) // 2
+
+
+def work(tokens: int, mlp_products: int) -> int:
+    """Returns the cost of computing a prompt, in products of a query and a key."""
+    return pairs(tokens) + mlp_products * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine that may get prompts."""
+
+    id: str
+    work: int
+    """Work that the engine has before any of the prompts."""
+    room: int
+    """Bytes available to all of the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """A prompt to be placed."""
+
+    work: int
+    lane: str
+    """The engine that the prompt is on now, which holds its bytes."""
+    sizes: Mapping[str, int]
+    """Bytes that the prompt takes on each engine that it may go to."""
+
+
+def balance(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> list[str]:
+    """The lane of each job; where they are, unless another way ends sooner."""
+    present = [job.lane for job in jobs]
+    balanced = _longest_first(jobs, lanes)
+    if balanced and critical_path(jobs, balanced, lanes) < critical_path(jobs, present, lanes):
+        return balanced
+    return present
+
+
+def critical_path(
+    jobs: Sequence[PrefillTask], places: Sequence[str], lanes: Sequence[EngineLoad]
+) -> int:
+    """Work of the engine that has most to do."""
+    total = {lane.id: lane.work for lane in lanes}
+    for job, place in zip(jobs, places, strict=True):
+        total[place] = total.get(place, 0) + job.work
+    return max(total.values(), default=0)
+
+
+def _longest_first(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> list[str]:
+    """Empty when the memory does not allow it."""
+    total = {lane.id: lane.work for lane in lanes}
+    room = {lane.id: lane.room for lane in lanes}
+    places = [""] * len(jobs)
+    for number, job in sorted(enumerate(jobs), key=lambda item: -item[1].work):
+        fits = [lane for lane, size in job.sizes.items() if size <= room.get(lane, -1)]
+        if not fits:
+            return []
+        best = min(fits, key=lambda lane: (total[lane], lane))
+        places[number] = best
+        total[best] += job.work
+        room[best] -= job.sizes[best]
+    return places
+
+
+REPORTS_AFTER_ACCEPTED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Credit:
+    """Credit of one request in flight."""
+
+    size: int
+    tokens: int
+    """Tokens of the prompt."""
+    counted_from: int | None = None
+    """Which report must include the request, counted as they arrive; None before Accepted."""
+
+
+@dataclass(slots=True)
+class PromptSums:
+    """PromptSums that are not computed yet, summed up."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.pairs += pairs(tokens)
+
+    def remove(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.pairs -= pairs(tokens)
+
+
+class CreditBook:
+    """The requests in flight on one engine."""
+
+    def __init__(self) -> None:
+        self._open: set[Credit] = set()
+        self._counted: set[Credit] = set()
+        self._reports = 0
+        self._total = 0
+        self._prompts: set[Credit] = set()
+        """Credits of requests without a first token."""
+        # Sums over prompts by whether a report includes them: every decision asks for them.
+        self._unsure, self._sure = PromptSums(), PromptSums()
+
+    @property
+    def reports(self) -> int:
+        """Number of reports that arrived so far."""
+        return self._reports
+
+    @property
+    def total(self) -> int:
+        """Bytes that no report is sure to include."""
+        return self._total
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens to compute that no report is sure to include."""
+        return self._unsure.tokens
+
+    def prefill_pairs(self, reported_tokens: int) -> float:
+        """Products of queries and keys in the prompts that are not computed yet.
+
+        Args:
+            reported_tokens: prompt tokens that the engine has yet to compute, in its last report.
+        """
+        sure = self._sure
+        remaining = min(1.0, reported_tokens / sure.tokens) if sure.tokens else 0.0
+        return self._unsure.pairs + remaining * sure.pairs
+
+    @property
+    def uncounted(self) -> int:
+        """Requests that no report is sure to include."""
+        return len(self._open)
+
+    @property
+    def inflight(self) -> int:
+        """Requests sent and not ended."""
+        return len(self._open) + len(self._counted)
+
+    def reserve(self, size: int, tokens: int) -> Credit:
+        credit = Credit(size, tokens)
+        self._open.add(credit)
+        self._prompts.add(credit)
+        self._unsure.add(tokens)
+        self._total += size
+        return credit
+
+    def on_accepted(self, credit: Credit) -> None:
+        """The engine took the request."""
+        credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
+
+    def on_first_token(self, credit: Credit) -> None:
+        """Its first token came."""
+        if credit in self._prompts:
+            self._prompts.remove(credit)
+            (self._unsure if credit in self._open else self._sure).remove(credit.tokens)
+
+    def on_report(self) -> None:
+        """A report arrived; it includes every request accepted long enough before."""
+        self._reports += 1
+        counted = {c for c in self._open if c.counted_from and self._reports >= c.counted_from}
+        for credit in counted:
+            self._leave(credit)
+            if credit in self._prompts:
+                self._unsure.remove(credit.tokens)
+                self._sure.add(credit.tokens)
+        self._counted |= counted
+
+    def release(self, credit: Credit) -> None:
+        """The request ended."""
+        self.on_first_token(credit)  # or will not begin
+        if credit in self._open:
+            self._leave(credit)
+        self._counted.discard(credit)
+
+    def _leave(self, credit: Credit) -> None:
+        self._open.remove(credit)
+        self._total -= credit.size
+
+    def check_integrity(self) -> None:
+        assert not self._open & self._counted
+        assert self._prompts <= self._open | self._counted
+        assert self._total == sum(credit.size for credit in self._open)
+        for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):
+            tokens = [credit.tokens for credit in self._prompts & those]
+            assert sums == PromptSums(sum(tokens), sum(map(pairs, tokens)))

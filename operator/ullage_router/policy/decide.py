@@ -1,0 +1,415 @@
+"""Decides where a request may run, what must be changed for that, or why it may not: a pure
+function.
+
+    decide(facts, engines, policy) -> Run | ShrinkContext | Wait | Refuse
+
+A request has a home pool: the first one, or the large pool when the request is large. At home it
+runs on the engine whose caches have its beginning, or on the one with more headroom of two drawn
+ones. When it does not fit, the rungs of the ladder are tried in their order; a request that others
+wait before may only wait, go to another pool or be refused. A clear answer comes first: what can
+never fit is invalid at once, and a service without a ready engine is unavailable.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from ullage_common.config.router import LARGE_POOL, Rung, ShrinkOutputSection
+from ullage_common.request_cost import Demand, most_tokens, predict
+from ullage_router.policy.decision import (
+    EngineState,
+    EngineView,
+    QueueState,
+    RequestFacts,
+    RoutingPolicy,
+)
+from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, retry_after
+
+WELL = 0.5
+"""Health from which on engines are compared by their load and no longer by their health."""
+
+Step = Literal["accept", "shrinkOutput", "route"]
+Action = Literal["accept", "shrink", "queue", "route4", "reject"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The decision to send the request to this engine."""
+
+    action: Action
+    reason: str
+    pool: str
+    engine: str
+    max_tokens: int
+    demand: Demand
+    step: Step
+    """The step that made the request fit: room at home, a shorter output, or another pool."""
+    choices: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on every engine that may serve the request instead; empty where it need not wait to
+    know."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkContext:
+    """The decision to drop turns until the prompt has at most this many tokens, then decide again.
+
+    With the reason CONTEXT_TOO_LONG a prompt that gets closer is better than nothing.
+    """
+
+    reason: str
+    prompt_tokens: int
+    fewest: int
+    """Fewest tokens that the prompt may keep: with less it would have lost too much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The decision to wait for this pool."""
+
+    reason: str
+    pool: str
+    demand: Demand
+    least_s: float
+    """Seconds that the answer takes at least: with less time left, waiting is in vain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The decision to refuse the request, with the error for its client."""
+
+    kind: Literal["invalid", "busy", "unavailable"]
+    reason: str
+    message: str
+    demand: Demand | None = None
+    available: int = 0
+    retry_after_s: int | None = None
+    pool: str = ""
+    """The pool that would have served the request; empty when there is none."""
+
+
+NextStep = Run | ShrinkContext | Wait | Refuse
+
+_WAITED = {
+    QueueState.FULL: "QUEUE_FULL",
+    QueueState.SPENT: "QUEUE_TIMEOUT",
+    QueueState.LATE: "DEADLINE",
+}
+
+
+def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) -> int:
+    """Returns the number of tokens down to which the output may be shrunk."""
+    return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
+
+
+def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> NextStep:
+    """Makes one decision; the caller acts on it and asks again after ShrinkContext and Wait."""
+    able = [e for e in engines if room_of(facts, e) >= facts.min_tokens]
+    if not engines:
+        return Refuse(
+            "unavailable",
+            "NO_ENGINE",
+            "no engine is known yet; retry when one has started",
+            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+        )
+    if not able:
+        return _never_fits(facts, engines, policy)
+    home, reason = home_of(facts, able, policy)
+    return _LadderRun(facts, able, policy, home, reason).first_that_fits()
+
+
+@dataclass(frozen=True, slots=True)
+class _LadderRun:
+    """One run down the ladder: a request, the engines that can ever hold it, and its home pool."""
+
+    facts: RequestFacts
+    engines: Sequence[EngineView]
+    policy: RoutingPolicy
+    home: str
+    home_reason: str
+
+    def first_that_fits(self) -> NextStep:
+        if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
+            return self._unavailable()
+        if run := self._full(self.home, self.home_reason):
+            return run
+        if (
+            not self._usable(self.home)
+            and "route" in self.policy.ladder
+            and (run := self._overflow())
+        ):
+            return run  # memory may come back in a moment, a lost engine may not
+        for rung in self.policy.ladder:
+            if decision := self._try(rung):
+                return decision
+        return self._reject()
+
+    def _try(self, rung: Rung) -> NextStep | None:
+        match rung:
+            case "shrinkContext":
+                return self._shrink_context()
+            case "shrinkOutput":
+                return self._shrunk(self.home)
+            case "queue":
+                return self._wait()
+            case "route":
+                return self._overflow()
+            case "reject":
+                return self._reject()
+
+    def _full(self, pool: str, reason: str) -> Run | None:
+        fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
+        if not fits:
+            return None
+        engine = _pick(fits, self.facts, self.policy)
+        room = room_of(self.facts, engine)
+        max_tokens = min(self.facts.max_tokens, room)
+        return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
+
+    def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
+        """Returns engines that could run the request as well, if its prompt is neither computed
+        soon nor cached."""
+        is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
+        if is_soon or engine.id == self.facts.preferred:
+            return {}
+        return {
+            e.id: self._demand(e).kv_bytes
+            for e in self._free(engine.pool)
+            if room_of(self.facts, e) >= max_tokens
+        }
+
+    def _shrink_context(self) -> ShrinkContext | None:
+        """Shortens the prompt until it fits the freest engine, if any turn may go and any room is
+        left."""
+        free = self._free(self.home)
+        if not (self.facts.droppable and free):
+            return None
+        engine = max(free, key=lambda e: e.available)
+        output = min(self.facts.max_tokens, max(1, engine.expected_output))
+        target = self._most_tokens(engine) - output
+        fewest = _fewest(self.facts, self.policy)
+        return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
+
+    def _shrunk(self, pool: str) -> Run | None:
+        """Runs with the longest output that fits the freest engine and still makes an answer."""
+        free = self._free(pool)
+        if not free:
+            return None
+        engine = max(free, key=lambda e: (e.available, e.id))
+        output = self._most_tokens(engine) - self.facts.prompt_tokens
+        output = min(output, self.facts.max_tokens, room_of(self.facts, engine))
+        if output < self.facts.min_tokens:
+            return None
+        return self._run(engine, output, "KV_HEADROOM")
+
+    def _wait(self) -> Wait | None:
+        if self.facts.queue is not QueueState.OPEN:
+            return None
+        recoverable = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
+        if not recoverable:
+            return None
+        reason = self._shortage_reason() if self._usable(self.home) else "NOT_READY"
+        least_s = min(e.least_s(self.facts.prompt_tokens) for e in recoverable)
+        return Wait(reason, self.home, self._least(recoverable), least_s)
+
+    def _overflow(self) -> Run | None:
+        """Runs in another pool that has room now, with a shrunk output only where that rung comes
+        first."""
+        ladder = self.policy.ladder
+        shrink = "shrinkOutput" in ladder[: ladder.index("route")]
+        for pool in self._others():
+            if run := self._full(pool, "SPILL") or (self._shrunk(pool) if shrink else None):
+                return run
+        return None
+
+    def _others(self) -> list[str]:
+        """Yields pools that the request may leave its home for, preferred first."""
+        return [
+            pool
+            for pool in self.policy.rungs.route.pools or self.policy.pools
+            if pool != self.home and self._pool(pool)
+        ]
+
+    def _reject(self) -> Refuse:
+        engines = self._usable(self.home)
+        if not engines:
+            return self._unavailable()
+        demand, available = self._least(engines), max(e.available for e in engines)
+        ahead, bounds = self.facts.ahead.get(self.home, 0), self.policy.rungs.reject
+        retry = retry_after(engines, demand.kv_bytes, ahead, bounds)
+        queue = self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN
+        reason = _WAITED.get(queue, self._shortage_reason())
+        message = _busy(reason, demand, available, retry)
+        return Refuse("busy", reason, message, demand, available, retry, self.home)
+
+    def _unavailable(self) -> Refuse:
+        return Refuse(
+            "unavailable",
+            "NO_ENGINE",
+            f"no engine of pool {self.home} is ready; retry when one is",
+            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+            pool=self.home,
+        )
+
+    def _run(
+        self,
+        engine: EngineView,
+        max_tokens: int,
+        reason: str,
+        choices: Mapping[str, int] = MappingProxyType({}),
+    ) -> Run:
+        is_short = max_tokens < min(self.facts.max_tokens, room_of(self.facts, engine))
+        action: Action = "shrink" if is_short else "accept"
+        if engine.pool != self.policy.pools[0]:
+            action = "route4"
+        step: Step = "shrinkOutput" if is_short else "accept"
+        if engine.pool != self.home:
+            step = "route"
+        demand = _price(self.facts, engine, max_tokens)
+        return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step, choices)
+
+    def _most_tokens(self, engine: EngineView) -> int:
+        """Returns the length of the longest sequence that fits the engine now."""
+        facts = self.facts
+        return most_tokens(engine.profile, engine.available, facts.prompt_tokens, facts.samples)
+
+    def _demand(self, engine: EngineView) -> Demand:
+        return _demand(self.facts, engine)
+
+    def _least(self, engines: Sequence[EngineView]) -> Demand:
+        return min((self._demand(e) for e in engines), key=lambda d: d.kv_bytes)
+
+    def _pool(self, pool: str) -> list[EngineView]:
+        return [e for e in self.engines if e.pool == pool]
+
+    def _usable(self, pool: str) -> list[EngineView]:
+        return [e for e in self._pool(pool) if e.standing is EngineState.USABLE]
+
+    def _free(self, pool: str) -> list[EngineView]:
+        """Returns engines that may take this request now, before whom nobody waits."""
+        if pool in self.facts.ahead:
+            return []
+        return [
+            e
+            for e in self._usable(pool)
+            if e.id not in self.facts.refused_by and self._is_in_time(e)
+        ]
+
+    def _is_in_time(self, engine: EngineView) -> bool:
+        return engine.is_in_time(self.facts.prompt_tokens, self.facts.patience_s)
+
+    def _shortage_reason(self) -> str:
+        """Returns what the home pool is short of: time where prompts pile up, memory otherwise."""
+        is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
+        return "DEADLINE" if is_late else "KV_HEADROOM"
+
+
+def home_of(
+    facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPolicy
+) -> tuple[str, str]:
+    """Returns (pool, reason): the first pool that can ever hold the request, or the large one for
+    large requests."""
+    pools = [pool for pool in policy.pools if any(e.pool == pool for e in able)]
+    if LARGE_POOL in pools and is_large(facts, able[0], policy):
+        return LARGE_POOL, "LARGE_REQUEST"
+    return pools[0], "FITS" if pools[0] == policy.pools[0] else "CAPACITY"
+
+
+def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
+    """Whether the request is for the large pool, priced as on this engine."""
+    return (
+        facts.prompt_tokens > policy.large_request_tokens
+        or _demand(facts, engine).kv_bytes > policy.large_request_kv
+    )
+
+
+def _demand(facts: RequestFacts, engine: EngineView) -> Demand:
+    room = max(1, room_of(facts, engine))
+    return _price(facts, engine, min(facts.max_tokens, room))
+
+
+def _price(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
+    return predict(
+        engine.profile, facts.prompt_tokens, max_tokens, engine.expected_output, facts.samples
+    )
+
+
+def room_of(facts: RequestFacts, engine: EngineView) -> int:
+    """Returns the output tokens that an empty engine would have room for."""
+    return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
+
+
+def _pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
+    """Picks the preferred engine, unless another one has far less to do."""
+    idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
+    drawn = _draw(idle or fits, facts.draw, policy.prefill.mlp_products)
+    preferred = next((e for e in fits if e.id == facts.preferred), drawn)
+    return preferred if preferred.load <= drawn.load + policy.max_extra_load else drawn
+
+
+def _draw(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineView:
+    """Power of two choices: a burst that sees the same reports spreads over several engines.
+
+    Of the two the one whose prompts are computed sooner, then the one with more memory.
+    """
+    if len(fits) == 1:
+        return fits[0]
+    ordered = sorted(fits, key=lambda e: e.id)
+    first = draw % len(ordered)
+    second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
+    pair = (ordered[first], ordered[second])
+    return max(pair, key=lambda e: _rank(e, mlp_products))
+
+
+def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:
+    """Orders engines by health, then soonest start, then most memory, then fewest requests."""
+    is_well = engine.health >= WELL
+    memory = engine.available * engine.health
+    return is_well, -engine.prefill_work(mlp_products), memory, -engine.load
+
+
+def _never_fits(
+    facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy
+) -> NextStep:
+    longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
+    if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
+        wanted_output = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
+        target, fewest = max(1, longest - wanted_output), _fewest(facts, policy)
+        if target >= fewest:
+            return ShrinkContext("CONTEXT_TOO_LONG", target, fewest)
+    context = max(e.max_model_len for e in engines)
+    if facts.prompt_tokens + facts.min_tokens > context:
+        message = (
+            f"the prompt has {facts.prompt_tokens} tokens and the answer needs {facts.min_tokens}, "
+            f"but the context is {context} tokens; shorten the prompt or lower max_tokens"
+        )
+        return Refuse("invalid", "CONTEXT_TOO_LONG", message)
+    engine = max(engines, key=lambda e: room_of(facts, e))
+    least = facts.min_tokens
+    demand = predict(engine.profile, facts.prompt_tokens, least, least, facts.samples)
+    message = (
+        f"the request needs {demand.kv_bytes} bytes of KV "
+        f"and the largest pool has {engine.capacity}; "
+        f"shorten the prompt to at most {max(0, longest - facts.min_tokens)} tokens"
+        + (" or ask for fewer answers" if facts.samples > 1 else "")
+    )
+    return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
+
+
+def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:
+    """Returns the tokens that dropping turns must leave of a prompt."""
+    kept = 1 - policy.rungs.shrink_context.max_dropped_share
+    return max(1, math.ceil(facts.prompt_tokens * kept))
+
+
+def _busy(reason: str, demand: Demand, available: int, retry_s: int) -> str:
+    why = {
+        "QUEUE_FULL": ", and the queue is full",
+        "QUEUE_TIMEOUT": " after the longest wait",
+        "DEADLINE": ", but the answer could not end in time",
+    }.get(reason, "")
+    return (
+        f"the request needs {demand.kv_bytes} bytes of KV "
+        f"and {max(0, available)} are available{why}; retry in {retry_s} s"
+    )

@@ -1,0 +1,86 @@
+"""Shortens a conversation to a budget of tokens: cleansing first, then dropping the oldest turns.
+
+System prompts and the last turn always stay. `summarize.py` is about long conversations that would
+fit as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ullage_common.chat.tool_formats import Turn
+from ullage_router.prompts.cleanse import Rules, cleanse_turns
+
+KEPT_ROLES = frozenset({"system"})
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """A shorter conversation and what was done to it."""
+
+    turns: Sequence[Turn]
+    token_ids: list[int]
+    degraded: tuple[str, ...]
+
+
+def droppable(turns: Sequence[Turn], keep: int = 1) -> list[int]:
+    """Places of the turns that may go, oldest first: those before the last question.
+
+    The `keep` newest stay as well. What follows the question, calls and what they returned, is the
+    work on its answer.
+    """
+    end = min(_last_question(turns), len(turns) - keep)
+    return [i for i in range(end) if turns[i]["role"] not in KEPT_ROLES]
+
+
+def _last_question(turns: Sequence[Turn]) -> int:
+    """The place of the user's last turn, or of the last one."""
+    places = range(len(turns) - 1, -1, -1)
+    return next((i for i in places if turns[i]["role"] == "user"), max(0, len(turns) - 1))
+
+
+def truncate(
+    turns: Sequence[Turn],
+    budget: int,
+    render: Callable[[Sequence[Turn]], list[int]],
+    keep: int = 1,
+) -> Truncated:
+    """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
+    clean, saved = cleanse_turns(turns, Rules())
+    words = (f"cleansed_chars={saved}",) if saved else ()
+    ids = render(clean)
+    if len(ids) <= budget:
+        return Truncated(clean, ids, words)
+    dropped, kept = _fewest_dropped(clean, budget, render, keep)
+    return Truncated(kept, render(kept), (*words, f"dropped_messages={dropped}"))
+
+
+def _fewest_dropped(
+    turns: Sequence[Turn],
+    budget: int,
+    render: Callable[[Sequence[Turn]], list[int]],
+    keep: int,
+) -> tuple[int, list[Turn]]:
+    """Finds the fewest turns to drop by bisection: every turn more that goes makes the prompt
+    shorter."""
+    places = droppable(turns, keep)
+    cuts = _cuts(turns, places)
+    low, high = 0, len(cuts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(render(_without(turns, places[: cuts[middle]]))) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return cuts[low], _without(turns, places[: cuts[low]])
+
+
+def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
+    """Returns how many turns may be dropped together, fewest first: what remains begins with a
+    user's turn."""
+    begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
+    return [*begins, len(places)]
+
+
+def _without(turns: Sequence[Turn], places: Sequence[int]) -> list[Turn]:
+    gone = frozenset(places)
+    return [turn for i, turn in enumerate(turns) if i not in gone]

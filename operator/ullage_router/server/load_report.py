@@ -1,0 +1,120 @@
+"""Reports what the operator scales pools by: the memory that they have and lack, and how late their
+requests are.
+
+Each report is one process's; its reader adds up those of all processes and routers. Numbers that
+engines report to every router alike are marked: of these the largest counts.
+"""
+
+import time
+from collections.abc import Callable
+
+from ullage_common.config.router import RouterConfig
+from ullage_common.wire.load_report import PoolReport
+from ullage_router.admission.queue import RequestQueue
+from ullage_router.admission.scale_to_zero import ScaleToZero
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.engines import Engines
+from ullage_router.policy.decision import route_of
+from ullage_router.telemetry.record import RequestRecord
+
+WINDOW_S = 60
+"""Seconds over which first tokens are counted."""
+_SLOT_S = 10
+
+
+class _FirstTokens:
+    """Counts of one pool's recent first tokens."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[int, int]] = {}
+
+    def count(self, is_late: bool, now: float) -> None:
+        slot = int(now // _SLOT_S)
+        answered, late = self._slots.get(slot, (0, 0))
+        self._slots[slot] = (answered + 1, late + is_late)
+        self._forget(slot)
+
+    def sums(self, now: float) -> tuple[int, int]:
+        """(answered, late)"""
+        self._forget(int(now // _SLOT_S))
+        return sum(a for a, _ in self._slots.values()), sum(
+            late for _, late in self._slots.values()
+        )
+
+    def _forget(self, slot: int) -> None:
+        for old in [s for s in self._slots if s <= slot - WINDOW_S // _SLOT_S]:
+            del self._slots[old]
+
+
+class LoadReporter:
+    """Counts first tokens by pool, and reports.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Engines,
+        queue: RequestQueue,
+        scale_to_zero: ScaleToZero,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._objective_s = config.slo.ttft_p95
+        self._engines = engines
+        self._queue = queue
+        self._scale_to_zero = scale_to_zero
+        self._clock = clock
+        self._pools = [pool.name for pool in config.pools]
+        self._by_route = {route_of(name): name for name in self._pools}
+        self._tokens = {name: _FirstTokens() for name in self._pools}
+        self._used = dict.fromkeys(self._pools, clock())
+
+    def on_end(self, record: RequestRecord) -> None:
+        """A request is over."""
+        pool = self._by_route.get(record.decision.route)
+        if pool is None:
+            return
+        now = self._used[pool] = self._clock()
+        # What was held says how long a pool takes to wake, not that it has too few engines.
+        if record.ttft_s is not None and not record.held_s:
+            self._tokens[pool].count(record.ttft_s > self._objective_s, now)
+
+    def report(self) -> dict[str, PoolReport]:
+        waits = self._queue.waits()
+        return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
+
+    async def wait_until_wanted(self, within_s: float) -> None:
+        """Returns when a pool that sleeps is wanted, or the time is over."""
+        await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
+
+    def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:
+        now = self._clock()
+        engines = [e for e in self._engines.all() if e.pool == pool]
+        ready = [e for e in engines if e.state == "ready"]
+        requests = sum(map(_requests, ready))
+        cold_starts = self._scale_to_zero.queue
+        if requests or queued or cold_starts.wanted(pool) or any(e.inflight for e in engines):
+            self._used[pool] = now
+        answered, late = self._tokens[pool].sums(now)
+        return PoolReport(
+            ready=len(ready),
+            capacity_bytes=sum(e.headroom.kv_pool_bytes for e in ready if e.headroom),
+            headroom_bytes=sum(e.headroom.headroom_bytes for e in ready if e.headroom),
+            engine_requests=requests,
+            credit_bytes=sum(e.credit_bytes for e in ready),
+            queued=queued,
+            queue_bytes=size,
+            queue_s=round(now - oldest, 3) if queued else 0.0,
+            answered=answered,
+            late=late,
+            held=cold_starts.held(pool),
+            wanted=cold_starts.wanted(pool),
+            idle_s=round(now - self._used[pool], 3),
+        )
+
+
+def _requests(engine: Engine) -> int:
+    report = engine.headroom
+    return report.requests_running + report.requests_waiting if report else 0

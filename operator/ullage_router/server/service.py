@@ -1,0 +1,390 @@
+"""Puts the router's parts together and shows what they hold."""
+
+import functools
+import logging
+import time
+
+from ullage_common.config.router import RouterConfig
+from ullage_router.admission.admission import Admission
+from ullage_router.admission.load_balancer import LoadBalancer
+from ullage_router.admission.queue import RequestQueue
+from ullage_router.admission.scale_to_zero import ScaleToZero
+from ullage_router.call import Handler, Stage
+from ullage_router.cascade import Cascade
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.engines import Engines
+from ullage_router.pipeline.coalesce import Coalescer
+from ullage_router.pipeline.generate import EngineStages
+from ullage_router.pipeline.idempotency import Replacer
+from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
+from ullage_router.policy.cascade import ServiceLoad
+from ullage_router.policy.circuit_breaker import Breaker
+from ullage_router.policy.decision import route_of
+from ullage_router.prompts.prompts import PromptBuilder
+from ullage_router.prompts.summarize import HistorySummarizer
+from ullage_router.rollout import Rollout, TrialCollector
+from ullage_router.server.load_report import LoadReporter
+from ullage_router.server.processes import RouterTLS
+from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
+from ullage_router.telemetry.record import RequestRecord, Stats
+from ullage_router.tenants import ANONYMOUS, Tenants
+from ullage_router.tickets.picker import TicketIssuer
+from ullage_router.tickets.signing import TicketSigner
+from ullage_router.tokenizer import TokenizerThreads
+
+log = logging.getLogger(__name__)
+
+
+class RouterService:
+    """All parts of the router but its two protocols."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        routing = config.routing
+        self.stats = Stats()
+        self.metrics = Metrics(self._named_tenants())
+        self.queue = RequestQueue(routing.queue)
+        self.tls = RouterTLS(config.tls, self._reconnect)
+        self.engines = Engines(
+            config.pools,
+            config.model,
+            self._on_engines_change,
+            routing.placement.breaker,
+            self.tls.dialer,
+        )
+        self.balancer = LoadBalancer(routing.placement, self.engines)
+        self._threads = TokenizerThreads()
+        self.summarizer = self._summarizer()
+        self._prompts = PromptBuilder(
+            config.prompts.cleanse,
+            self.summarizer,
+            self.engines,
+            self._threads,
+            config.cascade is not None,
+        )
+        self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
+        self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
+        self.tenants = Tenants(config.tenants, self._tenant_metrics())
+        self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
+        self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
+        self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)
+        self.cascade = (
+            Cascade(config.cascade, self._load, self.metrics.on_attempt) if config.cascade else None
+        )
+        self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
+        self.replacer = Replacer() if routing.replace.enabled else None
+        self.signer = TicketSigner(config.tickets) if config.tickets else None
+        self.issuer = TicketIssuer(
+            config,
+            self.engines,
+            self.queue,
+            self.admission.policy,
+            self.balancer,
+            self.signer,
+            self.scale_to_zero.request_wake,
+        )
+        self._is_leaving = self._has_served = False
+        self.stages, last = self._stages()
+        self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end)
+        self._watch()
+
+    def _stages(self) -> tuple[list[Stage], Handler]:
+        """The chain's stages in their order, those of features that are off left out; and its end.
+
+        The order is explained in `pipeline/pipeline.py`.
+        """
+        config, common = self.config, CommonStages(self.config, self.engines, self._prompts)
+        rollout = self.rollout if config.rollout_file else None
+        last = EngineStages(config.streaming, self.admission, self.balancer, self.signer, rollout)
+        stages: list[Stage] = []
+        if self.replacer:
+            stages.append(self.replacer.replace_earlier)
+        stages.append(common.open)
+        if self.cascade:
+            stages += [common.charge_estimate, self.cascade.run]
+        if self.scale_to_zero.pools:
+            stages.append(self.scale_to_zero.wait_for_model)
+        if rollout:
+            stages.append(rollout.draw_side)
+        stages.append(common.render)
+        if self.scale_to_zero.pools:
+            stages.append(self.scale_to_zero.wait_for_pool)
+        stages.append(common.charge)
+        if self.coalescer is not None:
+            stages.append(self.coalescer.share)
+        if rollout:
+            stages.append(functools.partial(rollout.try_canary, once=last.attempt))
+        return stages, last.generate
+
+    def _summarizer(self) -> HistorySummarizer | None:
+        compress = self.config.prompts.compress
+        if compress.method == "off":
+            return None
+        return HistorySummarizer(compress, self._threads, self.metrics.on_summary)
+
+    async def read_secrets(self) -> None:
+        """Reads certificates and keys; raises ConfigError when they cannot be used."""
+        await self.tls.start()
+        await self.tenants.start()
+
+    async def start(self) -> None:
+        self.issuer.start()
+        await self.rollout.canary.start()
+        await self.engines.start()
+
+    async def close(self) -> None:
+        if self.cascade:
+            await self.cascade.close()
+        await self.issuer.close()
+        await self.rollout.canary.close()
+        await self.engines.close()
+        await self.tenants.close()
+        await self.tls.close()
+        self._threads.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine takes or took requests, or can be woken, and this router is not
+        stopping.
+
+        One that lost its engines stays: requests wait for those that come back, go on to other
+        steps of a cascade, or get an error with Retry-After. Without a ready router nobody answers.
+        """
+        return (self._has_served or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the router ends soon, so that no new client should come."""
+        return self._is_leaving or self.pipeline.is_draining
+
+    def leave(self) -> None:
+        """Makes the router not ready, while requests that come all the same are served."""
+        self._is_leaving = True
+
+    def snapshot(self) -> dict[str, object]:
+        """The body of /stats."""
+        queue = self.config.routing.queue
+        return {
+            "model": self.config.model,
+            "ready": self.is_ready,
+            "engines": [_engine_json(engine) for engine in self.engines.all()],
+            "inflight": self.pipeline.inflight,
+            "queue": {
+                "waiting": len(self.queue),
+                "by_pool": dict(self.queue.lengths()),
+                "bytes": self.queue.size,
+                "bytes_by_tenant": dict(self.queue.sizes()),
+                "prompt_bytes": self.queue.prompt_bytes,
+                "max_requests": queue.max_requests,
+                "max_bytes": queue.max_bytes,
+                "max_prompt_bytes": queue.max_prompt_bytes,
+                "timeout": queue.timeout,
+            },
+            "wake": self.scale_to_zero.as_json(),
+            "compression": self.summarizer.as_json() if self.summarizer else {},
+            "placement": self.balancer.as_json(),
+            "prefill": self.admission.window.as_json(),
+            "coalescing": {
+                "joined": self.coalescer.joined if self.coalescer is not None else 0,
+                "replaced": self.replacer.replaced if self.replacer else 0,
+            },
+            "memory": {
+                "threshold": self.config.memory.threshold,
+                "safety_reserve": self.config.memory.safety_reserve,
+            },
+            "decisions": self.stats.counts(),
+            "rollout": self.rollout.as_json(),
+            "picks": self.issuer.as_json(),
+            "cascade": self.cascade.snapshot() if self.cascade else [],
+            "latest": self.stats.latest(),
+            **self.tenants.snapshot(),
+            **self.tls.snapshot(),
+        }
+
+    def _on_engines_change(self) -> None:
+        self._has_served = self._has_served or self.engines.is_ready
+        self.queue.wake()
+        self.scale_to_zero.queue.on_engines_change()
+
+    def _reconnect(self) -> None:
+        """Engines are spoken to with the new certificate from now on."""
+        self.engines.reconnect(self.config.limits.request_timeout)
+
+    def _tenant_metrics(self) -> TenantMetrics | None:
+        if self.config.tenants is None:
+            return None
+        return TenantMetrics(self.metrics.registry, self._named_tenants())
+
+    def _named_tenants(self) -> tuple[str, ...]:
+        """Tenants that have labels of their own in metrics."""
+        section = self.config.tenants
+        return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
+
+    def _load(self) -> ServiceLoad:
+        ready = [e for e in self.engines.all() if e.state == "ready" and e.headroom]
+        levels = (e.headroom.pressure_level for e in ready if e.headroom)
+        return ServiceLoad(min(levels, default=0), len(self.queue))
+
+    def _on_end(self, record: RequestRecord) -> None:
+        self.stats.on_end(record)
+        self.load_reporter.on_end(record)
+        self.metrics.on_end(record)
+        if log.isEnabledFor(logging.INFO):
+            decision = record.decision
+            more = {"pred_kv_mb": decision.predicted_mib, "admission_action": decision.action}
+            log.info("answered", extra=record.as_json() | more)
+
+    def _watch(self) -> None:
+        watch = self.metrics.watch
+        watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
+        watch("open_picks", "Tickets given whose request has not ended", lambda: self.issuer.open)
+        for how, what in (
+            ("placed", "Requests that Pick placed"),
+            ("refused", "Requests that Pick refused"),
+            ("expired", "Tickets that expired without a report of their request's end"),
+        ):
+            read = functools.partial(self.issuer.counts.__getitem__, how)
+            self.metrics.count(f"picks_{how}", what, read)
+        watch("queue_requests", "Requests waiting for memory", lambda: len(self.queue))
+        watch(
+            "held_requests",
+            "Requests held until a pool wakes",
+            lambda: len(self.scale_to_zero.queue),
+        )
+        self.metrics.watch_wanted_requests(
+            self.scale_to_zero.pools, self.scale_to_zero.queue.wanted
+        )
+        watch(
+            "prefill_requests", "Requests in the prefill window", lambda: len(self.admission.window)
+        )
+        self.metrics.count(
+            "prefill_waited",
+            "Requests that waited in the prefill window",
+            lambda: self.admission.window.waited,
+        )
+        self.metrics.count(
+            "prefill_balanced",
+            "Requests that the prefill window moved to another engine",
+            lambda: self.admission.window.balanced,
+        )
+        watch("queue_bytes", "Predicted bytes that wait for memory", lambda: self.queue.size)
+        watch(
+            "queue_prompt_bytes",
+            "Memory of the router that waiting requests hold",
+            lambda: self.queue.prompt_bytes,
+        )
+        self._watch_engines()
+        self._count()
+        self._watch_secrets()
+
+    def _watch_engines(self) -> None:
+        all_engines, watch = self.engines.all, self.metrics.watch
+        watch(
+            "engines_ready",
+            "Engines that take requests",
+            lambda: sum(engine.state == "ready" for engine in all_engines()),
+        )
+        watch(
+            "stale_engines",
+            "Engines whose last report is too old",
+            lambda: sum(engine.state == "stale" for engine in all_engines()),
+        )
+        watch(
+            "headroom_age_seconds",
+            "Age of the oldest last report among engines",
+            lambda: largest(engine.age_s for engine in all_engines() if engine.headroom),
+        )
+        watch(
+            "credit_bytes",
+            "Bytes reserved for requests that no report includes yet",
+            lambda: sum(engine.credit_bytes for engine in all_engines()),
+        )
+        watch(
+            "ejected_engines",
+            "Engines that get nothing because requests failed on them",
+            lambda: len(self.engines.held_back()),
+        )
+
+    def _watch_secrets(self) -> None:
+        watch = self.metrics.watch
+        watch(
+            "key_problems",
+            "Files of tenants' keys that cannot be read, while those before stay valid",
+            lambda: len(self.tenants.problems),
+        )
+        watch(
+            "certificate_problems",
+            "Certificates that have expired, or whose newest files cannot be used",
+            lambda: self.tls.num_problems,
+        )
+        watch(
+            "certificate_expiry_timestamp_seconds",
+            "When the first of the certificates ends; 0 without TLS",
+            lambda: self.tls.expiry,
+        )
+
+    def _count(self) -> None:
+        engines, balancer, count = self.engines, self.balancer, self.metrics.count
+        count("ejections", "Times that a breaker opened", lambda: engines.ejections)
+        count("reports_missed", "Headroom reports that never came", lambda: engines.missed)
+        count("retries", "Requests sent to another engine", lambda: balancer.budget.spent)
+        count(
+            "retries_refused",
+            "Requests not retried, because the budget was spent",
+            lambda: balancer.budget.refused,
+        )
+        choices = balancer.choices
+        count("affinity_kept", "Requests on the engine of their caches", lambda: choices["kept"])
+        count("affinity_yielded", "Requests sent elsewhere", lambda: choices["yielded"])
+
+
+def _breaker_json(breaker: Breaker) -> dict[str, object]:
+    state = breaker.state(time.monotonic())
+    return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
+
+
+def _engine_json(engine: Engine) -> dict[str, object]:
+    base: dict[str, object] = {
+        "id": engine.id,
+        "address": engine.address,
+        "pool": engine.pool,
+        "route": route_of(engine.pool),
+        "side": engine.side.value,
+        "state": engine.state,
+        "trouble": engine.trouble,
+        "inflight": engine.inflight,
+        "credit_bytes": engine.credit_bytes,
+        "breaker": _breaker_json(engine.breaker),
+        "reports": {
+            "received": engine.reports,
+            "missed": engine.order.missed,
+            "old": engine.order.old,
+            "restarts": engine.order.restarts,
+        },
+    }
+    report = engine.headroom
+    if report is None:
+        return base
+    return base | {
+        "headroom_age_s": round(engine.age_s, 3),
+        "health": round(report.health, 4),
+        "pressure_level": report.pressure_level,
+        "headroom_bytes": report.headroom_bytes,
+        "kv_pool_bytes": report.kv_pool_bytes,
+        "kv_free_bytes": report.kv_free_bytes,
+        "kv_reclaimable_bytes": report.kv_reclaimable_bytes,
+        "kv_committed_bytes": report.kv_committed_bytes,
+        "total_bytes": report.total_bytes,
+        "requests_running": report.requests_running,
+        "requests_waiting": report.requests_waiting,
+        "expected_output_tokens": report.expected_output_tokens,
+        "decode_tokens_per_second": round(report.decode_tokens_per_second, 2),
+        "ledger": [
+            {
+                "name": line.name,
+                "reserved_bytes": line.reserved_bytes,
+                "allocated_bytes": line.allocated_bytes,
+            }
+            for line in report.ledger
+        ],
+    }

@@ -1,0 +1,119 @@
+"""The log record of each request, the latest records and counts of all, and the caller's trace
+context (https://www.w3.org/TR/trace-context/), which is handed on to engines.
+"""
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ullage_router.policy.decision import UNDECIDED, Decision
+
+KEPT_DECISIONS = 50
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is logged and counted of one request.
+
+    Protocols make it, and only `RequestPipeline` writes to it: when the answer begins and when the
+    request is over. Everybody else reads.
+    """
+
+    request_id: str
+    arrived: float = field(default_factory=time.monotonic)
+    arrived_unix: float = field(default_factory=time.time)
+    tenant: str = ""
+    """Empty where no tenants are configured, or the key is unknown."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """x-ratelimit-* headers: what remains of the tenant's quota."""
+    decision: Decision = UNDECIDED
+    status: int = 0
+    """HTTP status that the client got, or would have got; 499 when it had gone."""
+    error: str = ""
+    """Reason of the error that the client got."""
+    priority: int = 0
+    held_s: float = 0.0
+    """Seconds that it was held until its pool was awake."""
+    ttft_s: float | None = None
+    output_tokens: int = 0
+    ended: float | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return (self.ended or time.monotonic()) - self.arrived
+
+    def as_json(self) -> dict[str, object]:
+        decision = self.decision
+        seconds = self.duration_s - (self.ttft_s or 0.0)
+        speed = (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
+        return {
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "arrived": self.arrived_unix,
+            "prompt_tokens": decision.prompt_tokens,
+            "predicted_bytes": decision.predicted_bytes,
+            "action": decision.action,
+            "route": decision.route,
+            "reason": decision.reason,
+            "engine": decision.engine,
+            "degraded": list(decision.degraded),
+            "trail": list(decision.trail),
+            "model": decision.model,
+            "side": decision.side,
+            "revision": decision.revision,
+            "attempts": [attempt.as_json() for attempt in decision.attempts],
+            "status": self.status,
+            "error": self.error,
+            "priority": self.priority,
+            "queued_s": round(decision.queued_s, 4),
+            "held_s": round(self.held_s, 4),
+            "ttft_s": self.ttft_s and round(self.ttft_s, 4),
+            "output_tokens": self.output_tokens,
+            "coalesced_with": decision.coalesced_with,
+            "tokens_per_second": speed and round(speed, 2),
+            "duration_s": round(self.duration_s, 4),
+        }
+
+
+class Stats:
+    """Counts since start and the latest records."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._latest: deque[RequestRecord] = deque(maxlen=KEPT_DECISIONS)
+
+    def on_end(self, record: RequestRecord) -> None:
+        """A request is over."""
+        decision = record.decision
+        if decision.action:
+            self._counts[decision.action, decision.route, decision.reason] += 1
+        self._latest.append(record)
+
+    def counts(self) -> list[dict[str, object]]:
+        return [
+            {"action": action, "route": route, "reason": reason, "count": count}
+            for (action, route, reason), count in sorted(self._counts.items())
+        ]
+
+    def latest(self) -> list[dict[str, object]]:
+        """Newest first."""
+        return [record.as_json() for record in reversed(self._latest)]
+
+
+MAX_TRACESTATE = 512
+"""Characters that the specification asks every participant to hand on."""
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_PRINTABLE = re.compile(r"[ -~]+")
+
+
+def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """traceparent and tracestate as gRPC metadata; what is malformed is left out."""
+    parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return ()
+    if len(state) > MAX_TRACESTATE or not _PRINTABLE.fullmatch(state):
+        return (("traceparent", parent),)
+    return (("traceparent", parent), ("tracestate", state))

@@ -1,0 +1,266 @@
+"""Chat templates: conversations rendered by the Jinja dialect that Hugging Face models ship.
+
+A template comes with a model, so it is code of a stranger: its sandbox lets it neither reach
+Python's internals nor change what it is given. Messages of the wire become the turns that templates
+expect, and a client may set those variables that the model's template reads, no others.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.chat.tool_formats import (
+    Turn,
+    described,
+    for_format,
+    tool_format,
+    with_calls_as_text,
+    with_tools_as_text,
+)
+from ullage_common.wire.errors import invalid
+
+
+class ChatTemplateError(Exception):
+    """The template is broken, or refuses these messages; the message is one line."""
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source text.
+        bos_token: text of the beginning-of-sequence token, empty when the model has none.
+        eos_token: text of the end-of-sequence token, empty when the model has none.
+
+    Raises:
+        ChatTemplateError: the source is empty or not valid Jinja.
+    """
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        if not source:
+            raise ChatTemplateError("the model has no chat template; send text or token ids")
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            # Copied for every prompt: a plain dictionary takes a third of Jinja's chain of them.
+            self._template.globals = dict(self._template.globals)
+            parsed = environment.parse(source)
+            names = meta.find_undeclared_variables(parsed)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"chat template, line {error.lineno}: {error.message}"
+            ) from error
+        self.tool_format = tool_format(source)
+        self._knows_tools = "tools" in names
+        self._knows_calls = "tool_calls" in source
+        self._given = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
+        self.variables = frozenset(names - environment.globals.keys() - self._given.keys() - _OURS)
+        """Names that the template reads and a client may set."""
+
+    def render(
+        self,
+        messages: Sequence[Turn],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt text of a conversation; special tokens appear in it as text.
+
+        A template that knows no tools, or no calls, is given them as words of the conversation.
+
+        Args:
+            messages: turns, oldest first.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            tools: functions that the model may call, as OpenAI has them.
+            arguments: values of `variables`.
+
+        Raises:
+            ChatTemplateError: the template rejects the messages or fails on them.
+        """
+        messages = for_format(messages, self.tool_format)
+        if not self._knows_calls:
+            messages = with_calls_as_text(messages, self.tool_format)
+        if not self._knows_tools:
+            messages = with_tools_as_text(messages, tools)
+        try:
+            return self._template.render(
+                **arguments,
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                # Templates ask `tools is not none`, which an undefined variable is not either.
+                tools=described(tools, self.tool_format) or None,
+                **self._given,
+            )
+        except Exception as error:  # a stranger's code may raise anything
+            raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+
+
+class _GenerationTag(Extension):
+    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox without its checks of a loop's own attributes, which cost as much as any
+    other's."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is LoopContext and attribute in _LOOP_VALUES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+_LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
+
+
+def _environment() -> jinja2.Environment:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = time.strftime
+    return environment
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Renders plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+MAX_BYTES = 16 << 10
+
+# What asks for what models do anyway is no error where it cannot be asked for.
+_USUAL = {"reasoning_effort": "medium"}
+
+
+def read_arguments(
+    text: str, template: ChatTemplate, field: str, drops_others: bool = False
+) -> dict[str, Any]:
+    """The variables by name.
+
+    Args:
+        text: of a JSON object; empty for none.
+        field: where it stands in the request, for errors.
+        drops_others: whether what the template does not read is left out and not refused.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, it is no such text or names what the template does not read.
+    """
+    arguments = _parsed(text, field) if text else {}
+    for name, value in list(arguments.items()):
+        if name in template.variables:
+            continue
+        if not drops_others and _USUAL.get(name) != value:
+            where = name if name in _USUAL else f"{field}.{name}"
+            raise invalid(where, f"{where}: {_reads(template)}; leave it out")
+        del arguments[name]
+    return arguments
+
+
+def _parsed(text: str, field: str) -> dict[str, Any]:
+    if len(text.encode()) > MAX_BYTES:
+        raise invalid(field, f"{field} has more than {MAX_BYTES} bytes; send less")
+    try:
+        parsed = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
+    except (ValueError, RecursionError) as error:
+        raise invalid(field, f"{field} is not valid JSON; send one object") from error
+    if not isinstance(parsed, dict):
+        raise invalid(field, f"{field} is no JSON object; send one")
+    return parsed
+
+
+def _reads(template: ChatTemplate) -> str:
+    names = ", ".join(sorted(template.variables))
+    return f"the model's chat template does not read it{f', but {names}' if names else ''}"
+
+
+TURN_CHARACTERS = 64
+"""Characters that are handled in the time that a turn takes beside its own."""
+
+# Newer OpenAI clients say developer where templates say system.
+_ROLES = {"developer": "system"}
+
+
+def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
+    """Makes one turn a message, with the fields that the message has."""
+    names: dict[str, str] = {}
+    turns = []
+    for message in messages:
+        names.update({call.id: call.name for call in message.tool_calls})
+        turns.append(_turn(message, message.name or names.get(message.tool_call_id, "")))
+    return turns
+
+
+def num_characters(turns: Iterable[Turn]) -> int:
+    """Counts the characters of all turns, calls included."""
+    return sum(map(_num_characters, turns))
+
+
+def weight(turns: Sequence[Turn]) -> int:
+    """Estimates the work of handling turns, in characters: turns without any are no less work."""
+    return num_characters(turns) + TURN_CHARACTERS * len(turns)
+
+
+def _num_characters(turn: Turn) -> int:
+    calls = turn.get("tool_calls", ())
+    size = len(turn["content"]) + len(turn.get("reasoning_content", ""))
+    return size + (len(json.dumps(calls)) if calls else 0)
+
+
+def _turn(message: inference_pb2.Message, name: str) -> Turn:
+    role = _ROLES.get(message.role, message.role)
+    turn: Turn = {"role": role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if name:
+        turn["name"] = name
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    # Templates that say `thinking` take it or content before a call, not both.
+    if message.reasoning and not (message.tool_calls and message.content):
+        turn["thinking"] = message.reasoning
+    return turn
+
+
+def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> object:
+    """Parses arguments, which templates print as a mapping; malformed ones stay as they are."""
+    try:
+        parsed = json.loads(text or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8
+    except (ValueError, RecursionError):
+        return text
+    return parsed if isinstance(parsed, dict) else text

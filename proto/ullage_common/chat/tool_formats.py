@@ -1,0 +1,154 @@
+"""How models write function calls: one of a few formats, recognised by the chat template's text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+Turn = dict[str, Any]
+"""`role` and `content`, both text; where there are any: `tool_calls` (each {"id", "type":
+"function", "function": {"name", "arguments"}}), `tool_call_id`, `name`, `reasoning_content` and
+`thinking`, which are one text under the two names that templates use."""
+
+
+class ToolFormat(Enum):
+    """A model's way to write function calls."""
+
+    HERMES = "hermes"
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>; Qwen too."""
+    LLAMA = "llama"
+    """The whole answer is {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>."""
+    LFM2 = "lfm2"
+    """<|tool_call_start|>[name(argument=value), ...]<|tool_call_end|>, in Python's syntax."""
+    HARMONY = "harmony"
+    """Channels: a message on `commentary` to=functions.name is a call, `analysis` is thought."""
+    PLAIN = "plain"
+    """The whole answer is {"name": ..., "arguments": {...}}."""
+
+
+_MARKS = (
+    (ToolFormat.HARMONY, ("<|channel|>",)),
+    (ToolFormat.LFM2, ("<|tool_list_start|>", "<|tool_call_start|>")),
+    (ToolFormat.HERMES, ("<tool_call>",)),
+    (ToolFormat.LLAMA, ("<|python_tag|>", "ipython")),
+)
+
+
+def tool_format(template: str) -> ToolFormat:
+    """The format that the source of a chat template tells the model to write."""
+    for found, marks in _MARKS:
+        if any(mark in template for mark in marks):
+            return found
+    return ToolFormat.PLAIN
+
+
+_ONE_CALL_A_TURN = frozenset({ToolFormat.LLAMA, ToolFormat.HARMONY})
+
+
+def for_format(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
+    """The same conversation with no more calls in a turn than templates of the format write."""
+    if form not in _ONE_CALL_A_TURN:
+        return list(turns)
+    return [each for turn in _with_results(turns) for each in _one_by_one(*turn)]
+
+
+def described(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> list[Mapping[str, Any]]:
+    """The same tools; with a description each where templates of the format fail without."""
+    return [_described(tool) if form is ToolFormat.HARMONY else tool for tool in tools]
+
+
+def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
+    """The same conversation for templates that do not write calls: they become content."""
+    return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
+
+
+def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """The same conversation for templates that know no tools.
+
+    The system's turn lists the functions, and the user's turns what they returned.
+    """
+    rewritten = [_as_result(turn) for turn in _joined_results(turns)]
+    if not tools:
+        return rewritten
+    text = _instruction(tools)
+    if rewritten and rewritten[0]["role"] == "system":
+        return [rewritten[0] | {"content": f"{rewritten[0]['content']}\n\n{text}"}, *rewritten[1:]]
+    return [{"role": "system", "content": text}, *rewritten]
+
+
+def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:
+    functions = "\n".join(_json(tool.get("function", tool)) for tool in tools)
+    form = '{"name": the function\'s name, "arguments": {its arguments}}'
+    return (
+        f"These functions can be called:\n{functions}\n"
+        f"To call one, answer with nothing but a JSON object: {form}"
+    )
+
+
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool["function"]
+    text = function.get("description") or ""
+    return {**tool, "function": {**function, "description": text}}
+
+
+def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
+    """Groups turns: one with several calls together with the results that follow it."""
+    grouped: list[tuple[Turn, list[Turn]]] = []
+    for turn in turns:
+        if turn["role"] == "tool" and grouped and len(grouped[-1][0].get("tool_calls", ())) > 1:
+            grouped[-1][1].append(turn)
+        else:
+            grouped.append((turn, []))
+    return grouped
+
+
+def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
+    """Splits a turn with several calls into turns with one, each before its result."""
+    calls = turn.get("tool_calls", ())
+    if len(calls) < 2:
+        return [turn]
+    rewritten: list[Turn] = []
+    for call in calls:
+        first = {"role": "assistant", "content": ""} if rewritten else turn
+        rewritten.append(first | {"tool_calls": [call]})
+        rewritten += [result for result in results if result.get("tool_call_id") == call["id"]]
+    ids = {call["id"] for call in calls}
+    return rewritten + [result for result in results if result.get("tool_call_id") not in ids]
+
+
+def _as_text(turn: Turn, form: ToolFormat) -> Turn:
+    calls = [call["function"] for call in turn["tool_calls"]]
+    if form is ToolFormat.LFM2:
+        listed = ", ".join(map(_python_call, calls))
+        text = f"<|tool_call_start|>[{listed}]<|tool_call_end|>"
+    else:
+        text = "\n".join(_json(call) for call in calls)
+    content = "\n".join(filter(None, (turn["content"], text)))
+    return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": content}
+
+
+def _python_call(call: Mapping[str, Any]) -> str:
+    arguments = call["arguments"] if isinstance(call["arguments"], dict) else {}
+    return f"{call['name']}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+
+
+def _joined_results(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Groups of one turn; results that follow one another are one group."""
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        if turn["role"] == "tool" and groups and groups[-1][0]["role"] == "tool":
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    return groups
+
+
+def _as_result(group: Sequence[Turn]) -> Turn:
+    if group[0]["role"] != "tool":
+        return group[0]
+    lines = [f"{turn.get('name') or 'The function'} returned: {turn['content']}" for turn in group]
+    return {"role": "user", "content": "\n".join(lines)}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,171 @@
+"""The engine's configuration: one YAML or JSON file, read once, never changed."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ullage_common.process.config_file import (
+    Bytes,
+    LogLevel,
+    Positive,
+    Seconds,
+    Share,
+    SomeBytes,
+    SomeSeconds,
+    Strict,
+    Text,
+)
+
+Device = Literal["auto", "cpu", "cuda"]
+
+# Routers read these three, too.
+
+
+class MemoryBudget(Strict, frozen=True, kw_only=True):
+    """The engines' budget; they apply it, routers show it in /stats."""
+
+    threshold: Share = 0.85
+    """Share of the device that may be used."""
+    safety_reserve: SomeBytes = 2 << 30
+    """Bytes of each device that stay empty under the threshold."""
+
+
+class RequestLimits(Strict, frozen=True, kw_only=True):
+    max_output_tokens: Positive = 4096
+    request_timeout: SomeSeconds = 30.0
+    """Seconds from the request's arrival to its last token."""
+
+
+class TicketFolder(Strict, frozen=True, kw_only=True):
+    keys_dir: Text
+    """Folder with one key a file, the same for routers and engines; the last by name signs."""
+
+
+# Engines alone read the rest.
+
+
+class ModelSection(Strict, frozen=True, kw_only=True):
+    source: str
+    """URI of the model: `pkg://package/file`, `file:///path`, `hf://org/name@revision` or
+    `pvc://claim/path`."""
+    name: str
+    """Name by which clients ask for the model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations; auto is bfloat16 where the device computes in it."""
+    quantization: Literal["none", "int8", "int4", "fp8", "w8a8"] = "none"
+    """Format that matrices of an unquantised checkpoint are converted to; w8a8 needs a calibration,
+    which `ullage quantize` makes. A checkpoint that is quantised itself says so."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of stored keys and values: the computing type, or float8 E4M3."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens; None is the model's own limit."""
+    deterministic: bool = False
+
+
+class RankGrid(Strict, frozen=True, kw_only=True):
+    """How the devices of an engine divide a model."""
+
+    tensor: int = 1
+    """Ranks that share each layer."""
+    pipeline: int = 1
+    """Stages of consecutive layers; tensor * pipeline is `gpus`."""
+
+
+class ParallelismSection(RankGrid, frozen=True, kw_only=True):
+    micro_batches: Positive = 6
+    """Parts of a step that flow through the stages one behind the other."""
+    nccl: dict[str, str] = msgspec.field(default_factory=dict)
+    """Environment of NCCL, over `ullage_engine.server.worker_process.TRANSFER_ENV`."""
+
+
+class MemorySection(MemoryBudget, frozen=True, kw_only=True):
+    session_kv_limit: Bytes = 512 << 20
+    max_kv: Bytes = 20 << 30
+    device_bytes: Bytes | None = None
+    """Budget of a CPU device; None is the cgroup's limit."""
+    prefix_cache: bool = True
+    """Whether computed KV is kept and shared with requests that begin alike."""
+    session_idle: Seconds = 300.0
+    """Seconds without a request after which a session's KV may be evicted like any other."""
+    host_kv: Bytes = 0
+    """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+
+class BatchingSection(Strict, frozen=True, kw_only=True):
+    prefill_window: Seconds = 0.006
+    decode_window: Seconds = 0.003
+    decode_max_batch_tokens: int = 8192
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens computed in one step; 0 turns chunking off."""
+    max_sequences: int = 64
+
+
+class LimitsSection(RequestLimits, frozen=True, kw_only=True):
+    step_deadline: Annotated[Seconds, msgspec.Meta(ge=1.0)] = 30.0
+    """Seconds after which a worker that has work and finishes no step is restarted."""
+
+
+class DegradeLevel(Strict, frozen=True, kw_only=True):
+    """Limits of requests while headroom is below a share of the KV pool."""
+
+    below: float
+    max_output_tokens: int | None = None
+    max_temperature: float | None = None
+    max_top_p: float | None = None
+    batch_share: float | None = None
+    """Share of `batching.max_sequences` that run at once."""
+
+
+class DegradeSection(Strict, frozen=True, kw_only=True):
+    change_sampling: bool = True
+    """Levels may lower temperature and top_p."""
+    hysteresis: float = 0.05
+    levels: tuple[DegradeLevel, ...] = ()
+    """Levels in any order; of those whose `below` exceeds the headroom the smallest holds."""
+
+
+class ServerSection(Strict, frozen=True, kw_only=True):
+    engine_id: str = "engine-0"
+    """Id of the engine, unique in the service; the pod's name on Kubernetes."""
+    pool: str = "single"
+    host: str = "0.0.0.0"
+    grpc_port: int = 9000
+    metrics_port: int = 9090
+    probe_port: int | None = None
+    """Port of grpc.health.v1 and headroom, read only and without TLS, which the kubelet does not
+    speak."""
+    tls_dir: str | None = None
+    """Folder with tls.crt, tls.key and ca.crt: clients must have a certificate of that authority.
+    None: plaintext. Read again when it changes."""
+    run_dir: str = "/run/ullage"
+    """Sockets, and nothing that must outlive the process."""
+    weights_dir: str = "/run/ullage/weights"
+    """Folder of prepared weights, mapped by every worker; engines of one host may share it."""
+    threads: int | None = None
+    """CPU threads of a worker; None is every core the process may use."""
+    allow_fault_injection: bool = False
+    log_level: LogLevel = "info"
+
+
+class TicketsSection(TicketFolder, frozen=True, kw_only=True):
+    """Requests that come straight from clients, with a router's leave."""
+
+    required: bool = False
+    """Whether nothing is taken without a ticket. AdminService is not served then: clients reach the
+    port."""
+
+
+class EngineConfig(Strict, frozen=True, kw_only=True):
+    model: ModelSection
+    device: Device = "auto"
+    gpus: Positive = 1
+    """Number of GPUs, or of worker processes on a CPU."""
+    parallelism: ParallelismSection = ParallelismSection()
+    memory: MemorySection = MemorySection()
+    batching: BatchingSection = BatchingSection()
+    limits: LimitsSection = LimitsSection()
+    degrade: DegradeSection = DegradeSection()
+    tickets: TicketsSection | None = None
+    """Settings of tickets. Unset: whoever reaches this engine may use it, and tickets are not
+    looked at."""
+    server: ServerSection = ServerSection()

@@ -1,0 +1,132 @@
+"""JSON logs, one object a line, and the Prometheus endpoint that every process serves.
+
+A line holds time, level, logger, message and the fields of `extra`.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TextIO
+
+import msgspec
+from prometheus_client import CollectorRegistry, start_http_server
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_ENCODER = msgspec.json.Encoder(enc_hook=repr)
+
+
+class _LeanRecord(logging.LogRecord):
+    """A log record without the names made of a path, which no line shows and which cost as much as
+    the rest."""
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        pathname: str,
+        lineno: int,
+        msg: object,
+        args: Any,
+        exc_info: Any,
+        func: str | None = None,
+        sinfo: str | None = None,
+        **_: object,
+    ) -> None:
+        self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
+        self.pathname = self.filename = self.module = pathname
+        self.lineno, self.funcName = lineno, func or ""
+        self.msg, self.args = msg, args
+        if args and len(args) == 1 and isinstance(args[0], Mapping) and args[0]:
+            self.args = args[0]  # `%(name)s`, as logging has it
+        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
+        self.created = time.time()
+        self.msecs = self.created % 1 * 1000
+        self.relativeCreated = 0.0
+        self.thread = self.threadName = self.process = self.processName = None
+
+
+class JsonFormatter(logging.Formatter):
+    """Renders a record with its extra fields; values that JSON lacks are rendered by repr."""
+
+    def __init__(self, fields: Mapping[str, object] = MappingProxyType({})) -> None:
+        """`fields` are part of every line."""
+        super().__init__()
+        self._fields = fields
+        self._second = 0
+        self._second_text = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self._time(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._fields,
+        }
+        fields = vars(record)
+        line.update({name: fields[name] for name in fields.keys() - _STANDARD})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return _ENCODER.encode(line).decode()
+
+    def _time(self, seconds: float) -> str:
+        """RFC 3339, UTC; the whole seconds' text serves all lines of a second."""
+        whole = int(seconds)
+        if whole != self._second:
+            self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+            self._second = whole
+        return f"{self._second_text}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def configure(
+    level: str = "info",
+    stream: TextIO = sys.stderr,
+    fields: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Sends every log record of this process to `stream` as JSON, with `fields` in each line."""
+    # What no line here shows is not looked up for each (logging's own advice).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    vars(logging)["logAsyncioTasks"] = False  # from Python 3.12 on
+    logging.setLogRecordFactory(_LeanRecord)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter(fields))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+_NOT_READY = "503 Service Unavailable"
+
+
+def serve_metrics(
+    registry: CollectorRegistry,
+    port: int,
+    host: str,
+    is_ready: Callable[[], bool] | None = None,
+) -> Callable[[], None]:
+    """Serves `registry` at http://host:port/metrics from a thread; returns what stops it.
+
+    With `is_ready` also /readyz, 200 or 503.
+    """
+    server, thread = start_http_server(port, addr=host, registry=registry)
+    if is_ready is not None:
+        server.set_app(_with_readiness(server.get_app(), is_ready))
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def _with_readiness(metrics: Any, is_ready: Callable[[], bool]) -> Any:
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["PATH_INFO"] != "/readyz":
+            return metrics(environ, start_response)
+        status, text = ("200 OK", b"ready\n") if is_ready() else (_NOT_READY, b"not ready\n")
+        start_response(status, [("Content-Type", "text/plain")])
+        return [text]
+
+    return answer

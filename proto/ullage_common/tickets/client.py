@@ -1,0 +1,427 @@
+"""A client that streams straight from engines, with a router's tickets.
+
+    async with Client("router:9000") as client:
+        async for event in client.generate(request):
+            ...
+
+A request in token ids is placed by `Pick` and sent to the engine that `Pick` names. Everything else
+goes through the router's `Generate`: text and conversations (which the router templates), what has
+to wait for memory, and all requests where the service gives no tickets. Either way the events and
+the errors are the same.
+
+`PickBatcher` gathers the requests to place and the reports of those that ended into few `Pick`
+calls. One call is under way at a time. What comes meanwhile goes with the next one, so batches grow
+with the load and a lone request waits for nobody. Requests of the same sizes are asked for as one
+with a count and share tickets, which costs the router a fraction of placing each.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Self
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+from ullage_common.tickets.tickets import TICKET_KEY
+from ullage_common.wire.channels import open_channel
+from ullage_common.wire.errors import ServiceError, from_rpc_error
+
+MAX_BATCH = 256
+MAX_REPORTS = 4096
+"""Most reports in one call, and most that wait when the router does not answer."""
+PICK_TIMEOUT_S = 5.0
+OFF_S = 30.0
+"""Seconds that Generate is used alone after the router said that it gives no tickets."""
+QUIET_S = 0.05
+"""Seconds without a pick after which reports are sent by themselves."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A placed request: its engine and its ticket."""
+
+    id: int
+    """Id of the ticket, which may hold for several requests."""
+    engine: str
+    """Address of the engine, `host:port`."""
+    ticket: str
+    max_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class _PendingPick:
+    """A request that waits to be placed."""
+
+    priced: pb.PricedRequest
+    placed: "asyncio.Future[Pick | None]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class PickBatcher:
+    """Asks one router for places, for many requests in one call.
+
+    Args:
+        router: its stub.
+        metadata: sent with every call.
+    """
+
+    def __init__(
+        self,
+        router: inference_pb2_grpc.InferenceServiceStub,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> None:
+        self._router = router
+        self._metadata = metadata
+        self._pending: list[_PendingPick] = []
+        self._accepted: list[int] = []
+        self._ended: list[int] = []
+        self._news = asyncio.Event()
+        self._off_until = 0.0
+        self._is_closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Tells the router what ended; requests that wait for a place go to it."""
+        self._is_closing = True
+        self._news.set()
+        if self._task:
+            await self._task
+
+    async def place(
+        self, request: pb.GenerateRequest, avoid: Sequence[str], deadline: float
+    ) -> Pick | None:
+        """Places a request in token ids; None: the router shall do it all.
+
+        Args:
+            avoid: engines that refused it just now.
+            deadline: on the event loop's clock.
+
+        Raises:
+            ServiceError: INTERNAL, the router's answer makes no sense or it could not be asked.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._off_until or self._is_closing:
+            return None
+        pending = _PendingPick(_price(request, avoid))
+        self._pending.append(pending)
+        self._wake()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - now)):
+                return await pending.placed
+        except TimeoutError:
+            return None
+
+    def on_accepted(self, pick: Pick) -> None:
+        """Its engine answered Accepted."""
+        self._note(self._accepted, pick)
+
+    def on_ended(self, pick: Pick) -> None:
+        """Its request ended, or will not be sent."""
+        self._note(self._ended, pick)
+
+    def _note(self, reports: list[int], pick: Pick) -> None:
+        if len(reports) < MAX_REPORTS:  # otherwise its ticket's end tells the router
+            reports.append(pick.id)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="pick")
+
+    async def _run(self) -> None:
+        while not self._is_closing:
+            await self._news.wait()
+            self._news.clear()
+            if not self._pending and not self._is_closing:
+                await self._quiet()
+            while self._pending:
+                await self._call()
+            if self._accepted or self._ended:
+                await self._call()
+        _leave(self._pending)
+        if self._accepted or self._ended:
+            await self._call()
+
+    async def _quiet(self) -> None:
+        """Waits a moment for a request that the reports can go with."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    async def _call(self) -> None:
+        pending = [request for request in self._pending[:MAX_BATCH] if not request.placed.done()]
+        del self._pending[:MAX_BATCH]
+        try:
+            await self._ask(pending)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._off_until = asyncio.get_running_loop().time() + OFF_S
+            _leave(pending)
+        except Exception as error:  # whatever it is, those who come next must be served
+            log.exception("pick failed")
+            _fail(pending, error)
+        except asyncio.CancelledError:
+            _leave(pending)
+            raise
+
+    async def _ask(self, pending: list[_PendingPick]) -> None:
+        groups = _alike(pending)
+        accepted, self._accepted = self._accepted, []
+        ended, self._ended = self._ended, []
+        try:
+            request = pb.PickRequest(
+                requests=[_merged(group) for group in groups], accepted=accepted, ended=ended
+            )
+            response = await self._router.Pick(
+                request, timeout=PICK_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._keep(accepted, ended)  # whatever else it is, the router may have read them
+            raise
+        self._deal(groups, response)
+
+    def _keep(self, accepted: list[int], ended: list[int]) -> None:
+        """Keeps reports for the next call: a tenant's place is not free before."""
+        self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
+        self._ended = (ended + self._ended)[:MAX_REPORTS]
+
+    def _deal(self, groups: list[list[_PendingPick]], response: pb.PickResponse) -> None:
+        answers = iter(response.placed)
+        for group in groups:
+            places = _places(len(group), answers, response.engines)
+            for request in group:
+                pick = next(places, None)  # what the answer leaves out goes to the router
+                if not request.placed.done():
+                    request.placed.set_result(pick)
+                elif pick:  # whoever wanted it has gone
+                    self._ended.append(pick.id)
+
+
+def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
+    """Groups requests that may share a ticket; what depends on an engine stays by itself."""
+    groups: dict[object, list[_PendingPick]] = {}
+    for request in pending:
+        priced = request.priced
+        is_free = not (priced.session_id or priced.avoid)
+        size = (priced.prompt_tokens, priced.max_tokens, priced.samples, priced.priority)
+        groups.setdefault(size if is_free else request, []).append(request)
+    return list(groups.values())
+
+
+def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
+    priced = group[0].priced
+    if len(group) > 1:
+        priced.count = len(group)
+    return priced
+
+
+def _places(
+    count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
+) -> Iterator[Pick | None]:
+    """Takes the answers to so many like requests; each as often as it is for."""
+    while count > 0 and (placed := next(answers, None)):
+        pick = _pick(placed, engines)
+        for _ in range(min(count, placed.count or 1)):
+            yield pick
+        # An older router knows no counts: it answers an entry once, for one request.
+        count = count - placed.count if placed.count else 0
+
+
+def _price(request: pb.GenerateRequest, avoid: Sequence[str]) -> pb.PricedRequest:
+    samples = request.samples
+    return pb.PricedRequest(
+        prompt_tokens=len(request.token_ids.ids),
+        max_tokens=request.stop.max_tokens,
+        samples=max(samples.n, samples.best_of, samples.beam.width),
+        session_id=request.session_id,
+        priority=request.priority,
+        avoid=avoid,
+    )
+
+
+def _pick(placed: pb.Placed, engines: Sequence[str]) -> Pick | None:
+    if placed.HasField("refusal"):
+        return None
+    return Pick(placed.id, engines[placed.engine], placed.ticket, placed.max_tokens)
+
+
+def _leave(pending: list[_PendingPick]) -> None:
+    """Leaves requests to the router."""
+    for request in pending:
+        if not request.placed.done():
+            request.placed.set_result(None)
+    pending.clear()
+
+
+def _fail(pending: list[_PendingPick], error: Exception) -> None:
+    for request in pending:
+        if not request.placed.done():
+            message = f"asking the router for a place failed: {type(error).__name__}: {error}"
+            request.placed.set_exception(
+                ServiceError(grpc.StatusCode.INTERNAL, "PICK_FAILED", message)
+            )
+    pending.clear()
+
+
+MAX_PICKS = 3
+"""Engines that are tried before the router is asked to do it all."""
+MAX_ENGINES = 256
+"""Channels kept open."""
+CLOSING_S = 60.0
+"""Seconds that an answer has to end on a channel that is being closed."""
+ANOTHER_MAY = frozenset(
+    {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+"""Status codes of an engine where another engine, or the router, may succeed."""
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+Stream = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class Client:
+    """Speaks with one service.
+
+    Args:
+        router: `host:port` of its router, gRPC.
+        metadata: sent with every call to the router, such as ("authorization", "Bearer KEY").
+        is_direct: False sends everything through the router.
+        credentials: of the connections to router and engines; None for plaintext.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        is_direct: bool = True,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = tuple(metadata)
+        self._credentials = credentials
+        self._channel = open_channel(router, credentials)
+        self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
+        self._engines: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Reports what ended and closes every connection; answers under way break off."""
+        if self._batcher:
+            await self._batcher.close()
+        await asyncio.gather(*(channel.close() for channel in self._engines.values()))
+        await asyncio.gather(*self._closing)
+        await self._channel.close()
+
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
+        """Yields Accepted, then Delta any number of times, then Finished.
+
+        Raises:
+            ServiceError: the request was refused or failed, as the router would say it.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with aclosing(self._direct(request, deadline)) as direct:
+            async for event in direct:
+                yield event
+                if event.HasField("finished"):
+                    return
+        stream = self._router.Generate(request, timeout=_left(deadline), metadata=self._metadata)
+        try:
+            async for event in _events(stream):
+                yield event
+        finally:
+            stream.cancel()
+
+    async def _direct(self, request: pb.GenerateRequest, deadline: float) -> Events:
+        """The answer from an engine; nothing at all when the router shall do it."""
+        if self._batcher is None or request.WhichOneof("input") != "token_ids":
+            return
+        avoid: list[str] = []
+        while len(avoid) < MAX_PICKS:
+            pick = await self._batcher.place(request, avoid, deadline)
+            if pick is None:
+                return
+            try:
+                async with aclosing(self._from_engine(request, pick, deadline)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _NotBegun:
+                avoid.append(pick.engine)
+
+    async def _from_engine(
+        self, request: pb.GenerateRequest, pick: Pick, deadline: float
+    ) -> Events:
+        assert self._batcher
+        stub = inference_pb2_grpc.InferenceServiceStub(self._engine(pick.engine))
+        sent = pb.GenerateRequest()
+        sent.CopyFrom(request)
+        sent.stop.max_tokens = pick.max_tokens
+        stream = stub.Generate(sent, timeout=_left(deadline), metadata=((TICKET_KEY, pick.ticket),))
+        has_begun = False
+        try:
+            async for event in _events(stream):
+                if not has_begun:
+                    has_begun = True
+                    self._batcher.on_accepted(pick)
+                    event.accepted.action, event.accepted.route = "accept", "direct"
+                yield event
+        except ServiceError as error:
+            if has_begun or error.code not in ANOTHER_MAY:
+                raise
+            raise _NotBegun from error
+        finally:
+            stream.cancel()
+            self._batcher.on_ended(pick)
+
+    def _engine(self, address: str) -> grpc.aio.Channel:
+        """Its channel; the one used longest ago is closed when there are too many."""
+        channel = self._engines.pop(address, None) or open_channel(address, self._credentials)
+        self._engines[address] = channel
+        if len(self._engines) > MAX_ENGINES:
+            oldest = next(iter(self._engines))
+            closing = asyncio.create_task(self._engines.pop(oldest).close(grace=CLOSING_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        return channel
+
+
+class _NotBegun(Exception):
+    """The engine took nothing: the request may go elsewhere."""
+
+
+async def _events(stream: Stream) -> Events:
+    try:
+        async for event in stream:
+            yield event
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - asyncio.get_running_loop().time())

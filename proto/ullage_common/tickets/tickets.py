@@ -1,0 +1,178 @@
+"""Tickets: a router's signed leave to send a request, or several like ones, straight to an engine.
+
+A ticket is 38 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
+share, in URL-safe base64. It names the engine, ends at a time, bounds each request's tokens, and is
+taken as often as it says. The keys are read from a folder at the start and again whenever that
+folder changes.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ullage_common.process.config_file import ConfigError
+from ullage_common.process.file_watch import fingerprint, follow
+
+TICKET_KEY = "x-ullage-ticket"
+"""Metadata key of Generate that carries the ticket."""
+MIN_KEY_BYTES = 32
+CLOCK_SKEW_S = 5.0
+"""Seconds by which an engine's clock may be ahead of the router's."""
+
+_CLAIMS = struct.Struct(">2sQQ8sIIBbH")
+_VERSION = b"U1"
+_SESSIONLESS = 1 << 15
+"""Bit added to the uses. What older engines know of them is that they are one."""
+_MAC_BYTES = 32
+TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
+
+
+class TicketError(Exception):
+    """The ticket is not valid.
+
+    reason
+        BAD_TICKET or TICKET_EXPIRED
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Claims(NamedTuple):
+    """The content of a ticket."""
+
+    id: int
+    """64 random bits, by which an engine recognises a ticket that was taken."""
+    expires_ms: int
+    """Unix time of the ticket's end, in milliseconds."""
+    engine: bytes
+    """Tag of the engine; see `engine_tag`."""
+    prompt_tokens: int
+    max_tokens: int
+    samples: int
+    priority: int
+    uses: int = 1
+    """Requests, each of at most this size; 0, in an older router's ticket, means one."""
+    is_sessionless: bool = False
+    """The engine leaves out the session that a request names: tenants' names may be the same."""
+
+
+def engine_tag(engine_id: str) -> bytes:
+    """Returns eight bytes for an engine's name."""
+    return hashlib.sha256(engine_id.encode()).digest()[:8]
+
+
+class Signer:
+    """Makes tickets with one key, which is prepared once: that is half of a signature's work."""
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = hmac.new(key, digestmod="sha256")
+
+    def sign(self, claims: Claims) -> str:
+        """The ticket."""
+        *fields, uses, is_sessionless = claims
+        text = _CLAIMS.pack(_VERSION, *fields, uses | is_sessionless * _SESSIONLESS)
+        mac = self._mac.copy()
+        mac.update(text)
+        return base64.urlsafe_b64encode(text + mac.digest()).decode()
+
+
+def sign(claims: Claims, key: bytes) -> str:
+    """The ticket."""
+    return Signer(key).sign(claims)
+
+
+def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> Claims:
+    """Returns a ticket's claims if a router signed it for this engine and its time has not passed.
+
+    Raises:
+        TicketError: it did not, or it has.
+    """
+    try:
+        raw = base64.b64decode(ticket, altchars=b"-_", validate=True)
+    except ValueError:
+        raw = b""
+    text, mac = raw[: _CLAIMS.size], raw[_CLAIMS.size :]
+    if len(raw) != TICKET_BYTES or not any(
+        hmac.compare_digest(mac, hmac.digest(key, text, "sha256")) for key in keys
+    ):
+        raise TicketError("BAD_TICKET", "no router of this service signed the ticket; pick again")
+    version, *fields = _CLAIMS.unpack(text)
+    said = Claims(*fields)
+    is_sessionless, uses = divmod(said.uses, _SESSIONLESS)
+    claims = said._replace(uses=uses, is_sessionless=bool(is_sessionless))
+    if version != _VERSION or claims.engine != engine:
+        raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
+    if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:
+        raise TicketError("TICKET_EXPIRED", "the ticket has expired; pick again and send at once")
+    return claims
+
+
+def load_keys(folder: Path) -> tuple[bytes, ...]:
+    """The keys in a folder, one a file, by the files' names; the last one signs, all verify.
+
+    Raises:
+        ConfigError: there is none, or one is too short to be one.
+    """
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
+        keys = [(path, path.read_bytes().strip()) for path in paths]
+    except OSError as error:
+        message = f"tickets.keys_dir: {folder}: {error.strerror}; mount a Secret"
+        raise ConfigError(message) from error
+    if not keys:
+        raise ConfigError(f"tickets.keys_dir: {folder} has no file; put a random key into one")
+    for path, key in keys:
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(
+                f"tickets.keys_dir: {path} has {len(key)} bytes; a key has at least "
+                f"{MIN_KEY_BYTES}, such as `openssl rand -hex 32` prints"
+            )
+    return tuple(key for _, key in keys)
+
+
+log = logging.getLogger(__name__)
+
+
+class TicketKeys:
+    """Follows a folder of keys.
+
+    Args:
+        folder: one key a file.
+
+    Raises:
+        ConfigError: the folder has no usable key.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen = fingerprint((folder,))
+        self.all = load_keys(folder)
+        """Keys in use, every one of which verifies."""
+        self.signer = Signer(self.all[-1])
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(
+            follow((self._folder,), self._seen, self._reload), name="ticket keys"
+        )
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _reload(self) -> None:
+        try:
+            self.all = await asyncio.to_thread(load_keys, self._folder)
+        except ConfigError as error:
+            log.error("keys not read; those before stay valid", extra={"reason": str(error)})
+        else:
+            self.signer = Signer(self.all[-1])

@@ -1,0 +1,111 @@
+"""The one error that crosses the wire, with google.rpc details, and its way back.
+
+ServiceError
+    code      gRPC status code
+    reason    UPPER_SNAKE_CASE, stable, for programs (google.rpc.ErrorInfo.reason)
+    message   one sentence for people: what, the value, what to do
+    metadata  facts as strings, such as field, needed_bytes, available_bytes
+    retry_after_s  when to come back; None when coming back cannot help
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Never
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "ullage.dev"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class ServiceError(Exception):
+    """A refusal or failure that is reported to the client."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+
+    def __repr__(self) -> str:
+        return f"ServiceError({self.code.name}, {self.reason}, {self.message!r}, {self.metadata})"
+
+
+def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceError:
+    """Returns INVALID_ARGUMENT naming the field at fault."""
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT, reason, message, metadata={"field": field}
+    )
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo always, RetryInfo when retrying helps."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    details = [_pack(info)]
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_pack(retry))
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
+    """Ends the call with the error, its details and gRPC's own retry pushback."""
+    status = rpc_status.to_status(to_status(error))
+    # gRPC's retry logic reads this trailer and not RetryInfo; -1 forbids a retry.
+    pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)
+    trailers = (*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback)))
+    await context.abort(status.code, status.details, trailers)
+    raise AssertionError("context.abort returned")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """The ServiceError that the peer raised, or the transport's failure as one."""
+    message = error.details() or error.code().name
+    return _from_details(error.code(), message, _details(error))
+
+
+def from_status(status: Any) -> ServiceError:
+    """The ServiceError that a google.rpc.Status tells of."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _from_details(code, status.message or code.name, status.details)
+
+
+def _from_details(
+    code: grpc.StatusCode, message: str, details: Iterable[AnyMessage]
+) -> ServiceError:
+    metadata: dict[str, str] = {}
+    reason, retry_after_s = code.name, None
+    for detail in details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return ServiceError(code, reason, message, metadata=metadata, retry_after_s=retry_after_s)
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)
+            return list(status.details)
+    return []
+
+
+def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,142 @@
+"""What one call of a stream sends: never more than its window, and tokens merged.
+
+Each message costs the reader more than the tokens in it. A first token leaves at once; those that
+come within the pause after it, up to as many as the reader wants together, leave as one delta.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ullage.inference.v1 import inference_pb2 as pb
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Deltas of one sample that wait to be merged with later ones."""
+
+    responses: list[pb.GenerateResponse] = field(default_factory=list)
+    num_tokens: int = 0
+    due: float = 0.0
+    """Time on the event loop's clock when the tokens may leave."""
+    timer: asyncio.TimerHandle | None = None
+
+    def take(self) -> list[pb.GenerateResponse]:
+        """Empties it and stops its timer."""
+        responses = self.responses
+        self.responses = []
+        self.num_tokens = 0
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+        return responses
+
+
+class SendWindow:
+    """Sends the responses of one call, at most as many as its reader granted.
+
+    Args:
+        call: its window, its pause and how many tokens may leave together.
+        send: passes a response on, at once.
+    """
+
+    def __init__(self, call: pb.MultiplexCall, send: Callable[[pb.GenerateResponse], None]) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._window = max(1, call.window)
+        self._opened: asyncio.Future[None] | None = None
+        self._pause_s = call.coalesce_ms / 1000
+        self._max_tokens = max(1, call.coalesce_tokens)
+        self._samples: dict[int, _Pending] = {}
+        self.is_finished = False
+        """Whether the last response was Finished."""
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        """Sends a response or keeps it to be merged; waits while the window is shut."""
+        if response.HasField("delta"):
+            await self._write_delta(response)
+            return
+        for pending in self._samples.values():
+            await self._flush(pending)
+        await self._send_when_open(response)
+
+    def grant(self, responses: int) -> None:
+        """Widens the window by so many responses."""
+        self._window += responses
+        if self._opened and not self._opened.done():
+            self._opened.set_result(None)
+            return
+        for pending in self._samples.values():
+            if pending.responses and pending.timer is None and self._window > 0:
+                self._send_now(merge_deltas(pending.take()))
+
+    def end(self) -> None:
+        """Sends what is pending: nothing more comes."""
+        for pending in self._samples.values():
+            if pending.responses:
+                self._send_now(merge_deltas(pending.take()))
+
+    def drop(self) -> None:
+        """Drops what is pending, since the reader has gone."""
+        for pending in self._samples.values():
+            pending.take()
+
+    async def _write_delta(self, response: pb.GenerateResponse) -> None:
+        delta = response.delta
+        pending = self._samples.setdefault(delta.sample, _Pending())
+        if pending.num_tokens + delta.num_tokens > self._max_tokens:
+            await self._flush(pending)
+        if not pending.responses and self._loop.time() >= pending.due:
+            await self._send_when_open(response)
+            return
+        pending.responses.append(response)
+        pending.num_tokens += delta.num_tokens
+        if pending.num_tokens >= self._max_tokens:
+            await self._flush(pending)
+        elif pending.timer is None:
+            pending.timer = self._loop.call_at(pending.due, self._on_due, pending)
+
+    def _on_due(self, pending: _Pending) -> None:
+        pending.timer = None
+        if pending.responses and self._window > 0:  # else they leave when the window opens
+            self._send_now(merge_deltas(pending.take()))
+
+    async def _flush(self, pending: _Pending) -> None:
+        if pending.responses:
+            await self._send_when_open(merge_deltas(pending.take()))
+
+    async def _send_when_open(self, response: pb.GenerateResponse) -> None:
+        while self._window <= 0:
+            self._opened = self._loop.create_future()
+            await self._opened
+        self._send_now(response)
+
+    def _send_now(self, response: pb.GenerateResponse) -> None:
+        self._window -= 1
+        self.is_finished = response.HasField("finished")
+        if response.HasField("delta"):
+            pending = self._samples.setdefault(response.delta.sample, _Pending())
+            pending.due = self._loop.time() + self._pause_s
+        self._send(response)
+
+
+def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:
+    """Returns one delta with the text, tokens and log probabilities of all, in their order.
+
+    The responses are deltas of one sample and stay as they are. Only the first may carry reasoning
+    or tool calls.
+    """
+    if len(responses) == 1:
+        return responses[0]
+    deltas = [response.delta for response in responses]
+    whole = pb.GenerateResponse()
+    merged = whole.delta
+    merged.CopyFrom(deltas[0])
+    merged.text = "".join([delta.text for delta in deltas])
+    merged.num_tokens = sum([delta.num_tokens for delta in deltas])
+    for delta in deltas[1:]:
+        if delta.token_ids:
+            merged.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            merged.logprobs.extend(delta.logprobs)
+    return whole

@@ -1,0 +1,67 @@
+"""What a request may ask for, checked by the router and, for those without one, by the engine."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_REQUEST_ID_BYTES = 128
+MAX_SESSION_ID_BYTES = 256
+MAX_PRIORITY = 100
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
+MAX_STOP_BYTES = 256
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 16
+MAX_BEAM_WIDTH = 8
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20
+MAX_MESSAGES = 8192
+"""Turns of a conversation, and calls in all of them."""
+MAX_CALLS = 128
+"""Calls that one turn of a conversation made."""
+MAX_PARTS = 8192
+"""Parts of the text of one turn."""
+MAX_PROMPT_TOKENS = 1 << 20
+"""Most token ids of a prompt that comes as such."""
+MAX_BEAM_STOP_TOKENS = 16
+"""Most stop tokens of a beam search: each is a candidate more that every step must look at."""
+MAX_LENGTH_PENALTY = 10
+MAX_LOGIT_BIAS = 1024
+"""Tokens that may have one."""
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 64
+"""Levels of objects and arrays in a JSON Schema."""
+
+
+class Range:
+    """An interval that a number must lie in; NaN lies in none.
+
+    The numbers come as float32, which has about seven digits: 0.01 arrives a little smaller.
+    """
+
+    def __init__(self, low: float, high: float, low_open: bool = False) -> None:
+        self._low, self._high, self._low_open = low, high, low_open
+
+    def __contains__(self, value: float) -> bool:
+        value = float(f"{value:.7g}")
+        above = value > self._low if self._low_open else value >= self._low
+        return math.isfinite(value) and above and value <= self._high
+
+    def __str__(self) -> str:
+        return f"{'above' if self._low_open else 'from'} {self._low:g} to {self._high:g}"
+
+
+SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range(0, 2),
+        "top_p": Range(0, 1, low_open=True),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0.01, 100),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+    }
+)
+"""Ranges by field of `ullage.inference.v1.SamplingParams`."""
+
+LOGIT_BIAS = Range(-100, 100)

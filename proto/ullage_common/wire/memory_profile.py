@@ -1,0 +1,33 @@
+"""The memory profile of a model as engines send it and routers read it."""
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+
+
+def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
+    """Returns the message that an engine sends."""
+    return pb.MemoryProfile(
+        block_tokens=profile.block_tokens,
+        groups=[
+            pb.CacheGroup(bytes_per_token=group.bytes_per_token, window_tokens=group.window_tokens)
+            for group in profile.groups
+        ],
+        state_bytes_per_sequence=profile.state_bytes_per_sequence,
+        activation_bytes_per_token=profile.activation_bytes_per_token,
+        sampler_bytes_per_sequence=profile.sampler_bytes_per_sequence,
+        prefill_chunk_tokens=profile.prefill_chunk_tokens,
+        kv_pool_bytes=profile.kv_pool_bytes,
+    )
+
+
+def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
+    """Returns the profile that a message describes."""
+    return MemoryProfile(
+        block_tokens=max(1, wire.block_tokens),
+        groups=tuple(CacheGroup(each.bytes_per_token, each.window_tokens) for each in wire.groups),
+        state_bytes_per_sequence=wire.state_bytes_per_sequence,
+        activation_bytes_per_token=wire.activation_bytes_per_token,
+        sampler_bytes_per_sequence=wire.sampler_bytes_per_sequence,
+        prefill_chunk_tokens=wire.prefill_chunk_tokens,
+        kv_pool_bytes=wire.kv_pool_bytes,
+    )

@@ -1,0 +1,207 @@
+"""The serving end of `InferenceService.Multiplex`: many Generate calls over one stream.
+
+Each call runs as a task of its own, over the same code as Generate, with a context that has what
+such code uses of gRPC's. Responses of all calls that are ready at one moment leave in one message.
+A call may be `window` responses ahead of what the router took; then it waits, and no other does
+(`ullage_common.wire.flow_control`).
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, Never
+
+import grpc
+from google.rpc import code_pb2, status_pb2
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire.channels import MAX_REQUEST_BYTES
+from ullage_common.wire.errors import ServiceError, invalid, to_status
+from ullage_common.wire.flow_control import SendWindow
+
+# Responses in one message: it stays far below the longest that gRPC takes.
+MAX_BATCH = 256
+STATUS_KEY = "grpc-status-details-bin"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Generate = Callable[
+    [pb.GenerateRequest, Any], Awaitable[None] | AsyncGenerator[pb.GenerateResponse]
+]
+
+log = logging.getLogger(__name__)
+
+
+async def serve_multiplex(generate: Generate, context: Context) -> None:
+    """Serves one stream until the router closes it; what is unfinished then is cancelled.
+
+    Args:
+        generate: the service's method, in either of gRPC's two styles.
+    """
+    stream = _Stream(generate)
+    sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
+    try:
+        # What a router waits for to know that this engine has such streams.
+        await context.send_initial_metadata(())
+        while isinstance(request := await context.read(), pb.MultiplexRequest):
+            stream.take(request)
+    finally:
+        sending.cancel()
+        await stream.close()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+class _Stream:
+    """The calls of one router."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._calls: dict[int, CallContext] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: list[pb.MultiplexEvent] = []
+        self._has_news = asyncio.Event()
+
+    def take(self, request: pb.MultiplexRequest) -> None:
+        for call in request.calls:
+            self._begin(call)
+        for grant in request.grants:
+            if context := self._calls.get(grant.tag):
+                context.send_window.grant(grant.responses)
+        for tag in request.cancelled_tags:
+            if context := self._calls.pop(tag, None):
+                context.cancel()
+
+    async def send_all(self, context: Context) -> None:
+        """Sends what calls have ready, as long as the stream lives."""
+        while True:
+            await self._has_news.wait()
+            batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
+            if not self._outbox:
+                self._has_news.clear()
+            await context.write(pb.MultiplexResponse(events=batch))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, call: pb.MultiplexCall) -> None:
+        if call.tag in self._calls:  # one of the two must not get the other's tokens
+            error = invalid("tag", f"tag {call.tag} is in use; give each call its own")
+            self._send_status(call.tag, to_status(error))
+            return
+        context = CallContext(call, self._send)
+        self._calls[call.tag] = context
+        task = asyncio.create_task(self._run(call, context), name=f"call {call.tag}")
+        self._tasks.add(task)
+        context.task = task
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, call: pb.MultiplexCall, context: "CallContext") -> None:
+        status = status_pb2.Status(code=code_pb2.CANCELLED, message="the engine cancelled it")
+        try:
+            status = await self._outcome(call.request, context)
+        finally:
+            self._end(call, context, status)
+
+    def _end(self, call: pb.MultiplexCall, context: "CallContext", status: Any) -> None:
+        if self._calls.get(call.tag) is context:
+            del self._calls[call.tag]
+            context.send_window.end()
+            if not (context.send_window.is_finished and not status.code):
+                self._send_status(call.tag, status)
+
+    async def _outcome(self, request: pb.GenerateRequest, context: "CallContext") -> Any:
+        try:
+            _check_size(request)
+            result = self._generate(request, context)
+            if inspect.isawaitable(result):
+                await result
+            else:
+                await _relay(result, context)
+        except Aborted as aborted:
+            return aborted.status
+        except ServiceError as error:
+            return to_status(error)
+        except Exception as error:
+            log.exception("call failed", extra={"request_id": request.request_id})
+            return status_pb2.Status(code=code_pb2.UNKNOWN, message=f"Unexpected {type(error)}")
+        return status_pb2.Status()
+
+    def _send(self, tag: int, response: pb.GenerateResponse) -> None:
+        self._outbox.append(pb.MultiplexEvent(tag=tag, response=response))
+        self._has_news.set()
+
+    def _send_status(self, tag: int, status: Any) -> None:
+        self._outbox.append(pb.MultiplexEvent(tag=tag, status=status.SerializeToString()))
+        self._has_news.set()
+
+
+class Aborted(Exception):
+    """A call was ended with a status."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class CallContext:
+    """The part of a gRPC context that the code behind Generate uses, for one call of a stream."""
+
+    def __init__(
+        self, call: pb.MultiplexCall, send: Callable[[int, pb.GenerateResponse], None]
+    ) -> None:
+        self.send_window = SendWindow(call, partial(send, call.tag))
+        self._metadata = tuple(call.metadata.items())
+        self._deadline = time.monotonic() + call.timeout_ms / 1000 if call.timeout_ms else None
+        self.task: asyncio.Task[None] | None = None
+
+    def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
+        """Sends a response; waits for a router that has not taken those before."""
+        return self.send_window.write(response)
+
+    def cancel(self) -> None:
+        self.send_window.drop()
+        if self.task:
+            self.task.cancel()
+
+    def time_remaining(self) -> float | None:
+        """Seconds; None without a time limit."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> Never:
+        """Ends the call; the details of google.rpc are kept, other trailers are not."""
+        for status in _statuses(trailing_metadata):
+            raise Aborted(status)
+        raise Aborted(status_pb2.Status(code=code.value[0], message=details))
+
+
+async def _relay(responses: AsyncGenerator[pb.GenerateResponse], context: CallContext) -> None:
+    async with contextlib.aclosing(responses):  # its clean-up must not wait for the collector
+        async for response in responses:
+            await context.write(response)
+
+
+def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
+    for key, value in metadata:
+        if key == STATUS_KEY and isinstance(value, bytes):
+            yield status_pb2.Status.FromString(value)
+
+
+def _check_size(request: pb.GenerateRequest) -> None:
+    """Refuses a request as large as a Generate call would refuse."""
+    if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
+        message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
+        raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -1,0 +1,250 @@
+"""Certificates from a mounted Secret: checked, followed, and used for gRPC and HTTPS.
+
+A folder holds `tls.crt` (the certificate, then its intermediates), `tls.key` and, where peers are
+verified, `ca.crt`: the keys of a `kubernetes.io/tls` Secret as cert-manager writes it.
+"""
+
+import asyncio
+import datetime
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from ullage_common.process.config_file import ConfigError
+from ullage_common.process.file_watch import fingerprint, follow
+
+CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """One certificate with its key, and whom it trusts.
+
+    certificate, key, ca  PEM; ca is None where peers need no certificate
+    expires               of the certificate, UTC
+    """
+
+    certificate: bytes
+    key: bytes
+    ca: bytes | None
+    expires: datetime.datetime
+
+
+def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) -> Material:
+    """Reads and checks the files.
+
+    Args:
+        ca_folder: where `ca.crt` is; None: peers are not verified.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, is not valid now, or does not fit another.
+    """
+    path = folder / CERTIFICATE
+    certificate, key = _read(path), _read(folder / KEY)
+    leaf = _certificates(path, certificate)[0]
+    _check_dates(path, leaf, now)
+    if _public(_private_key(folder / KEY, key)) != _public(leaf):
+        raise ConfigError(f"{folder}: {KEY} is not the key of {CERTIFICATE}; renew both together")
+    ca = None
+    if ca_folder is not None:
+        ca = _read(ca_folder / CA)
+        authorities = _certificates(ca_folder / CA, ca)
+        newest = max(authorities, key=lambda authority: authority.not_valid_after_utc)
+        _check_dates(ca_folder / CA, newest, now)
+    return Material(certificate, key, ca, leaf.not_valid_after_utc)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; the Secret must have the key {path.name}"
+        ) from error
+
+
+def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a certificate in PEM: {error}") from error
+
+
+def _private_key(path: Path, pem: bytes) -> PrivateKeyTypes:
+    try:
+        return load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError):  # the error itself may show parts of the key
+        raise ConfigError(f"{path}: not a private key in PEM without a password") from None
+
+
+def _public(of: PrivateKeyTypes | x509.Certificate) -> bytes:
+    form = PublicFormat.SubjectPublicKeyInfo
+    return of.public_key().public_bytes(Encoding.DER, form)
+
+
+def _check_dates(path: Path, certificate: x509.Certificate, now: datetime.datetime) -> None:
+    if now > certificate.not_valid_after_utc:
+        raise ConfigError(f"{path}: expired at {certificate.not_valid_after_utc}; renew it")
+    if now < certificate.not_valid_before_utc:
+        raise ConfigError(
+            f"{path}: not valid before {certificate.not_valid_before_utc}; wait, or mend the clock"
+        )
+
+
+class Certificates:
+    """The material of a folder, followed as it changes; what is broken never replaces what works.
+
+    Args:
+        folder: with the certificate and its key.
+        ca_folder: with the authority whose certificates peers must have; None: they need none.
+        on_change: called when new material is in use.
+    """
+
+    def __init__(
+        self, folder: Path, ca_folder: Path | None, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        self._folder = folder
+        self._ca_folder = ca_folder
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+        self._material: Material | None = None
+        self._context: ssl.SSLContext | None = None
+        self.problem = ""
+        """Reason why the newest files are not used."""
+
+    async def start(self) -> None:
+        """Raises ConfigError when there is nothing to begin with."""
+        folders = tuple(path for path in (self._folder, self._ca_folder) if path)
+        seen = await asyncio.to_thread(fingerprint, folders)
+        self._use(self._load())
+        self._task = asyncio.create_task(follow(folders, seen, self._reload), name="certificates")
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def material(self) -> Material:
+        assert self._material, "not started"
+        return self._material
+
+    def state(self) -> dict[str, object]:
+        """Describes the certificate for /stats."""
+        expires = self.material.expires
+        left_s = (expires - _now()).total_seconds()
+        return {
+            "folder": str(self._folder),
+            "expires": expires.isoformat(),
+            "expires_in_s": round(left_s),
+            "problem": self.problem or ("the certificate has expired" if left_s < 0 else ""),
+        }
+
+    def server_context(self) -> ssl.SSLContext:
+        """Returns an SSL context for HTTPS; every new handshake takes the newest material."""
+        outer = server_context(self.material)
+
+        def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = self._context
+
+        outer.sni_callback = choose
+        return outer
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Returns credentials for a gRPC server, whose handshakes take the newest material."""
+        given = self.material
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            if given is self.material:
+                return None
+            given = self.material
+            return _configuration(given)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(given),
+            fetch,  # type: ignore[arg-type]  # None means no change, which the stubs do not know
+            require_client_authentication=given.ca is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Returns credentials for new gRPC channels: this certificate and the authority."""
+        held = self.material
+        return grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
+
+    def _load(self) -> tuple[Material, ssl.SSLContext]:
+        material = read_material(self._folder, self._ca_folder, _now())
+        return material, server_context(material)
+
+    def _use(self, loaded: tuple[Material, ssl.SSLContext]) -> None:
+        self._material, self._context = loaded
+        self.problem = ""
+        expires = self.material.expires.isoformat()
+        log.info("certificate read", extra={"folder": str(self._folder), "expires": expires})
+
+    async def _reload(self) -> None:
+        try:
+            loaded = await asyncio.to_thread(self._load)
+        except ConfigError as error:
+            self.problem = str(error)
+            log.error("certificate not read; the one before stays", extra={"reason": str(error)})
+            return
+        self._use(loaded)
+        self._on_change()
+
+
+def server_context(material: Material) -> ssl.SSLContext:
+    """Returns TLS 1.2 or newer, without tickets: a resumed session would outlive its authority.
+
+    Raises:
+        ConfigError: OpenSSL refuses the files.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    try:
+        _load_chain(context, material)
+        if material.ca is not None:
+            context.load_verify_locations(cadata=material.ca.decode())
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"the certificate cannot be used: {error}") from error
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, material: Material) -> None:
+    """Loads the chain from a file of its own: mounted ones may be swapped between OpenSSL's two
+    reads.
+
+    It is one in memory, for a key must not reach a disk.
+    """
+    with os.fdopen(os.memfd_create("ullage-tls"), "wb") as file:
+        file.write(material.key + b"\n" + material.certificate)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+
+
+def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(material.key, material.certificate)], material.ca
+    )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,205 @@
+"""Checks what a GenerateRequest says, whichever protocol brought it.
+
+Routers and engines refuse the same values in the same words; what depends on the model (its
+vocabulary, its name, what it supports) they check themselves.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.limits import (
+    LOGIT_BIAS,
+    MAX_BEAM_STOP_TOKENS,
+    MAX_BEAM_WIDTH,
+    MAX_CALLS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PRIORITY,
+    MAX_PROMPT_TOKENS,
+    MAX_REQUEST_ID_BYTES,
+    MAX_SAMPLES,
+    MAX_SESSION_ID_BYTES,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    ROLES,
+    SAMPLING_RANGES,
+)
+
+
+def validate_request(request: inference_pb2.GenerateRequest) -> None:
+    """Raises ServiceError INVALID_ARGUMENT that names the first wrong field."""
+    _check_identity(request)
+    _check_input(request)
+    _check_sampling(request.sampling)
+    _check_stop(request.stop)
+    _check_grammar(request)
+    _check_samples(request.samples)
+    if request.samples.HasField("beam"):
+        _check_beam(request)
+    if request.output.HasField("top_logprobs"):
+        top = request.output.top_logprobs
+        _require(top <= MAX_TOP_LOGPROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
+
+
+def _check_identity(request: inference_pb2.GenerateRequest) -> None:
+    size = len(request.request_id.encode())
+    _require(
+        size <= MAX_REQUEST_ID_BYTES,
+        "request_id",
+        f"{size} bytes",
+        f"at most {MAX_REQUEST_ID_BYTES} bytes",
+    )
+    size = len(request.session_id.encode())
+    _require(
+        size <= MAX_SESSION_ID_BYTES,
+        "session_id",
+        f"{size} bytes",
+        f"at most {MAX_SESSION_ID_BYTES} bytes",
+    )
+    permitted = f"-{MAX_PRIORITY} to {MAX_PRIORITY}"
+    _require(abs(request.priority) <= MAX_PRIORITY, "priority", request.priority, permitted)
+
+
+def _check_input(request: inference_pb2.GenerateRequest) -> None:
+    match request.WhichOneof("input"):
+        case None:
+            raise invalid("input", "the request has no input; send token_ids, text or messages")
+        case "token_ids":
+            count, permitted = len(request.token_ids.ids), f"1 to {MAX_PROMPT_TOKENS} tokens"
+            _require(1 <= count <= MAX_PROMPT_TOKENS, "prompt", f"{count} tokens", permitted)
+        case "text":
+            _require(bool(request.text), "prompt", "an empty text", "at least one character")
+        case "messages":
+            _check_messages(request.messages)
+
+
+def _check_messages(messages: inference_pb2.Messages) -> None:
+    count, permitted = len(messages.messages), f"1 to {MAX_MESSAGES} messages"
+    _require(1 <= count <= MAX_MESSAGES, "messages", f"a list of {count} messages", permitted)
+    check_calls(sum(len(message.tool_calls) for message in messages.messages))
+    for i, message in enumerate(messages.messages):
+        _check_message(f"messages[{i}]", message)
+
+
+def check_calls(count: int) -> None:
+    """Raises ServiceError when the turns of a conversation made too many calls."""
+    permitted = f"at most {MAX_MESSAGES} calls"
+    _require(count <= MAX_MESSAGES, "messages", f"a conversation with {count} calls", permitted)
+
+
+def _check_message(field: str, message: inference_pb2.Message) -> None:
+    _require(message.role in ROLES, f"{field}.role", message.role, ", ".join(ROLES))
+    calls = len(message.tool_calls)
+    is_right = not calls or (message.role == "assistant" and calls <= MAX_CALLS)
+    permitted = f"at most {MAX_CALLS}, and those of an assistant"
+    _require(is_right, f"{field}.tool_calls", f"{calls} calls of {message.role}", permitted)
+    is_named = message.role != "tool" or bool(message.tool_call_id or message.name)
+    permitted = "the id of the call that it answers"
+    _require(is_named, f"{field}.tool_call_id", "missing", permitted)
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
+    if not sampling.ByteSize():
+        return
+    for name, allowed in SAMPLING_RANGES.items():
+        if sampling.HasField(name):
+            value = getattr(sampling, name)
+            _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
+    count, permitted = len(sampling.logit_bias), f"at most {MAX_LOGIT_BIAS} tokens"
+    _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
+    for token, value in sampling.logit_bias.items():
+        field = f"logit_bias[{token}]"
+        _require(value in LOGIT_BIAS, field, float(f"{value:.7g}"), str(LOGIT_BIAS))
+
+
+def _check_stop(stop: inference_pb2.StopConditions) -> None:
+    if stop.HasField("max_tokens"):
+        _require(stop.max_tokens >= 1, "max_tokens", stop.max_tokens, "at least 1")
+        permitted = f"at most max_tokens, {stop.max_tokens}"
+        _require(stop.min_tokens <= stop.max_tokens, "min_tokens", stop.min_tokens, permitted)
+    count, permitted = len(stop.stop_token_ids), f"at most {MAX_STOP_TOKENS} tokens"
+    _require(count <= MAX_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
+    count = len(stop.stop_strings)
+    _require(
+        count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings"
+    )
+    for text in stop.stop_strings:
+        size = len(text.encode())
+        permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
+        _require(1 <= size <= MAX_STOP_BYTES, "stop", f"a string of {size} bytes", permitted)
+
+
+def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
+    """Its size, and what it goes with; the engine that compiles it checks the rest."""
+    if not request.HasField("grammar"):
+        return
+    size, permitted = request.grammar.ByteSize(), f"at most {MAX_GRAMMAR_BYTES} bytes"
+    _require(size <= MAX_GRAMMAR_BYTES, "grammar", f"{size} bytes", permitted)
+    is_right = not request.stop.ignore_eos
+    _require(is_right, "ignore_eos", True, "false with a grammar, which ends the answer")
+
+
+def _check_samples(samples: inference_pb2.Samples) -> None:
+    n = num_answers(samples)
+    _require(1 <= n <= MAX_SAMPLES, "n", n, f"1 to {MAX_SAMPLES}")
+    if samples.HasField("best_of"):
+        best_of = samples.best_of
+        _require(n <= best_of <= MAX_SAMPLES, "best_of", best_of, f"{n} to {MAX_SAMPLES}")
+        _require(not samples.HasField("beam"), "best_of", best_of, "unset in a beam search")
+
+
+def _check_beam(request: inference_pb2.GenerateRequest) -> None:
+    beam, n = request.samples.beam, num_answers(request.samples)
+    steering = {
+        "grammar": request.HasField("grammar"),
+        "logit_bias": bool(request.sampling.logit_bias),
+        "min_tokens": bool(request.stop.min_tokens),
+    }
+    for field, is_given in steering.items():
+        _require(not is_given, field, "set", "nothing in a beam search")
+    permitted = f"1 to {MAX_BEAM_WIDTH}"
+    _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam.width", beam.width, permitted)
+    _require(n <= beam.width, "n", n, f"1 to {beam.width}, the width of the beam search")
+    penalty = beam.length_penalty
+    is_right = math.isfinite(penalty) and abs(penalty) <= MAX_LENGTH_PENALTY
+    permitted = f"-{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
+    _require(is_right, "length_penalty", penalty, permitted)
+    count = len(request.stop.stop_token_ids)
+    permitted = f"at most {MAX_BEAM_STOP_TOKENS} in a beam search"
+    _require(count <= MAX_BEAM_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
+
+
+def num_answers(samples: inference_pb2.Samples) -> int:
+    """Answers that are returned; 1 when the request does not say."""
+    return samples.n if samples.HasField("n") else 1
+
+
+def check_prompt_tokens(token_ids: Collection[int], vocab_size: int, field: str = "prompt") -> None:
+    """Raises ServiceError when a token is not in the vocabulary or there is none."""
+    _require(bool(token_ids), field, "no token", "at least one token")
+    check_vocabulary(field, token_ids, vocab_size)
+
+
+def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises ServiceError when a token is not in the vocabulary."""
+    largest = max(token_ids, default=0)
+    _require(largest < vocab_size, field, f"token {largest}", f"tokens below {vocab_size}")
+
+
+def _require(is_right: bool, field: str, value: object, permitted: str) -> None:
+    if not is_right:
+        raise invalid_value(field, value, permitted)
+
+
+def invalid_value(field: str, value: object, permitted: str) -> ServiceError:
+    """Returns INVALID_ARGUMENT with the field, its value and what is possible."""
+    shown = value if isinstance(value, str) else repr(value)
+    if len(shown) > 60:
+        shown = shown[:57] + "..."
+    return invalid(field, f"{field} is {shown}; possible: {permitted}")

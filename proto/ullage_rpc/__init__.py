@@ -1,1 +1,0 @@
-"""The wire kit that router and engine share: channels, errors, health, logs, metrics."""

@@ -1,0 +1,97 @@
+"""What a request is priced: whole blocks, shared where samples share them."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_common.request_cost import (
+    CacheGroup,
+    MemoryProfile,
+    charged_output,
+    most_tokens,
+    predict,
+    request_blocks,
+)
+from ullage_common.wire import memory_profile
+
+SMOLLM2 = MemoryProfile(16, (CacheGroup(23_040),))
+sizes = st.integers(0, 1 << 30)
+groups = st.builds(CacheGroup, st.integers(1, 1 << 20), st.sampled_from((0, 128, 4096)))
+profiles = st.builds(
+    MemoryProfile,
+    st.integers(1, 64),
+    st.lists(groups, min_size=1, max_size=3).map(tuple),
+    *[sizes] * 5,
+)
+tokens = st.integers(1, 100_000)
+samples = st.integers(1, 16)
+
+
+def test_smollm2() -> None:
+    demand = predict(SMOLLM2, prompt_tokens=180, max_tokens=64, expected_output=256)
+    assert demand.tokens == 244
+    assert demand.kv_bytes == 256 * 23_040
+
+
+def test_samples_share_the_whole_blocks_of_their_prompt() -> None:
+    demand = predict(SMOLLM2, prompt_tokens=180, max_tokens=64, expected_output=256, samples=4)
+    assert demand.kv_bytes == (11 + 4 * 5 + 1) * 16 * 23_040
+
+
+def test_expected_output_bounds_the_charge() -> None:
+    long = predict(SMOLLM2, prompt_tokens=30, max_tokens=32_768, expected_output=98)
+    assert long.kv_bytes == 128 * 23_040
+
+
+def test_an_unknown_expectation_charges_one_token_more_than_there_is() -> None:
+    assert predict(SMOLLM2, 16, 100, expected_output=0).tokens == 17
+    assert charged_output(100, expected_output=0, produced=7) == 8
+    assert charged_output(7, expected_output=0, produced=7) == 7
+
+
+def test_a_window_is_priced_as_if_it_grew() -> None:
+    """gpt-oss-20b in bf16: half of its bytes are of layers with a window of 128 tokens."""
+    half = 12 * 2 * 8 * 64 * 2
+    profile = MemoryProfile(16, (CacheGroup(half), CacheGroup(half, window_tokens=128)))
+    assert predict(profile, 8191, 1, 1).kv_bytes == 384 << 20
+    assert profile.growing_bytes_per_token == half
+
+
+@settings(max_examples=80, deadline=None)
+@given(profiles, tokens, tokens, tokens)
+def test_a_demand_is_whole_blocks_and_no_block_too_many(
+    profile: MemoryProfile, prompt: int, most: int, expected: int
+) -> None:
+    demand = predict(profile, prompt, most, expected)
+    blocks, rest = divmod(demand.kv_bytes, profile.block_bytes)
+    assert rest == 0
+    assert (blocks - 1) * profile.block_tokens < demand.tokens <= blocks * profile.block_tokens
+
+
+@settings(max_examples=80, deadline=None)
+@given(profiles, st.integers(0, 1 << 40), tokens, samples)
+def test_most_tokens_is_the_inverse(
+    profile: MemoryProfile, available: int, prompt: int, samples: int
+) -> None:
+    output = most_tokens(profile, available, prompt, samples) - prompt
+    if output > 0:
+        assert predict(profile, prompt, output, output, samples).kv_bytes <= available
+    longer = max(1, output + 1)
+    assert predict(profile, prompt, longer, longer, samples).kv_bytes > available
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 64), tokens, tokens, samples, tokens)
+def test_more_tokens_or_samples_never_cost_less(
+    block: int, prompt: int, output: int, samples: int, more: int
+) -> None:
+    price = request_blocks(block, prompt, prompt + output, samples)
+    # Each sample has the prompt's last block for itself until it is full: grow by whole blocks.
+    longer = more if samples == 1 else more * block
+    assert price <= request_blocks(block, prompt, prompt + output + more, samples)
+    assert price <= request_blocks(block, prompt + longer, prompt + longer + output, samples)
+    assert price <= request_blocks(block, prompt, prompt + output, samples + more)
+
+
+@given(profiles)
+def test_a_profile_survives_the_wire(profile: MemoryProfile) -> None:
+    assert memory_profile.from_wire(memory_profile.to_wire(profile)) == profile

@@ -1,0 +1,66 @@
+"""Variables of chat templates: those that a template reads are given to it, others are refused."""
+
+import json
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ullage_common.chat.template import MAX_BYTES, ChatTemplate, read_arguments
+from ullage_common.wire.errors import ServiceError
+
+TURNS = [{"role": "user", "content": "Hi"}]
+SOURCE = """{%- if reasoning_effort is not defined %}
+    {%- set reasoning_effort = "medium" %}
+{%- endif %}
+{{- bos_token + reasoning_effort + strftime_now("") }}
+{%- for message in messages %}{%- set text = message.content %}{{- text }}{%- endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}{{- "<think></think>" }}{%- endif %}
+{%- if tools or documents or add_generation_prompt %}{{- "go" }}{%- endif %}"""
+TEMPLATE = ChatTemplate(SOURCE, "<s>", "</s>")
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "", "")
+
+
+def test_what_a_client_may_set_is_what_the_template_looks_up() -> None:
+    assert TEMPLATE.variables == {"reasoning_effort", "enable_thinking"}
+    assert PLAIN.variables == set()
+
+
+@pytest.mark.parametrize("told", [{}, {"reasoning_effort": "high"}, {"enable_thinking": False}])
+def test_renders_as_hugging_face_with_the_same_variables(told: dict[str, object]) -> None:
+    arguments = read_arguments(json.dumps(told), TEMPLATE, "kwargs")
+    expected, _ = render_jinja_template(
+        [TURNS], chat_template=SOURCE, add_generation_prompt=True, bos_token="<s>", **told
+    )
+    assert TEMPLATE.render(TURNS, arguments=arguments) == expected[0]
+
+
+def test_the_usual_effort_asks_for_nothing() -> None:
+    assert read_arguments('{"reasoning_effort": "medium"}', PLAIN, "kwargs") == {}
+    assert read_arguments("", TEMPLATE, "kwargs") == {}
+
+
+def test_where_models_differ_each_takes_what_it_reads() -> None:
+    told = '{"enable_thinking": false, "other": 1}'
+    assert read_arguments(told, TEMPLATE, "kwargs", drops_others=True) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"reasoning_effort": "low"}', "reasoning_effort"),
+        ('{"enable_thinking": true}', "kwargs.enable_thinking"),
+        ('{"messages": []}', "kwargs.messages"),
+        ('{"bos_token": "x"}', "kwargs.bos_token"),
+        ('{"raise_exception": "x"}', "kwargs.raise_exception"),
+        ("[1]", "kwargs"),
+        ("{", "kwargs"),
+        ('{"x": "\\ud800"}', "kwargs"),
+        ("[" * 5000, "kwargs"),
+        (json.dumps({"x": "a" * MAX_BYTES}), "kwargs"),
+    ],
+)
+def test_others_are_refused_by_name(text: str, field: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        read_arguments(text, PLAIN, "kwargs")
+    assert caught.value.metadata["field"] == field
+    assert caught.value.message.startswith(field)

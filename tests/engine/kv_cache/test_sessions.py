@@ -1,0 +1,125 @@
+"""What is kept of conversations, and what goes first when memory is needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ullage_engine.kv_cache.prefix_cache import PrefixCache
+from ullage_engine.scheduler.scheduler import KvPolicy
+
+
+class Turns:
+    """A store in which conversations leave their KV."""
+
+    def __init__(self, blocks: int, session_blocks: int = 100, idle_s: float = 10.0) -> None:
+        self.now = 0.0
+        policy = KvPolicy(session_blocks=session_blocks, session_idle=idle_s)
+        self.store = PrefixCache(blocks, 2, policy, lambda: self.now)
+
+    def turn(self, start: int, blocks: int, session: str = "") -> list[int]:
+        """Computes `blocks` blocks of tokens counted from `start`; the tokens."""
+        tokens = [start + at for at in range(2 * blocks)]
+        table = self.store.allocate(blocks)
+        self.store.insert(tokens, table, 0, blocks)
+        if session:
+            self.store.sessions.keep(session, table)
+        self.store.free(table)
+        self.store.check_integrity([])
+        return tokens
+
+    def kept(self, tokens: list[int]) -> int:
+        """Blocks of these tokens that are still known."""
+        return len(self.store.match([*tokens, -1]))
+
+
+def test_a_session_outlives_what_no_session_needs() -> None:
+    turns = Turns(blocks=6)
+    session, other = turns.turn(0, 2, "s"), turns.turn(100, 2)
+    turns.turn(200, 4)
+    assert (turns.kept(session), turns.kept(other)) == (2, 0)
+
+
+def test_pinned_blocks_count_as_reclaimable_and_are_given_up_when_needed() -> None:
+    turns = Turns(blocks=6)
+    session = turns.turn(0, 4, "s")
+    assert (turns.store.num_reclaimable, turns.store.num_available) == (4, 6)
+    turns.turn(100, 6)
+    assert turns.kept(session) == 0
+    assert (len(turns.store.sessions), turns.store.num_session_blocks) == (0, 0)
+
+
+def test_the_session_used_longest_ago_goes_first() -> None:
+    turns = Turns(blocks=6)
+    first, second = turns.turn(0, 3, "first"), turns.turn(100, 3, "second")
+    turns.store.sessions.use("first")
+    turns.turn(200, 2)
+    assert turns.kept(first) == 3
+    assert turns.kept(second) < 3
+
+
+def test_an_idle_session_is_evicted_like_anything_else() -> None:
+    turns = Turns(blocks=6)
+    idle = turns.turn(0, 2, "idle")
+    turns.now = 6.0
+    turns.turn(100, 2, "busy")
+    turns.now = 10.0
+    turns.store.sessions.end_idle()
+    assert len(turns.store.sessions) == 1
+    turns.turn(200, 4)
+    assert turns.kept(idle) == 0
+
+
+def test_only_the_beginning_within_the_limit_is_pinned() -> None:
+    turns = Turns(blocks=8, session_blocks=2)
+    session = turns.turn(0, 5, "s")
+    assert turns.store.num_session_blocks == 2
+    turns.turn(100, 6)
+    assert turns.kept(session) == 2
+
+
+def test_a_longer_turn_takes_the_place_of_the_one_before() -> None:
+    turns = Turns(blocks=8)
+    turns.turn(0, 2, "s")
+    longer = turns.turn(0, 4, "s")
+    assert (len(turns.store.sessions), turns.store.num_session_blocks) == (1, 4)
+    turns.turn(100, 4)
+    assert turns.kept(longer) == 4
+
+
+def test_the_number_of_sessions_is_bounded() -> None:
+    turns = Turns(blocks=1100)
+    for number in range(1030):
+        turns.turn(10 * number, 1, f"s{number}")
+    assert (len(turns.store.sessions), turns.store.num_session_blocks) == (1024, 1024)
+    assert turns.store.num_reclaimable == 1030
+
+
+@pytest.mark.parametrize("session_limit", [0, 24])
+def test_long_conversations_share_a_small_pool(
+    make_rig: Callable[..., Any], session_limit: int
+) -> None:
+    """MEM02: six conversations that together are more than the pool are never refused."""
+    rig = make_rig(blocks=100, policy=KvPolicy(session_blocks=session_limit), expected=16)
+    histories = {f"s{number}": [1000 * number + at for at in range(120)] for number in range(6)}
+    hits = []
+    for turn in range(8):
+        # As many at once as the pool holds: all six at first, two in the end.
+        at_once = 6 if turn < 3 else 2
+        names = list(histories)
+        for batch in range(0, 6, at_once):
+            for session in names[batch : batch + at_once]:
+                tokens = list(histories[session])
+                request = rig.request(f"{session}-{turn}", tokens, 16, session=session)
+                assert rig.submit(request) is None, "refused for lack of memory"
+            answers = rig.run()
+            for session in names[batch : batch + at_once]:
+                name, history = f"{session}-{turn}", histories[session]
+                assert answers[name] == rig.undisturbed(history, 0, 16)
+                hits.append(rig.outputs[name][0].num_cached_tokens / len(history))
+                history += answers[name] + [7] * 14
+    assert rig.scheduler.stats().num_preemptions == 0
+    if session_limit:
+        assert rig.scheduler.stats().num_sessions > 0
+        assert min(hits[6:18]) > 0.7
+    assert sum(hits[6:]) > 0

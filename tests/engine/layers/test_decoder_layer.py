@@ -1,0 +1,74 @@
+"""Normalisation, rotation and the gate against their formulas."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_engine.layers.attention import fill_tables, rms_norm, rotate
+from ullage_engine.layers.decoder import gate
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+
+
+def model_config(head_dim: int, factors: list[float] | None = None) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama",
+        layers=(LayerSpec(),) * 1,
+        hidden=head_dim,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        intermediate=1,
+        vocab=1,
+        max_position=64,
+        rope_theta=10_000.0,
+        rope_factors=factors,
+        rms_eps=1e-5,
+        tied=True,
+    )
+
+
+def tables(
+    head_dim: int, positions: int, factors: list[float] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = torch.empty(positions, head_dim), torch.empty(positions, head_dim)
+    fill_tables(model_config(head_dim, factors), cos, sin)
+    return cos, sin
+
+
+@pytest.mark.parametrize("rows", [1, 7, 512, 1100])
+def test_rms_norm(rows: int) -> None:
+    x, weight = torch.randn(rows, 48), torch.randn(48)
+    out = torch.empty_like(x)
+    rms_norm(x, weight, 1e-5, out)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(position=st.integers(0, 63), pair=st.integers(0, 7), angle=st.floats(0, 6))
+def test_rotation_turns_each_pair_by_its_angle(position: int, pair: int, angle: float) -> None:
+    cos, sin = tables(16, 64)
+    x = torch.zeros(1, 1, 16)
+    x[0, 0, pair], x[0, 0, pair + 8] = math.cos(angle), math.sin(angle)
+    out = torch.empty_like(x)
+    rotate(x, cos[position : position + 1], sin[position : position + 1], out)
+    turned = angle + position / 10_000 ** (2 * pair / 16)
+    assert out[0, 0, pair].item() == pytest.approx(math.cos(turned), abs=1e-4)
+    assert out[0, 0, pair + 8].item() == pytest.approx(math.sin(turned), abs=1e-4)
+
+
+def test_factors_slow_the_rotation() -> None:
+    plain, slowed = tables(16, 64)[0], tables(16, 64, [4.0] * 8)[0]
+    assert torch.allclose(slowed[40], plain[10], atol=1e-6)
+
+
+def test_gate() -> None:
+    gate_up = torch.randn(5, 12)
+    expected = torch.nn.functional.silu(gate_up[:, :6]) * gate_up[:, 6:]
+    out = torch.empty(5, 6)
+    gate(gate_up.clone(), out)
+    assert torch.allclose(out, expected)

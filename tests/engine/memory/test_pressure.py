@@ -1,0 +1,106 @@
+"""Levels from headroom, with hysteresis."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_common.config.engine import DegradeLevel, DegradeSection
+from ullage_engine.memory.pressure import PressureController, level_at, ordered_levels
+
+LEVELS = (
+    DegradeLevel(below=0.05, batch_share=0.5),
+    DegradeLevel(below=0.3, max_output_tokens=2048),
+    DegradeLevel(below=0.15, batch_share=0.75),
+)
+SECTION = DegradeSection(levels=LEVELS, hysteresis=0.05)
+
+bounds = st.lists(st.floats(0, 1), max_size=8, unique=True)
+sections = st.builds(
+    lambda belows, hysteresis: DegradeSection(
+        levels=tuple(DegradeLevel(below=below) for below in belows), hysteresis=hysteresis
+    ),
+    bounds,
+    st.floats(0, 0.5),
+)
+shares = st.floats(0, 1)
+
+
+def test_levels_are_entered_at_once_and_left_late() -> None:
+    pressure = PressureController(SECTION)
+    headrooms = [1.0, 0.3, 0.29, 0.34, 0.36, 0.1, 0.19, 0.2, 0.0, 0.09, 0.36]
+    levels = [pressure.update(headroom) for headroom in headrooms]
+    assert levels == [0, 0, 1, 1, 0, 2, 2, 1, 3, 3, 0]
+
+
+def test_the_batch_shrinks_with_the_level_that_holds() -> None:
+    pressure = PressureController(SECTION)
+    shares = []
+    for headroom in (1.0, 0.2, 0.1, 0.01, 1.0):
+        pressure.update(headroom)
+        shares.append(pressure.batch_share)
+    assert shares == [1.0, 1.0, 0.75, 0.5, 1.0]
+
+
+def test_numbers_name_levels_in_any_order_of_configuration() -> None:
+    assert [level.below for level in ordered_levels(SECTION)] == [0.3, 0.15, 0.05]
+    assert level_at(SECTION, 0) is None
+    assert level_at(SECTION, 3) == LEVELS[0]
+
+
+@pytest.mark.parametrize("headroom", [0.0, 0.5, 1.0])
+def test_without_levels_nothing_happens(headroom: float) -> None:
+    pressure = PressureController(DegradeSection())
+    assert (pressure.update(headroom), pressure.batch_share) == (0, 1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sections, st.lists(shares, max_size=30))
+def test_a_full_pool_is_always_without_pressure(
+    section: DegradeSection, history: list[float]
+) -> None:
+    pressure = PressureController(section)
+    for headroom in history:
+        assert 0 <= pressure.update(headroom) <= len(section.levels)
+    assert pressure.update(1.0) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(sections, st.lists(shares, max_size=10), shares, shares)
+def test_less_headroom_never_means_a_milder_level(
+    section: DegradeSection, history: list[float], first: float, second: float
+) -> None:
+    low, high = PressureController(section), PressureController(section)
+    for headroom in history:
+        low.update(headroom)
+        high.update(headroom)
+    assert low.update(min(first, second)) >= high.update(max(first, second))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(0, 0.9), st.floats(0.01, 0.5), st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_no_flapping_inside_the_band(below: float, hysteresis: float, places: list[float]) -> None:
+    section = DegradeSection(levels=(DegradeLevel(below=below),), hysteresis=hysteresis)
+    top = min(1.0, below + hysteresis)
+    band = [below + place * (top - below) for place in places]
+    for start in (0.0, 1.0):
+        pressure = PressureController(section)
+        level = pressure.update(start)
+        inside = [headroom for headroom in band if below <= headroom < top]
+        assert {pressure.update(headroom) for headroom in inside} <= {level}
+
+
+@settings(max_examples=100, deadline=None)
+@given(sections, st.lists(shares, min_size=1, max_size=30))
+def test_the_smallest_level_above_the_headroom_holds_or_a_stricter_one(
+    section: DegradeSection, history: list[float]
+) -> None:
+    pressure = PressureController(section)
+    for headroom in history:
+        number = pressure.update(headroom)
+        entered = [level for level in section.levels if headroom < level.below]
+        held = level_at(section, number)
+        if entered:
+            assert held is not None
+            assert held.below <= min(level.below for level in entered)
+        elif held is not None:
+            assert headroom < min(1.0, held.below + section.hysteresis)

@@ -1,0 +1,212 @@
+"""GGUF files of every supported quantisation, and broken ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quantisation
+from gguf.quants import dequantize, quantize
+
+from ullage_engine.model_loader.gguf import GgufReader, gguf_name
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.protocol.errors import WeightsError
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB, LAYERS = 4, 2, 64, 256, 512, 96, 2
+TOLERANCE = {"F32": 0.0, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 2e-2, "Q4_0": 0.3, "Q4_1": 0.3}
+Tensors = dict[str, np.ndarray]
+
+
+def random_tensors() -> Tensors:
+    """A Llama's tensors by Hugging Face's names, in its order."""
+    generator = np.random.default_rng(1)
+    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (VOCAB, HIDDEN)}
+    for index in range(LAYERS):
+        prefix = f"model.layers.{index}."
+        shapes |= {
+            f"{prefix}input_layernorm": (HIDDEN,),
+            f"{prefix}post_attention_layernorm": (HIDDEN,),
+            f"{prefix}self_attn.q_proj": (query, HIDDEN),
+            f"{prefix}self_attn.k_proj": (key, HIDDEN),
+            f"{prefix}self_attn.v_proj": (key, HIDDEN),
+            f"{prefix}self_attn.o_proj": (HIDDEN, query),
+            f"{prefix}mlp.gate_proj": (WIDTH, HIDDEN),
+            f"{prefix}mlp.up_proj": (WIDTH, HIDDEN),
+            f"{prefix}mlp.down_proj": (HIDDEN, WIDTH),
+        }
+    shapes["model.norm"] = (HIDDEN,)
+    return {
+        f"{name}.weight": generator.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def permuted(name: str, values: np.ndarray) -> np.ndarray:
+    """What llama.cpp's converter does to Q and K: pairs of rotary halves become neighbours."""
+    heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else 0
+    if not heads:
+        return values
+    halves = values.reshape(heads, 2, HEAD_DIM // 2, HIDDEN)
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def write(
+    path: Path, tensors: Tensors, quantisation: str = "F32", **metadata: Callable[[Any], None]
+) -> None:
+    writer = gguf.GGUFWriter(path, str(metadata.pop("architecture", "llama")))
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_eos_token_id(2)
+    for change in metadata.values():
+        change(writer)
+    for name, values in tensors.items():
+        kind = Quantisation["F32" if values.ndim == 1 else quantisation]
+        raw = encoded(permuted(name, values), kind)
+        writer.add_tensor(gguf_name("llama", name)[0], raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def encoded(values: np.ndarray, kind: Quantisation) -> np.ndarray:
+    if kind.name in ("F32", "F16"):
+        return values.astype(np.float32 if kind.name == "F32" else np.float16)
+    if kind.name in ("Q4_K", "Q6_K"):
+        return random_blocks(values.shape, kind)
+    return quantize(values, kind)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Quantisation) -> np.ndarray:
+    """Blocks of any bits with scales of one: gguf has no encoder for these."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(2)
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
+    one = np.frombuffer(np.float16(1.0).tobytes(), dtype=np.uint8)
+    blocks[..., 0:2] = blocks[..., 0:2] if kind.name == "Q6_K" else one
+    blocks[..., 2:4] = blocks[..., 2:4] if kind.name == "Q6_K" else one
+    blocks[..., -2:] = one if kind.name == "Q6_K" else blocks[..., -2:]
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("quantisation", TOLERANCE)
+def test_tensors_come_back_in_hugging_faces_order(tmp_path: Path, quantisation: str) -> None:
+    path, tensors = tmp_path / "model.gguf", random_tensors()
+    write(path, tensors, quantisation)
+    reader = GgufReader(path)
+    for name, expected in tensors.items():
+        got = reader.read(name).float().numpy()
+        assert got.shape == expected.shape
+        limit = TOLERANCE[quantisation] * np.abs(expected).max()
+        assert np.abs(got - expected).max() <= limit, name
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_K", "Q6_K"])
+def test_k_quantised_tensors_are_dequantised(tmp_path: Path, quantisation: str) -> None:
+    path, tensors = tmp_path / "model.gguf", random_tensors()
+    write(path, tensors, quantisation)
+    name = "model.layers.1.mlp.down_proj.weight"
+    kind = Quantisation[quantisation]
+    expected = dequantize(random_blocks(tensors[name].shape, kind), kind)
+    got = GgufReader(path).read(name)
+    assert torch.equal(got, torch.from_numpy(expected.reshape(tensors[name].shape)))
+
+
+def test_geometry_comes_from_the_metadata(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "model.gguf", random_tensors()
+    write(path, tensors, rope=lambda writer: writer.add_rope_freq_base(5e5))
+    model_config = GgufReader(path).model_config
+    assert (model_config.head_dim, model_config.vocab, model_config.max_position) == (
+        HEAD_DIM,
+        VOCAB,
+        512,
+    )
+    assert model_config.rope_theta == 5e5
+    assert model_config.tied
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write(path, tensors)
+    assert not GgufReader(path).model_config.tied
+
+
+def fails_with(path: Path, load: Callable[..., LoadedModel], *words: str) -> None:
+    with pytest.raises(WeightsError) as caught:
+        load(f"file://{path}")
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (path.name, *words):
+        assert word in message
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.001, 0.01, 0.3, 0.7, 0.999])
+def test_a_truncated_file_is_told(
+    tmp_path: Path, load: Callable[..., LoadedModel], share: float
+) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors())
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    fails_with(path, load, "not a whole GGUF file", "download it again")
+
+
+def test_another_format_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(1000))
+    fails_with(path, load, "not a whole GGUF file")
+
+
+def test_another_architecture_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), architecture="mamba")  # type: ignore[arg-type]
+    fails_with(path, load, "'mamba' is not supported", "llama")
+
+
+def test_another_quantisation_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), "Q5_0")
+    fails_with(path, load, "Q5_0", "token_embd.weight", "Q4_1")
+
+
+def test_missing_metadata_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(HIDDEN)
+    writer.add_tensor("token_embd.weight", np.zeros((4, HIDDEN), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fails_with(path, load, "llama.attention.head_count", "missing")
+
+
+def test_a_missing_tensor_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path, tensors = tmp_path / "model.gguf", random_tensors()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    write(path, tensors)
+    fails_with(path, load, "blk.1.ffn_up.weight", "missing")
+
+
+def test_a_tensor_that_no_layer_reads_is_told(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    def add_bias(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", np.zeros(HEADS * HEAD_DIM, np.float32))
+
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), bias=add_bias)
+    fails_with(path, load, "blk.0.attn_q.bias", "not part of the models supported")
+
+
+def test_a_wrong_shape_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
+    path, tensors = tmp_path / "model.gguf", random_tensors()
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((WIDTH - 32, HIDDEN), np.float32)
+    write(path, tensors)
+    fails_with(path, load, "model.layers.0.mlp.up_proj.weight", "[480, 256]", "[512, 256]")

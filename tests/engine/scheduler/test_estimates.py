@@ -1,0 +1,54 @@
+"""The decaying quantile of output lengths."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_engine.scheduler.estimates import OutputLengthEstimator
+
+LENGTHS = st.lists(st.integers(1, 4096), max_size=300)
+
+
+@given(before=LENGTHS, length=st.integers(1, 4096))
+@settings(max_examples=60, deadline=None)
+def test_it_forgets_whatever_came_before(before: list[int], length: int) -> None:
+    expected = OutputLengthEstimator(4096)
+    for each in before:
+        expected.observe(each)
+    for _ in range(300):
+        expected.observe(length)
+    assert length <= expected.estimate <= max(length + 1, length * 1.125)
+
+
+@given(LENGTHS)
+@settings(max_examples=40, deadline=None)
+def test_memory_is_bounded_and_the_estimate_in_range(lengths: list[int]) -> None:
+    expected = OutputLengthEstimator(4096)
+    buckets = expected.num_buckets
+    for each in lengths:
+        expected.observe(each)
+        assert 1 <= expected.estimate <= 4096
+    assert expected.num_buckets == buckets < 100
+
+
+def test_it_starts_modest_and_within_the_models_length() -> None:
+    assert 256 <= OutputLengthEstimator(8192).estimate <= 288
+    assert OutputLengthEstimator(100).estimate == 100
+
+
+def test_it_follows_the_distribution_down_and_up_again() -> None:
+    generator = np.random.default_rng(7)
+    expected = OutputLengthEstimator(4096)
+    for mean in (600, 40, 900):
+        lengths = generator.integers(mean // 2, mean + mean // 2, 400).tolist()
+        for each in lengths:
+            expected.observe(each)
+        exact = float(np.quantile(lengths, 0.9))
+        assert 0.85 * exact <= expected.estimate <= 1.3 * exact
+
+
+def test_weights_that_double_each_time_do_not_overflow() -> None:
+    expected = OutputLengthEstimator(4096, half_life=1)
+    for number in range(5000):
+        expected.observe(number % 50 + 1)
+    assert 45 <= expected.estimate <= 57

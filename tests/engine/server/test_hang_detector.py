@@ -1,0 +1,161 @@
+"""When a silent worker hangs and when it is only slow; decided purely, read from real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ullage_engine.server.health import (
+    MAX_TICK_S,
+    HangDetector,
+    ProcStats,
+    RestartPolicy,
+    read_proc_stats,
+)
+
+POLICY = RestartPolicy(step_deadline_s=30.0)
+ASLEEP = ProcStats(is_stopped=False, is_waiting=True, cpu_ticks=100)
+STOPPED = ProcStats(is_stopped=True, is_waiting=True, cpu_ticks=100)
+STARVED = ProcStats(is_stopped=False, is_waiting=False, cpu_ticks=100)
+
+
+def hangs_after(
+    stats: Callable[[int], ProcStats | None],
+    *,
+    steps: tuple[float, ...] = (0.05,),
+    has_work: bool = True,
+    is_loading: bool = False,
+    look_s: float = 0.25,
+) -> tuple[float, str]:
+    """Seconds of silence until the verdict, looked at regularly; (inf, "") if there is none."""
+    detector = HangDetector(POLICY)
+    for step in steps:
+        detector.on_step(step)
+    detector.on_message()
+    for tick in range(int(700 / look_s)):
+        detector.tick(look_s, is_loading=is_loading, has_work=has_work)
+        found = stats(tick)
+        if detector.is_suspect and found is not None:
+            detector.observe(found, look_s)
+        if reason := detector.reason(is_loading=is_loading):
+            return (tick + 1) * look_s, reason
+    return float("inf"), ""
+
+
+def test_a_step_that_sleeps_hangs_after_many_times_the_slowest_one() -> None:
+    at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.05))
+    assert 2.0 < at < 3.5 and reason == "asleep in a step"
+    at, reason = hangs_after(lambda tick: ASLEEP, steps=(0.01, 0.5, 0.01))
+    assert 10.0 < at < 11.5 and reason == "asleep in a step"
+
+
+def test_before_the_first_step_only_the_deadline_holds() -> None:
+    at, _ = hangs_after(lambda tick: ASLEEP, steps=())
+    assert 30.0 < at < 31.0
+
+
+def test_steps_of_long_ago_are_forgotten() -> None:
+    at, _ = hangs_after(lambda tick: ASLEEP, steps=(9.0, *[0.01] * 128))
+    assert at < 3.5
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        lambda tick: STARVED,  # it wants a core that others have, or waits for a disk
+        lambda tick: ProcStats(is_stopped=False, is_waiting=False, cpu_ticks=tick),
+        lambda tick: ProcStats(is_stopped=False, is_waiting=True, cpu_ticks=tick // 4),
+        lambda tick: None,  # nothing can be known of it
+    ],
+    ids=["starved", "computes", "computes now and then", "unknown"],
+)
+def test_a_step_that_computes_is_slow_up_to_the_deadline(
+    stats: Callable[[int], ProcStats | None],
+) -> None:
+    at, reason = hangs_after(stats)
+    assert 30.0 < at < 31.0 and reason == "no step within the deadline"
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_a_stopped_worker_hangs_at_once(has_work: bool, is_loading: bool) -> None:
+    at, reason = hangs_after(lambda tick: STOPPED, has_work=has_work, is_loading=is_loading)
+    assert 1.0 < at < 2.0 and reason == "stopped by a signal"
+
+
+def test_an_idle_worker_may_sleep_and_a_loading_one_has_long() -> None:
+    assert hangs_after(lambda tick: ASLEEP, has_work=False) == (float("inf"), "")
+    at, reason = hangs_after(lambda tick: ASLEEP, is_loading=True)
+    assert 600.0 < at < 601.0 and reason == "silent while loading"
+
+
+def test_a_heartbeat_is_no_step() -> None:
+    detector = HangDetector(POLICY)
+    num_looks = 0
+    while not detector.reason(is_loading=False) and num_looks < 1000:
+        num_looks += 1
+        detector.on_message()
+        detector.tick(0.25, is_loading=False, has_work=True)
+    assert 30.0 < num_looks * 0.25 < 31.0
+
+
+def test_time_in_which_the_watcher_did_not_run_does_not_count() -> None:
+    """As when the whole container was frozen: what the worker said meanwhile is not read yet."""
+    detector = HangDetector(POLICY)
+    detector.on_step(0.05)
+    detector.tick(3600.0, is_loading=False, has_work=True)
+    detector.observe(STOPPED, 3600.0)
+    assert detector.reason(is_loading=False) == ""
+    assert MAX_TICK_S < POLICY.stopped_after_s < POLICY.min_suspect_s
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    """A process that spins, then sleeps when it gets a line."""
+    code = "print(flush=True)\nimport select, sys\n"
+    code += "while not select.select([sys.stdin], [], [], 0)[0]: pass\nsys.stdin.readline()\n"
+    code += "print(flush=True)\nsys.stdin.readline()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def until(pid: int, condition: Callable[[ProcStats], bool]) -> ProcStats:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        stats = read_proc_stats(pid)
+        assert stats is not None
+        if condition(stats):
+            return stats
+    raise AssertionError(stats)
+
+
+def test_vitals_of_a_process_that_computes_is_stopped_sleeps_and_is_gone(
+    child: "subprocess.Popen[str]",
+) -> None:
+    first = until(child.pid, lambda stats: not stats.is_waiting)
+    until(child.pid, lambda stats: stats.cpu_ticks > first.cpu_ticks + 2)
+    os.kill(child.pid, signal.SIGSTOP)
+    stopped = until(child.pid, lambda stats: stats.is_stopped)
+    assert stopped.is_waiting
+    os.kill(child.pid, signal.SIGCONT)
+    until(child.pid, lambda stats: stats.cpu_ticks > stopped.cpu_ticks)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    asleep = until(child.pid, lambda stats: stats.is_waiting)
+    assert not asleep.is_stopped
+    assert read_proc_stats(child.pid) == asleep
+    child.kill()
+    child.wait()
+    assert read_proc_stats(child.pid) is None

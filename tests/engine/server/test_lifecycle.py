@@ -1,0 +1,260 @@
+"""Loading, draining, stopping; health and reflection; the command line and its exit codes."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ullage.admin.v1 import admin_pb2
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.engine import EngineConfig
+from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_engine.server.app import AppError
+from ullage_engine.server.health import RestartPolicy
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def ask(max_tokens: int = 40) -> pb.GenerateRequest:
+    stop = pb.StopConditions(max_tokens=max_tokens)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), stop=stop)
+
+
+async def refusal(engine: Any) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await engine.generate(ask())
+    return from_rpc_error(raised.value)
+
+
+async def health(engine: Any, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(engine.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return int(response.status)
+
+
+async def becomes(engine: Any, service: str, status: int) -> None:
+    stub = health_pb2_grpc.HealthStub(engine.channel)
+    call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+    async with asyncio.timeout(20):
+        async for response in call:
+            if response.status == status:
+                break
+    call.cancel()
+
+
+def test_alive_but_not_ready_while_loading(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(ready=False, load_s=0.7) as engine:
+            assert await health(engine, "liveness") == SERVING
+            assert await health(engine, "readiness") == NOT_SERVING
+            error = await refusal(engine)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
+            assert error.retry_after_s == 2.0
+            assert not (await engine.state()).ready
+            await becomes(engine, "readiness", SERVING)
+            assert (await engine.state()).ready
+            assert (await engine.state()).kv_bytes_per_token == 100
+            assert (await engine.generate(ask())).finished.usage.completion_tokens == 40
+
+    asyncio.run(scenario())
+
+
+def test_readiness_falls_with_the_worker_and_liveness_does_not(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(load_s=0.3) as engine:
+            await becomes(engine, "readiness", SERVING)
+            live = asyncio.create_task(becomes(engine, "liveness", NOT_SERVING))
+            kill = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
+            await engine.admin.InjectFault(kill)
+            await becomes(engine, "readiness", NOT_SERVING)
+            await becomes(engine, "readiness", SERVING)
+            assert not live.done()
+            live.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_liveness_falls_when_the_last_worker_of_the_budget_starts(serve: Serve) -> None:
+    policy = RestartPolicy(first_backoff_s=0.3, max_failures=2)
+
+    async def scenario() -> None:
+        async with serve(ready=False, policy=policy, crashes=2) as engine:
+            await becomes(engine, "liveness", NOT_SERVING)
+            assert not engine.running.done()
+            await becomes(engine, "readiness", SERVING)
+            await becomes(engine, "liveness", SERVING)
+
+    asyncio.run(scenario())
+
+
+def test_reflection_lists_the_services(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as engine:
+            stub = reflection_pb2_grpc.ServerReflectionStub(engine.channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            call = stub.ServerReflectionInfo(iter([request]))
+            response = await call.read()
+            names = {service.name for service in response.list_services_response.service}
+            assert {
+                "ullage.inference.v1.InferenceService",
+                "ullage.headroom.v1.HeadroomService",
+                "ullage.admin.v1.AdminService",
+                "grpc.health.v1.Health",
+            } <= names
+
+    asyncio.run(scenario())
+
+
+def test_drain_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            answer = asyncio.create_task(engine.generate(ask()))
+            await engine.until(lambda state: state.requests_running == 1)
+            hasty = await engine.admin.Drain(admin_pb2.DrainRequest(timeout_ms=10))
+            assert hasty.unfinished == 1
+            assert (await engine.state()).draining
+            error = await refusal(engine)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert await health(engine, "readiness") == NOT_SERVING
+            patient = await engine.admin.Drain(admin_pb2.DrainRequest())
+            assert patient.unfinished == 0
+            assert (await answer).finished.reason == pb.FINISH_REASON_LENGTH
+
+    asyncio.run(scenario())
+
+
+def test_stopping_waits_for_running_requests(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            answer = asyncio.create_task(engine.generate(ask()))
+            await engine.until(lambda state: state.requests_running == 1)
+            engine.stop.set()
+            await becomes(engine, "readiness", NOT_SERVING)
+            assert (await answer).finished.reason == pb.FINISH_REASON_LENGTH
+            await engine.running
+
+    asyncio.run(scenario())
+
+
+def test_stopping_cuts_off_in_a_hurry(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            answer = asyncio.create_task(engine.generate(ask(400)))
+            await engine.until(lambda state: state.requests_running == 1)
+            engine.stop.set()
+            engine.hurry.set()
+            cut = await answer
+            assert cut.finished.reason == pb.FINISH_REASON_CANCELLED
+            assert 0 < cut.finished.usage.completion_tokens < 400
+            await engine.running
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("field", ["grpc_port", "metrics_port"])
+def test_a_port_in_use_is_named(serve: Serve, config: EngineConfig, field: str) -> None:
+    async def scenario(port: int) -> None:
+        server = msgspec.structs.replace(config.server, **{field: port})
+        async with serve(msgspec.structs.replace(config, server=server)):
+            raise AssertionError("started")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AppError, match=rf"server\.{field}: cannot listen on 127.0.0.1:{port}"):
+            asyncio.run(scenario(port))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ullage_engine.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_command_line_describes_itself() -> None:
+    shown = command("--help")
+    assert shown.returncode == 0
+    assert "ullage-engine --config engine.yaml --grpc-port 9100" in shown.stdout
+    assert command("--version").stdout.startswith("ullage 0.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "engine.yaml: No such file or directory; pass an existing file as --config"),
+        ("model: [", "engine.yaml: not YAML"),
+        ("model: {source: x, name: 3}", "Expected `str`, got `int` - at `$.model.name`"),
+        ("model: {source: 'ftp://x', name: y}\nserver: SERVER", "unknown scheme"),
+        ("model: {source: 'file:///none.gguf', name: y}\nserver: SERVER", "does not exist"),
+    ],
+)
+def test_wrong_configuration_is_one_line_and_status_2(
+    run_dir: Path, text: str | None, message: str
+) -> None:
+    path = run_dir / "engine.yaml"
+    if text is not None:
+        server = f"{{host: 127.0.0.1, run_dir: {run_dir}, log_level: error}}"
+        path.write_text(text.replace("SERVER", server))
+    done = command("--config", str(path), "--grpc-port", "0", "--metrics-port", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_field_of_a_newer_operator_is_named_and_passed_over(run_dir: Path) -> None:
+    path = run_dir / "engine.yaml"
+    path.write_text(
+        "model: {source: 'file:///none.gguf', name: y, levitation: 3}\n"
+        f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: warning}}"
+    )
+    done = command("--config", str(path), "--grpc-port", "0", "--metrics-port", "0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 2)
+    warning, error = done.stderr.splitlines()
+    assert json.loads(warning)["fields"] == ["$.model.levitation"]
+    assert "does not exist" in error  # the model, which is looked for after the configuration
+
+
+def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: Path) -> None:
+    """The load never ends here: it takes longer than anybody would wait."""
+    path = run_dir / "engine.yaml"
+    path.write_text(
+        "model: {source: 'file:///none.gguf', name: y}\n"
+        f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}"
+    )
+    code = (
+        "import sys, threading; from ullage_engine import main; "
+        "from ullage_engine.server import app\n"
+        "app._load_tokenizer = lambda source: threading.Event().wait()\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    ports = ["--grpc-port", "0", "--metrics-port", "0"]
+    command_line = [sys.executable, "-c", code, "--config", str(path), *ports]
+    process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process, process.stderr:
+        assert any("listening" in line for line in process.stderr)
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+        assert "rror" not in process.stderr.read()
+
+
+def test_the_server_process_never_loads_torch() -> None:
+    code = "import sys, ullage_engine.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,133 @@
+"""Clients that read slowly, not at all, or are gone: others do not notice and nothing stays."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from types import ModuleType
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from ullage.admin.v1 import admin_pb2
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+from ullage_common.config.engine import EngineConfig
+from ullage_common.wire.channels import open_channel
+from ullage_common.wire.errors import from_rpc_error
+from ullage_engine.server import service
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+def ask(max_tokens: int, logprobs: bool = False) -> pb.GenerateRequest:
+    """With log-probabilities deltas are so large that an unread stream is soon full."""
+    output = pb.OutputOptions(return_token_ids=True)
+    if logprobs:
+        output.top_logprobs = 20
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1, 2, 3]),
+        sampling=pb.SamplingParams(seed=9),
+        stop=pb.StopConditions(max_tokens=max_tokens),
+        output=output,
+    )
+
+
+@contextlib.asynccontextmanager
+async def unread(engine: Any, count: int) -> AsyncIterator[list[Any]]:
+    """Streams of which only the first message was read, by a client with small buffers."""
+    options = [("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{engine._app.port}", options) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        calls = [stub.Generate(ask(400, logprobs=True)) for _ in range(count)]
+        for call in calls:
+            await call.read()
+        yield calls
+        for call in calls:
+            call.cancel()
+
+
+def test_streams_that_nobody_reads_do_not_hold_up_the_others(
+    serve: Serve, fake: ModuleType
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine, unread(engine, 8):
+            async with asyncio.timeout(10):
+                answer = await engine.generate(ask(200))
+            assert answer.token_ids == [fake.token_at(place, 9) for place in range(3, 203)]
+            assert len(answer.deltas) > 20
+            # They were computed to their end, which frees their memory, though nobody reads them.
+            await engine.until(lambda state: state.requests_running == 0)
+
+    asyncio.run(scenario())
+
+
+class SlowReader:
+    """A call whose client takes a message every 50 ms."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.GenerateResponse] = []
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        self.messages.append(message)
+        await asyncio.sleep(0.05)
+
+    def time_remaining(self) -> None:
+        """It set no deadline of its own."""
+
+    def invocation_metadata(self) -> None:
+        """It came with none."""
+
+
+def test_a_client_slower_than_the_engine_gets_what_there_was_in_its_time(
+    serve: Serve, config: EngineConfig
+) -> None:
+    limits = msgspec.structs.replace(config.limits, request_timeout=1.0)
+
+    async def scenario() -> None:
+        reader = SlowReader()
+        slow_config = msgspec.structs.replace(config, limits=limits)
+        async with serve(slow_config, step_s=0.01) as engine:
+            await engine._app._inference.Generate(ask(400), reader)
+        *_, last = reader.messages
+        assert last.finished.reason == pb.FINISH_REASON_TIMEOUT
+        told = sum(message.delta.num_tokens for message in reader.messages)
+        assert 0 < told == last.finished.usage.completion_tokens < 400
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_is_never_read_is_forgotten_after_its_time(
+    serve: Serve, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "SLOW_CLIENT_GRACE_S", 0.3)
+    limits = msgspec.structs.replace(config.limits, request_timeout=1.0)
+
+    async def scenario() -> None:
+        slow_config = msgspec.structs.replace(config, limits=limits)
+        async with serve(slow_config, step_s=0.0) as engine, unread(engine, 3) as calls:
+            drained = await engine.admin.Drain(admin_pb2.DrainRequest(timeout_ms=5000))
+            assert drained.unfinished == 0
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                while await calls[0].read() is not grpc.aio.EOF:
+                    pass
+            assert from_rpc_error(raised.value).reason == "SLOW_CLIENT"
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_vanishes_frees_what_it_held(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            before = (await engine.state()).headroom_bytes
+            channel = open_channel(f"127.0.0.1:{engine._app.port}")
+            generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
+            await generate(ask(400)).read()
+            await engine.until(lambda state: state.requests_running == 1)
+            await channel.close()
+            await engine.until(lambda state: state.requests_running == 0)
+            assert (await engine.state()).headroom_bytes == before
+
+    asyncio.run(scenario())

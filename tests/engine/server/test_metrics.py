@@ -1,0 +1,211 @@
+"""What Prometheus scrapes, over HTTP, after real requests."""
+
+import asyncio
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+
+from ullage.admin.v1 import admin_pb2
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.server.metrics import EngineMetrics
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Samples by name and labels, the constant labels left out."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        return parse(response.read().decode())
+
+
+def parse(text: str) -> dict[str, float]:
+    samples = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = re.sub(r'(engine="0",?|model_name="smollm2-135m",?)', "", name)
+            samples[name.replace("{}", "").replace(",}", "}")] = float(value)
+    return samples
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_metrics(serve: Serve, config: EngineConfig) -> None:
+    port = free_port()
+    server = msgspec.structs.replace(config.server, metrics_port=port)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1, 2, 3]), stop=pb.StopConditions(max_tokens=10)
+    )
+
+    async def scenario() -> None:
+        async with serve(msgspec.structs.replace(config, server=server)) as engine:
+            await engine.generate(request)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await engine.generate(pb.GenerateRequest())
+            with pytest.raises(grpc.aio.AioRpcError):
+                await engine.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[8])))
+            kill = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
+            await engine.admin.InjectFault(kill)
+            await engine.until(lambda state: not state.ready)
+            await engine.until(lambda state: state.ready)
+            check(await asyncio.to_thread(scrape, port))
+
+    asyncio.run(scenario())
+
+
+def check(samples: dict[str, float]) -> None:
+    assert samples['ullage_requests_total{outcome="length"}'] == 1
+    assert samples['ullage_requests_total{outcome="INVALID_FIELD"}'] == 1
+    assert samples['ullage_requests_total{outcome="KV_HEADROOM"}'] == 1
+    assert samples['vllm:request_success_total{finished_reason="length"}'] == 1
+    for prefix in ("ullage_", "vllm:"):
+        assert samples[f"{prefix}prompt_tokens_total"] == 3
+        assert samples[f"{prefix}generation_tokens_total"] == 10
+        assert samples[f"{prefix}time_to_first_token_seconds_count"] == 1
+        assert samples[f"{prefix}inter_token_latency_seconds_count"] == 9
+        assert samples[f"{prefix}e2e_request_latency_seconds_count"] == 1
+        assert samples[f"{prefix}preemptions_total".replace(":pre", ":num_pre")] == 0
+    assert samples["ullage_kv_blocks_total"] == 100
+    assert samples["ullage_memory_headroom_bytes"] == 160_000
+    assert samples["ullage_worker_restarts_total"] == 1
+    assert samples["ullage_worker_resident_bytes"] == 12_345
+    assert samples["ullage_server_resident_bytes"] > 1e6
+    assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
+    config = [name for name in samples if name.startswith("vllm:cache_config_info")]
+    assert 'block_size="16"' in config[0] and 'num_gpu_blocks="100"' in config[0]
+
+
+PROFILE = MemoryProfile(
+    block_tokens=16,
+    groups=(CacheGroup(bytes_per_token=10),),
+    state_bytes_per_sequence=0,
+    activation_bytes_per_token=0,
+    sampler_bytes_per_sequence=0,
+    prefill_chunk_tokens=64,
+    kv_pool_bytes=16_000,
+)
+
+
+def make_state(**fields: Any) -> WorkerState:
+    """100 blocks: 30 free, 20 only cached, 50 in block tables."""
+    return WorkerState(
+        total_bytes=1 << 20,
+        threshold=0.9,
+        kv_pool_bytes=16_000,
+        kv_free_bytes=4800,
+        kv_reclaimable_bytes=3200,
+        kv_committed_bytes=1600,
+        num_running=3,
+        num_waiting=2,
+        expected_output_tokens=10,
+        decode_tokens_per_second=1.0,
+        prefill_tokens_per_second=1.0,
+        prefill_backlog_tokens=0,
+        releases=[],
+        ledger=[],
+        rss_bytes=1,
+        num_steps=1,
+        **{"num_preemptions": 0, "num_oom_events": 0, **fields},
+    )
+
+
+def make_ready(state: WorkerState) -> Ready:
+    return Ready(profile=PROFILE, max_model_len=64, vocab_size=9, dtype="float32", state=state)
+
+
+def read(metrics: EngineMetrics) -> dict[str, float]:
+    text = generate_latest(metrics.registry).decode()
+    return parse(text)
+
+
+def test_the_workers_memory_cache_and_sessions() -> None:
+    metrics = EngineMetrics("smollm2-135m")
+    metrics.worker_ready(make_ready(make_state()))
+    metrics.worker_state(
+        make_state(
+            kv_used_bytes=7600,
+            prefix_lookup_tokens=1000,
+            prefix_hit_tokens=640,
+            prefix_merged_tokens=32,
+            num_sessions=4,
+            session_bytes=2400,
+            num_swaps=2,
+            num_preemptions=5,
+            pressure_level=2,
+        )
+    )
+    samples = read(metrics)
+    assert samples["ullage_kv_blocks_used"] == 50
+    assert samples["ullage_kv_waste_ratio"] == pytest.approx(0.05)
+    assert samples["ullage_memory_headroom_bytes"] == 6400
+    assert samples["ullage_prefix_cache_merged_tokens_total"] == 32
+    assert (samples["ullage_sessions"], samples["ullage_session_bytes"]) == (4, 2400)
+    assert (samples["ullage_preemptions_total"], samples["ullage_swaps_total"]) == (5, 2)
+    assert samples["ullage_engine_pressure_level"] == 2
+    for queries, hits in (
+        ("ullage_prefix_cache_queries_tokens_total", "ullage_prefix_cache_hits_tokens_total"),
+        ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    ):
+        assert (samples[queries], samples[hits]) == (1000, 640)
+
+
+def test_counts_go_on_when_a_worker_is_replaced() -> None:
+    metrics = EngineMetrics("smollm2-135m")
+    metrics.worker_ready(make_ready(make_state()))
+    metrics.worker_state(make_state(prefix_lookup_tokens=100, num_oom_events=1))
+    metrics.worker_ready(make_ready(make_state()))
+    metrics.worker_state(make_state(prefix_lookup_tokens=30, num_oom_events=1))
+    samples = read(metrics)
+    assert samples["ullage_prefix_cache_queries_tokens_total"] == 130
+    assert samples["ullage_oom_events_total"] == 2
+
+
+def test_an_empty_pool_wastes_nothing() -> None:
+    metrics = EngineMetrics("smollm2-135m")
+    metrics.worker_ready(make_ready(make_state(kv_used_bytes=0)))
+    metrics.worker_state(msgspec.structs.replace(make_state(), kv_free_bytes=12_800))
+    assert read(metrics)["ullage_kv_waste_ratio"] == 0
+
+
+def test_degraded_requests_are_counted_by_what_was_lowered(
+    serve: Serve, config: EngineConfig
+) -> None:
+    """Any request at all is pressure here."""
+    level = DegradeLevel(below=1.0, max_output_tokens=5, max_temperature=0.0)
+    degrade = DegradeSection(levels=(level,))
+    port = free_port()
+    server = msgspec.structs.replace(config.server, metrics_port=port)
+    pressed = msgspec.structs.replace(config, server=server, degrade=degrade)
+    tokens = pb.TokenIds(ids=[1, 2, 3])
+
+    async def scenario() -> None:
+        async with serve(pressed, degrade=json.loads(msgspec.json.encode(degrade))) as engine:
+            long = pb.GenerateRequest(token_ids=tokens, stop=pb.StopConditions(max_tokens=300))
+            first = asyncio.create_task(engine.generate(long))
+            await engine.until(lambda state: state.pressure_level == 1)
+            second = await engine.generate(pb.GenerateRequest(token_ids=tokens))
+            assert second.finished.usage.completion_tokens == 5
+            short = pb.GenerateRequest(token_ids=tokens, stop=pb.StopConditions(max_tokens=2))
+            await engine.generate(short)
+            samples = await asyncio.to_thread(scrape, port)
+            assert samples['ullage_engine_degraded_requests_total{what="max_tokens"}'] == 1
+            assert samples['ullage_engine_degraded_requests_total{what="temperature"}'] == 2
+            assert samples["ullage_engine_pressure_level"] == 1
+            await first
+
+    asyncio.run(scenario())

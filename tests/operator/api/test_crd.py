@@ -1,0 +1,137 @@
+"""The CRD is one that a real API server takes, and says the same as the operator's own types."""
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import celpy
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from ullage_common.process.config_file import Strict
+from ullage_operator.api import schema, spec
+from ullage_operator.api.sections import camel
+
+CRD = yaml.safe_load(schema.crd_path().read_text(encoding="utf-8"))
+VERSION = CRD["spec"]["versions"][0]
+SCHEMA: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+    if "properties" in node.get("additionalProperties", {}):
+        yield from nodes(node["additionalProperties"], f"{path}.*")
+
+
+NODES = dict(nodes(SCHEMA))
+
+
+def test_kubernetes_takes_it() -> None:
+    kubernetes_validate.validate(CRD, "1.35", strict=True)
+
+
+def test_helm_keeps_it_when_the_chart_goes() -> None:
+    assert CRD["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_every_field_is_described() -> None:
+    silent = [p for p, n in NODES.items() if "description" not in n and p not in ("", ".metadata")]
+    assert not [path for path in silent if not path.endswith("[]")]
+
+
+def test_schema_is_structural(subtests: pytest.Subtests) -> None:
+    for path, node in NODES.items():
+        with subtests.test(path):
+            assert "$ref" not in node
+            assert not {"anyOf", "oneOf", "allOf", "not"} & set(node)
+            assert ("type" in node) != node.get("x-kubernetes-int-or-string", False)
+
+
+RULED = {path: node for path, node in NODES.items() if "x-kubernetes-validations" in node}
+
+
+def test_rules_parse_and_speak_to_people(subtests: pytest.Subtests) -> None:
+    for path, node in RULED.items():
+        for rule in node["x-kubernetes-validations"]:
+            with subtests.test(path, rule=rule["rule"]):
+                celpy.Environment().compile(rule["rule"])
+                assert len(rule["message"].split()) > 4
+
+
+def test_cost_of_rules_is_bounded(subtests: pytest.Subtests) -> None:
+    """The API server refuses a rule over text or lists of unknown length."""
+    for path, node in RULED.items():
+        with subtests.test(path):
+            assert node.get("type") != "string" or "maxLength" in node
+            assert node.get("type") != "array" or "maxItems" in node
+
+
+def test_defaults_fulfil_the_schema_by_themselves() -> None:
+    """The API server checks a default before it fills in the defaults below it."""
+    for path, node in NODES.items():
+        if "default" in node:
+            assert not [*schema.structure(node, node["default"])], path
+            assert not [*schema.rules(node, node["default"], path)], path
+
+
+def test_least_values_between_0_and_1_are_rules() -> None:
+    """The API server compares a whole number with the whole part of `minimum`: it would take 0."""
+    assert not [path for path, node in NODES.items() if 0 < node.get("minimum", 0) < 1]
+
+
+def test_scale_subresource_points_at_fields() -> None:
+    scale = VERSION["subresources"]["scale"]
+    paths = {path.replace(".pools.single.", ".pools.*.") for path in scale.values()}
+    assert paths <= set(NODES)
+    assert VERSION["subresources"]["status"] == {}
+
+
+def test_printer_columns() -> None:
+    columns = VERSION["additionalPrinterColumns"]
+    names = [column["name"] for column in columns if not column.get("priority")]
+    assert names == ["Ready", "Reason", "Engines", "Rollout", "URL", "Age"]
+    wide = [column["name"] for column in columns if column.get("priority")]
+    assert wide == ["Model", "Single", "Large", "Routers", "gRPC"]
+
+
+def test_columns_show_fields_that_there_are(subtests: pytest.Subtests) -> None:
+    for column in VERSION["additionalPrinterColumns"]:
+        path = column["jsonPath"].partition("[?")[0].replace(".pools.single.", ".pools.*.")
+        path = path.replace(".pools.large.", ".pools.*.")
+        with subtests.test(column["name"]):
+            assert path.startswith(".metadata.") or path in NODES
+
+
+def sections(kind: Any, path: str) -> Iterator[tuple[str, set[str]]]:
+    """Path and API names of every section of the operator's types."""
+    fields = msgspec.structs.fields(kind)
+    yield path, {camel(field.name) for field in fields}
+    for field in fields:
+        below = f"{path}.{camel(field.name)}"
+        is_map = typing.get_origin(field.type) is dict
+        for candidate in getattr(field.type, "__args__", (field.type,)):
+            if isinstance(candidate, type) and issubclass(candidate, Strict):
+                yield from sections(candidate, f"{below}.*" if is_map else below)
+
+
+def test_the_operator_reads_exactly_the_fields_that_the_api_has(
+    subtests: pytest.Subtests,
+) -> None:
+    for path, names in sections(spec.Spec, ".spec"):
+        with subtests.test(path):
+            node = NODES[path]
+            if path == ".spec.tenants.defaults":
+                names.discard("enabled")  # the API switches tenants off by name only
+            assert names == set(node.get("items", node)["properties"])
+
+
+def test_package_and_tree_agree_where_the_crd_is() -> None:
+    assert schema.crd_path().name == schema.CRD_FILE
+    assert Path(__file__).parents[3] / "crds" / schema.CRD_FILE == schema.crd_path()

@@ -1,0 +1,68 @@
+"""The operator's settings and what they do to pods."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from ullage_operator.api.naming import operator_selector
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.controller.plan import Observed, plan
+
+
+def test_what_the_environment_leaves_out_stays_as_it_is():
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env({"ULLAGE_ENGINE_IMAGE": "", "ULLAGE_IMAGE_PULL_SECRETS": ""}) == (
+        Settings()
+    )
+
+
+def test_every_setting_can_be_given():
+    given = Settings.from_env(
+        {
+            "ULLAGE_ENGINE_IMAGE": "e",
+            "ULLAGE_ROUTER_IMAGE": "r",
+            "ULLAGE_IMAGE_PULL_POLICY": "Always",
+            "ULLAGE_IMAGE_PULL_SECRETS": "one,two",
+            "ULLAGE_LOG_LEVEL": "debug",
+            "ULLAGE_OPERATOR_NAMESPACE": "n",
+            "ULLAGE_DNS_LAG": "2.5",
+        }
+    )
+    assert given == Settings(
+        engine_image="e",
+        router_image="r",
+        image_pull_policy="Always",
+        image_pull_secrets=("one", "two"),
+        log_level="debug",
+        dns_lag_s=2.5,
+        namespace="n",
+    )
+
+
+def test_only_operators_of_the_own_namespace_are_let_in(manifest):
+    def peers(settings):
+        made = plan(parse(manifest()), Observed(now=datetime.now(UTC)), settings).apply
+        rules = [r for o in made if o["kind"] == "NetworkPolicy" for r in o["spec"]["ingress"]]
+        found = [peer for rule in rules for peer in rule.get("from", ())]
+        return [p for p in found if operator_selector() == p["podSelector"].get("matchLabels")]
+
+    own = {"matchLabels": {"kubernetes.io/metadata.name": "ullage-system"}}
+    inside = peers(Settings(namespace="ullage-system"))
+    assert [peer["namespaceSelector"] for peer in inside] == [own, own]
+    assert [peer["namespaceSelector"] for peer in peers(Settings())] == [{}, {}]
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "nan", "30s"])
+def test_a_wrong_lag_is_named(given):
+    with pytest.raises(SystemExit, match=r"ULLAGE_DNS_LAG=.* is no number of seconds"):
+        Settings.from_env({"ULLAGE_DNS_LAG": given})
+
+
+def test_pods_are_fetched_with_the_services_secrets_and_the_operators(manifest):
+    service = parse(manifest(imagePullSecrets=[{"name": "own"}, {"name": "both"}]))
+    settings = Settings(image_pull_secrets=("both", "operators"))
+    made = plan(service, Observed(now=datetime.now(UTC)), settings).apply
+    pods = [obj["spec"]["template"]["spec"] for obj in made if "template" in obj.get("spec", {})]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["imagePullSecrets"] == [{"name": n} for n in ("own", "both", "operators")]

@@ -1,0 +1,321 @@
+"""Manifests become values, or one line for each thing wrong with them."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ullage_operator.api import schema
+from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
+from ullage_operator.api.sections import camel
+from ullage_operator.api.spec import parse, parse_stored
+
+Make = Callable[..., dict[str, Any]]
+
+
+def refusals(manifest: Any) -> list[str]:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest)
+    return str(caught.value).splitlines()
+
+
+def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
+    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
+    service = parse(manifest(pools=pools))
+    spec = service.spec
+    assert (service.name, service.namespace, service.uid) == ("demo", "models", "uid-1")
+    assert service.generation == 3
+    assert spec.memory.threshold == 0.85
+    assert spec.memory.safety_reserve == 2048 << 20
+    assert spec.memory.session_kv_limit == 512 << 20
+    assert spec.memory.max_kv == 20 << 30
+    assert spec.routing.large_request_tokens == 8000
+    assert spec.routing.large_request_kv == 6000 << 20
+    assert spec.batching.prefill_window == 0.006
+    assert spec.batching.decode_window == 0.003
+    assert spec.batching.decode_max_batch_tokens == 8192
+    assert (spec.slo.ttft_p95, spec.slo.e2e_p95, spec.slo.error_rate) == (7.0, 20.0, 0.005)
+    single, large = spec.pools["single"], spec.pools["large"]
+    assert (single.gpus, single.parallelism.tensor, single.parallelism.pipeline) == (1, 1, 1)
+    assert (large.gpus, large.parallelism.tensor, large.parallelism.pipeline) == (4, 2, 2)
+    assert large.micro_batches == 6
+
+
+def test_a_service_without_a_large_pool_is_valid(manifest: Make) -> None:
+    assert [name for name, _ in parse(manifest()).spec.pools.items()] == ["single"]
+
+
+def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
+    made = manifest(
+        memory={"safetyReserve": "64Mi"}, pools={"single": {"memory": {"deviceBytes": "1Gi"}}}
+    )
+    memory = parse(made).spec.pools["single"].memory
+    assert (memory.safety_reserve, memory.device_bytes) == (64 << 20, 1 << 30)
+    assert parse(made).spec.memory.device_bytes is None
+
+
+def test_null_means_unset(manifest: Make) -> None:
+    spec = parse(manifest(memory={"deviceBytes": None, "threshold": None})).spec
+    assert (spec.memory.device_bytes, spec.memory.threshold) == (None, 0.85)
+
+
+def test_fields_of_a_newer_definition_are_left_to_the_next_operator(manifest: Make) -> None:
+    made = manifest(memory={"threshold": 0.8}, pools={"single": {"replicas": 2}})
+    made["metadata"]["annotations"] = {"example.com/a": "b"}
+    stored, problems = schema.complete(schema.load_schema(), made)
+    assert not problems
+    newer = {
+        **stored,
+        "status": {"conditions": []},
+        "spec": {**stored["spec"], "telepathy": {"on": True}},
+    }
+    newer["spec"]["pools"] = {"single": {**stored["spec"]["pools"]["single"], "levitation": 3}}
+    assert parse_stored(newer) == parse(made)
+    assert newer["spec"]["telepathy"] == {"on": True}
+    assert refusals(newer)[0].startswith("spec.pools.single.levitation: unknown field")
+
+
+def test_a_stored_service_without_a_default_tells_of_an_old_definition(manifest: Make) -> None:
+    stored, _ = schema.complete(schema.load_schema(), manifest())
+    for section, field in (("memory", "hostKV"), ("healing", "minHealth"), ("slo", "ttftP95")):
+        older = copy.deepcopy(stored)
+        del older["spec"][section][field]
+        with pytest.raises(OutdatedDefinition) as caught:
+            parse_stored(older)
+        [problem] = caught.value.problems
+        assert problem.path.endswith(f"{section}.{field}")
+        assert "older than this operator" in problem.message
+
+
+def test_what_the_operator_imports_brings_no_validators() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['kubernetes_validate'] = None  # of the tests; kopf would load it\n"
+        "import ullage_operator.main\n"
+        "print({'celpy', 'jsonschema'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_manifest_is_left_alone(manifest: Make) -> None:
+    made = manifest()
+    parse(made)
+    assert made == manifest()
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"memory": {"treshold": 1}}, "spec.memory.treshold: unknown field; did you mean thresh"),
+    (
+        {"pools": {"small": {"gpu": 1}}},
+        "spec.pools.small.gpu: unknown field; did you mean gpus",
+    ),
+    ({"pools": {"a-b": {}}}, "spec.pools: names of pools must be at most 20 lower-case"),
+    ({"rollout": {"weightSteps": [10, 10]}}, "spec.rollout.weightSteps: weightSteps must rise"),
+    ({"rollout": {"weightSteps": [60, 10]}}, "spec.rollout.weightSteps: weightSteps must rise"),
+    ({"rollout": {"weightSteps": [0]}}, "spec.rollout.weightSteps[0]"),
+    ({"rollout": {"stepDuration": "1h"}}, "spec.rollout.stepDuration: rollout.stepDuration"),
+    ({"rollout": {"strategy": "bluegreen"}}, "spec.rollout.strategy"),
+    (
+        {"router": {"resources": {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}}},
+        "spec.router.resources.requests.cpu: 2500m exceeds the limit 2; lower the request",
+    ),
+    (
+        {
+            "pools": {
+                "small": {
+                    "resources": {
+                        "requests": {"cpu": 9, "memory": "1Gi"},
+                        "limits": {"memory": "1G"},
+                    }
+                }
+            }
+        },
+        "spec.pools.small.resources.requests.memory: 1Gi exceeds the limit 1G",
+    ),
+    (
+        {"pools": {"engine": {}}},
+        "spec.pools: router, engine, canary, rollout and next are names",
+    ),
+    ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
+    ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
+    ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),
+    ({"memory": {"threshold": 1.5}}, "spec.memory.threshold: threshold is a share"),
+    ({"memory": {"threshold": 0}}, "spec.memory.threshold: threshold is a share"),
+    ({"memory": []}, "spec.memory: must be of type object, not []"),
+    ({"device": "gpu"}, "spec.device: must be one of auto, cuda, cpu, not 'gpu'"),
+    ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
+    ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
+    ({"pools": {"large": {"nccl": {"PATH": "/"}}}}, "spec.pools.large.nccl: nccl sets"),
+    *(
+        ({"pools": {pool: {"nccl": {name: "x"}}}}, f"spec.pools.{pool}.nccl: nccl sets no var")
+        for pool in ("single", "large")
+        for name in ("NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "TORCH_NCCL_PATH")
+    ),
+    ({"pools": {"large": {"nccl": {"NCCL_DEBUG": 1}}}}, "spec.pools.large.nccl.NCCL_DEBUG: mu"),
+    ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
+    ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
+    ({"routing": {"ladder": ["queue", "queue"]}}, "spec.routing.ladder: ladder must name"),
+    ({"routing": {"ladder": ["reject", "queue"]}}, "spec.routing.ladder: nothing is tried"),
+    (
+        {"routing": {"rungs": {"reject": {"minRetryAfter": 9, "maxRetryAfter": 3}}}},
+        "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
+    ),
+    (
+        {"routing": {"rungs": {"route": {"pools": ["large"]}}}},
+        "spec.routing.rungs.route.pools: routing.rungs.route.pools must name pools of this",
+    ),
+    (
+        {"routing": {"rungs": {"route": {"pools": ["single", "single"]}}}},
+        "spec.routing.rungs.route.pools: route.pools must name each pool once",
+    ),
+    (
+        {"routing": {"rungs": {"shrinkContext": {"maxDroppedShare": 0}}}},
+        "spec.routing.rungs.shrinkContext.maxDroppedShare: maxDroppedShare must be at",
+    ),
+    ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
+    (
+        {"routing": {"prefill": {"window": "11s"}}},
+        "spec.routing.prefill.window: window must be",
+    ),
+    ({"routing": {"queue": {"aging": "0s"}}}, "spec.routing.queue.aging: aging must be above"),
+    ({"routing": {"queue": {"timeout": "10"}}}, "spec.routing.queue.timeout: must be a durat"),
+    ({"routing": {"queue": {"timeout": "0s"}}}, "spec.routing.queue.timeout: timeout must be"),
+    (
+        {"routing": {"placement": {"breaker": {"pause": "2m"}}}},
+        "spec.routing.placement.breaker: pause must be above 0 and at most maxPause",
+    ),
+    (
+        {"routing": {"placement": {"retries": {"share": 2}}}},
+        "spec.routing.placement.retries.share: must be at most 1",
+    ),
+    ({"routing": {"largeRequestKV": "0Gi"}}, "spec.routing.largeRequestKV: must be a quantity"),
+    ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),
+    ({"limits": {"requestTimeout": 30}}, "spec.limits.requestTimeout: must be a duration"),
+    ({"model": {"source": "/m.gguf", "name": "m"}}, "spec.model.source: source must be hf://"),
+    (
+        {"model": {"source": "file:///m", "name": "m", "quantization": "int2"}},
+        "spec.model.quantization: must be one of none, int8, int4, fp8, w8a8, not 'int2'",
+    ),
+    (
+        {"model": {"source": "pkg://p/m.gguf", "name": "m", "quantization": "w8a8"}},
+        "spec.model.quantization: quantization w8a8 needs a calibrated model",
+    ),
+    (
+        {"model": {"source": "file:///m", "name": "m", "kvDtype": "int8"}},
+        "spec.model.kvDtype: must be one of auto, fp8, not 'int8'",
+    ),
+    (
+        {
+            "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
+            "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
+        },
+        "spec.model.quantization: tensor ranks cannot share quantised matrices; set",
+    ),
+    ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
+]
+
+
+def test_each_mistake_is_one_line(manifest: Make, subtests: pytest.Subtests) -> None:
+    for spec, line in MISTAKES:
+        lines = refusals(manifest(**spec))
+        with subtests.test(spec=spec):
+            assert len(lines) == 1
+            assert lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("pool", ["single", "large"])
+def test_stages_may_hold_quantised_weights(manifest: Make, pool: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": "int4"}
+    stages = {"gpus": 4, "parallelism": {"tensor": 1, "pipeline": 4}}
+    parse(manifest(model=model, pools={pool: stages}))
+    shared = {"gpus": 4, "parallelism": {"tensor": 4, "pipeline": 1}}
+    assert len(refusals(manifest(model=model, pools={pool: shared}))) == 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
+def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": quantization}
+    made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
+    assert (made.quantization, made.kv_dtype) == (quantization, "auto")
+
+
+@pytest.mark.parametrize("pool", ["single", "large"])
+def test_a_deterministic_sum_is_over_two_ranks_at_most(manifest: Make, pool: str) -> None:
+    model = {"source": "file:///m", "name": "m", "deterministic": True}
+
+    def with_tensor(tensor: int, pipeline: int) -> dict[str, Any]:
+        parallelism = {"tensor": tensor, "pipeline": pipeline}
+        return {pool: {"gpus": tensor * pipeline, "parallelism": parallelism}}
+
+    assert parse(manifest(model=model, pools=with_tensor(2, 4))).spec.model.deterministic
+    assert parse(manifest(pools=with_tensor(4, 2)))
+    for tensor in (3, 4):
+        (line,) = refusals(manifest(model=model, pools=with_tensor(tensor, 1)))
+        assert line.startswith("spec.model.deterministic: sums over more than 2 tensor ranks")
+
+
+def test_variables_of_nccl_that_only_begin_like_files_are_set(manifest: Make) -> None:
+    nccl = {"NCCL_NET_PLUGIN_MODE": "1", "NCCL_PATHS": "1"}
+    single = parse(manifest(pools={"single": {"nccl": nccl}})).spec.pools["single"]
+    assert single.nccl == nccl
+
+
+def test_kv_of_fp8_goes_with_everything(manifest: Make) -> None:
+    model = {"source": "file:///m", "name": "m", "kvDtype": "fp8", "deterministic": True}
+    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
+    assert parse(manifest(model=model, pools=pools)).spec.model.kv_dtype == "fp8"
+
+
+def test_the_large_pool_must_be_reachable(manifest: Make) -> None:
+    model = {"source": "file:///m", "name": "m", "maxModelLen": 4096}
+    assert parse(manifest(model=model))
+    lines = refusals(manifest(model=model, pools={"large": {}}))
+    assert lines[0].startswith("spec.routing.largeRequestTokens: ")
+    assert parse(manifest(model=model, pools={"large": {}}, routing={"largeRequestTokens": 2000}))
+
+
+def test_all_mistakes_are_told_at_once(manifest: Make) -> None:
+    lines = refusals(manifest(device="tpu", memory={"maxKV": "x", "max": 1}, limit={}))
+    assert [line.split(":")[0] for line in lines] == [
+        "spec.memory.max",
+        "spec.limit",
+        "spec.device",
+        "spec.memory.maxKV",
+    ]
+
+
+@pytest.mark.parametrize("name", ["Demo", "1demo", "a.b", "demo-", "d" * 41])
+def test_names_must_fit_into_pod_names(manifest: Make, name: str) -> None:
+    made = manifest()
+    made["metadata"]["name"] = name
+    assert refusals(made)[0].startswith("metadata.name: name must be")
+
+
+@pytest.mark.parametrize("document", [None, [], "text", 1])
+def test_what_is_no_object_is_refused(document: Any) -> None:
+    assert "write an LLMService" in refusals(document)[0]
+
+
+def test_rules_are_compiled_once(manifest: Make) -> None:
+    parse(manifest())
+    compiled = schema.compiled.cache_info().misses
+    parse(manifest(pools={"single": {"replicas": 2}}))
+    assert schema.compiled.cache_info().misses == compiled
+
+
+def test_another_kind_is_refused() -> None:
+    lines = refusals({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}})
+    assert lines == [
+        "apiVersion: must be serving.ullage.dev/v1alpha1, not 'v1'",
+        "kind: must be LLMService, not 'Pod'",
+    ]
+
+
+def test_field_names() -> None:
+    assert camel("session_kv_limit") == "sessionKVLimit"
+    assert camel("e2e_p95") == "e2eP95"
+    assert camel("large_request_tokens") == "largeRequestTokens"

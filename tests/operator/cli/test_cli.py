@@ -1,0 +1,159 @@
+"""The `ullage` command: what it prints and how it ends."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ullage_operator.cli.main import main
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2.yaml"
+Make = Callable[..., dict[str, Any]]
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def make(text: str) -> Path:
+        path = tmp_path / "service.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return make
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The lines on stderr of a command that must end with status 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLE.parent.glob("*.yaml")), ids=lambda p: p.stem)
+def test_plan_prints_what_kubectl_takes(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", str(example)]) == 0
+    text = capsys.readouterr().out
+    kinds = [document["kind"] for document in yaml.safe_load_all(text)]
+    assert kinds.count("StatefulSet") == 2
+    assert kinds.count("Deployment") == 1
+    assert "&id" not in text
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", str(EXAMPLE), "-o", "json", "--pod-monitors"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["kind"], listed["apiVersion"]) == ("List", "v1")
+    assert "PodMonitor" in [item["kind"] for item in listed["items"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "path"), [("--run-dir", "/proc/nowhere"), ("--state-file", "/nowhere/state.json")]
+)
+def test_a_folder_that_cannot_be_had_is_one_line(
+    capsys: pytest.CaptureFixture[str], option: str, path: str
+) -> None:
+    [line] = errors(capsys, "up", "-f", str(EXAMPLE), option, path)
+    assert line.startswith(f"error: {option} {path}: ")
+
+
+@pytest.mark.parametrize("command", ["up", "plan"])
+def test_an_unknown_field_is_one_line(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write, command: str
+) -> None:
+    path = write(yaml.safe_dump(manifest(memory={"treshold": 0.8})))
+    assert errors(capsys, command, "-f", str(path)) == [
+        f"error: {path}: spec.memory.treshold: unknown field; did you mean threshold?"
+    ]
+
+
+def test_every_problem_has_its_line(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write
+) -> None:
+    path = write(yaml.safe_dump(manifest(memory={"maxKV": "1Gb"}, device="tpu")))
+    lines = errors(capsys, "plan", "-f", str(path))
+    assert [line.split(": ")[2] for line in lines] == ["spec.device", "spec.memory.maxKV"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "not YAML"),
+        ("", "0 documents"),
+        ("a: 1\n---\nb: 2\n", "2 documents"),
+        ("- 1\n", "write an LLMService"),
+        ("kind: Pod\napiVersion: v1\nmetadata: {name: x}\n", "must be LLMService, not 'Pod'"),
+    ],
+)
+def test_a_file_that_is_no_service(
+    capsys: pytest.CaptureFixture[str], write: Write, text: str, said: str
+) -> None:
+    path = write(text)
+    lines = errors(capsys, "up", "-f", str(path))
+    assert all(line.startswith(f"error: {path}: ") for line in lines)
+    assert said in lines[-1]
+
+
+def test_missing_and_binary_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    [line] = errors(capsys, "up", "-f", str(tmp_path / "none.yaml"))
+    assert "none.yaml: No such file or directory; -f takes an existing manifest" in line
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    [line] = errors(capsys, "up", "-f", str(tmp_path / "bytes"))
+    assert "not UTF-8" in line
+
+
+def test_a_busy_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        [line] = errors(capsys, "up", "-f", str(EXAMPLE), "--grpc-port", port)
+    assert line.endswith("choose another with --grpc-port, or 0 for any")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["plan", "--help"]])
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "ullage up -f" in (out := capsys.readouterr().out) or "ullage plan -f" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("ullage ")
+
+
+def up(manifest: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+    command += ["--http-port", "0", "--grpc-port", "0"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_missing_model_stops_everything(manifest: Make, write: Write, tmp_path: Path) -> None:
+    model = {"source": f"file://{tmp_path}/none.gguf", "name": "m"}
+    with up(write(yaml.safe_dump(manifest(model=model, device="cpu")))) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    [line] = err.splitlines()
+    assert line.startswith("error: pools.single: ")
+    assert "none.gguf" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_stops_everything(number: signal.Signals) -> None:
+    with up(EXAMPLE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it says what it starts
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1].startswith("stopping ...")

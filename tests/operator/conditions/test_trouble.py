@@ -1,0 +1,212 @@
+"""What is said of pods that do not serve: the reason, what Kubernetes said, and the remedy."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from ullage_operator.conditions.pod_problems import (
+    PodProblem,
+    diagnose,
+    diagnose_pod,
+    restart_count,
+    stable_in_s,
+)
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def ago(seconds: float) -> str:
+    return (NOW - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pod(name: str = "demo-large-0", **parts: Any) -> dict[str, Any]:
+    limits = {"nvidia.com/gpu": "4", "memory": "64Gi"}
+    return {
+        "metadata": {
+            "name": name,
+            "labels": {"serving.ullage.dev/pool": "large"},
+            "creationTimestamp": ago(parts.pop("age", 3600)),
+        },
+        "spec": {
+            "nodeName": "node-a",
+            "containers": [{"name": "engine", "resources": {"limits": limits}}],
+        },
+        "status": parts,
+    }
+
+
+def unplaced(message: str) -> dict[str, Any]:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    return pod(conditions=[condition | {"message": message}])
+
+
+def container(**parts: Any) -> dict[str, Any]:
+    return pod(containerStatuses=[{"name": "engine", "image": "example.org/engine:1", **parts}])
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return container(state={"waiting": {"reason": reason, "message": message}})
+
+
+def crashed(restart_count: int, ready_for: float | None = None, **ended: Any) -> dict[str, Any]:
+    last = {"terminated": {"exitCode": 1, **ended}}
+    made = container(restartCount=restart_count, state={"running": {}}, lastState=last)
+    if ready_for is not None:
+        made["status"]["conditions"] = [
+            {"type": "Ready", "status": "True", "lastTransitionTime": ago(ready_for)}
+        ]
+    return made
+
+
+def found(given: dict[str, Any]) -> PodProblem:
+    trouble = diagnose_pod(given, NOW)
+    assert trouble is not None
+    return trouble
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("0/3 nodes: 3 Insufficient nvidia.com/gpu.", "or lower spec.pools.large.gpus"),
+        ("0/3 nodes: 3 Insufficient memory.", "lower spec.pools.large.resources"),
+        ("node(s) had untolerated taint {gpu: yes}", "spec.pools.large.tolerations"),
+        ("didn't match Pod's node affinity/selector", "spec.pools.large.nodeSelector"),
+        ('persistentvolumeclaim "models" not found', "make the claim"),
+        ("something new", "spec.pools.large's placement"),
+    ],
+)
+def test_a_pod_that_fits_no_node_tells_its_gpus_the_scheduler_and_the_remedy(
+    said: str, remedy: str
+) -> None:
+    trouble = found(unplaced(said))
+    assert trouble.reason == "Unschedulable"
+    assert trouble.message.startswith(f"asks for 4 nvidia.com/gpu and fits no node: {said}; ")
+    assert remedy in trouble.message
+    assert not trouble.blocks
+
+
+def test_a_slice_of_a_gpu_is_named_as_the_pod_asks_for_it() -> None:
+    given = unplaced("0/1 nodes: 1 Insufficient nvidia.com/mig-3g.40gb.")
+    limits = given["spec"]["containers"][0]["resources"]["limits"]
+    limits.pop("nvidia.com/gpu")
+    limits["nvidia.com/mig-3g.40gb"] = "1"
+    assert "asks for 1 nvidia.com/mig-3g.40gb" in found(given).message
+    assert "many free nvidia.com/mig-3g.40gb" in found(given).message
+
+
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"])
+def test_an_image_that_cannot_be_pulled_is_named(reason: str) -> None:
+    trouble = found(waiting(reason, "not found"))
+    assert trouble.reason == reason
+    assert trouble.message.startswith("image example.org/engine:1 cannot be pulled: not found; ")
+    assert "spec.imagePullSecrets" in trouble.message
+
+
+def test_other_reasons_of_the_kubelet_come_with_a_remedy() -> None:
+    assert "correct spec.image" in found(waiting("InvalidImageName")).message
+    missing = found(waiting("CreateContainerConfigError", 'secret "keys" not found'))
+    assert missing.message.startswith('secret "keys" not found; make the Secret')
+
+
+def test_a_crash_loop_tells_how_often_the_exit_code_and_the_last_words() -> None:
+    last = {"terminated": {"exitCode": 2, "message": "error: no such model\n"}}
+    given = container(
+        restartCount=7, state={"waiting": {"reason": "CrashLoopBackOff"}}, lastState=last
+    )
+    trouble = found(given)
+    assert trouble.blocks
+    assert trouble.message == (
+        "engine has been restarted 7 times, last after it ended with exit code 2: "
+        "error: no such model"
+    )
+
+
+def test_a_crash_without_words_points_to_the_log() -> None:
+    assert found(crashed(3)).message.endswith("see kubectl logs --previous demo-large-0")
+
+
+def test_a_container_that_the_kernel_killed_for_memory_says_which_limit_to_raise() -> None:
+    trouble = found(crashed(3, reason="OOMKilled", exitCode=137))
+    assert "spec.pools.large.resources.limits.memory" in trouble.message
+
+
+@pytest.mark.parametrize(
+    ("given", "loops"),
+    [
+        (crashed(2), True),
+        (crashed(2, ready_for=5), True),
+        (crashed(2, ready_for=61), False),
+        (crashed(1, ready_for=5), False),
+        (crashed(4, exitCode=0), False),
+        (crashed(2, finishedAt=ago(599)), True),
+        (crashed(9, finishedAt=ago(600)), False),
+    ],
+    ids=["now", "ready for a moment", "stable", "one crash", "clean ends", "lately", "long ago"],
+)
+def test_a_loop_is_one_until_the_pod_has_been_ready_for_a_minute(
+    given: dict[str, Any], loops: bool
+) -> None:
+    assert (diagnose_pod(given, NOW) is not None) is loops
+
+
+def test_when_to_look_again_at_a_pod_that_recovers() -> None:
+    assert stable_in_s(crashed(2, ready_for=5), NOW) == 55.0
+    assert stable_in_s(crashed(2), NOW) is None
+    assert stable_in_s(crashed(2, ready_for=100), NOW) is None
+
+
+def test_an_evicted_pod_and_one_that_cannot_be_made() -> None:
+    evicted = found(pod(phase="Failed", reason="Evicted", message="low on memory"))
+    assert (evicted.reason, evicted.message) == ("Evicted", "low on memory; it is being replaced")
+    creating = waiting("ContainerCreating")
+    assert "a volume cannot be mounted" in found(creating).message
+    creating["metadata"]["creationTimestamp"] = ago(60)
+    assert diagnose_pod(creating, NOW) is None
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_router_that_ended_for_good_is_no_trouble_for_its_replicaset_keeps_it(phase: str) -> None:
+    gone = crashed(2)
+    gone["metadata"]["labels"] = {"app.kubernetes.io/component": "router"}
+    lost = frozenset({"node-a"})
+    assert [each.reason for each in diagnose([gone], NOW)] == ["CrashLoopBackOff"]
+    gone["status"] |= {"phase": phase, "reason": "Evicted", "message": "low on memory"}
+    assert diagnose([gone], NOW) == diagnose([gone], NOW, lost) == []
+    gone["metadata"]["labels"]["app.kubernetes.io/component"] = "engine"
+    assert len(diagnose([gone], NOW)) == 1
+
+
+def test_a_pod_on_a_lost_node_says_so_even_while_it_ends() -> None:
+    ending = pod()
+    ending["metadata"]["deletionTimestamp"] = ago(10)
+    assert diagnose([ending], NOW) == []
+    [trouble] = diagnose([ending], NOW, frozenset({"node-a"}))
+    assert trouble.reason == "NodeLost"
+    assert "node node-a does not answer" in trouble.message
+
+
+def test_a_pod_that_serves_starts_or_ends_is_in_no_trouble() -> None:
+    running = container(restartCount=0, state={"running": {}}, started=True)
+    assert diagnose_pod(running, NOW) is None
+    assert diagnose_pod(pod(), NOW) is None
+    ending = waiting("CrashLoopBackOff")
+    ending["metadata"]["deletionTimestamp"] = ago(1)
+    assert diagnose_pod(ending, NOW) is None
+
+
+def test_what_blocks_comes_first_then_names() -> None:
+    given = [unplaced("x") | {"metadata": {"name": "a"}}, crashed(3), waiting("ErrImagePull")]
+    assert [trouble.reason for trouble in diagnose(given, NOW)] == [
+        "CrashLoopBackOff",
+        "Unschedulable",
+        "ErrImagePull",
+    ]
+
+
+def test_restarts_of_all_containers_are_summed_up() -> None:
+    both = pod(
+        containerStatuses=[{"restartCount": 2}, {"restartCount": 3}],
+        initContainerStatuses=[{"restartCount": 1}],
+    )
+    assert restart_count(both) == 6

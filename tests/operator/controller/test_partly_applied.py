@@ -1,0 +1,234 @@
+"""Objects that cannot be written: the rest goes on, the status says so, and tries become rarer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from typing import Any, cast
+
+from ullage_kubeapi.trial import converged, relist, until
+
+from ullage_operator.api.errors import ClusterDenied, ClusterPostponed, ClusterRefused
+from ullage_operator.api.naming import CONFIG_MAP, SERVICE, WATCHED
+from ullage_operator.api.spec import Settings
+from ullage_operator.controller.apply import Applier, ApplyResult
+from ullage_operator.controller.autoscaler import Autoscaler
+from ullage_operator.controller.healer import Healer, StreamTimes
+from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
+from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey
+from ullage_operator.kube.client import Cluster
+from ullage_operator.kube.events import EventRecorder
+
+SOON = 60
+KEY = ServiceKey("models", "demo")
+
+
+def degraded(world: Any) -> str:
+    return str(world.condition("Degraded").get("reason"))
+
+
+def test_a_refused_object_costs_neither_the_others_nor_readiness(world, played, start) -> None:
+    path = f"/apis/policy/v1/namespaces/{world.namespace}/poddisruptionbudgets"
+    mine = {"metadata": {"name": "s-router"}, "spec": {"maxUnavailable": 1}}
+    assert world.client.post(path, json=mine).status_code == 201
+    start()
+    world.create(router={"replicas": 1})
+    until(lambda: degraded(world) == "ApplyFailed", "the condition says so", SOON)
+    message = world.condition("Degraded")["message"]
+    assert message.startswith("PodDisruptionBudget s-router: it exists and is not this service's")
+    owned = converged(world)
+    assert {("deployments", "s-router"), ("statefulsets", "s-single")} <= owned.keys()
+    assert world.condition("Ready")["reason"] == "ApplyFailed"  # nothing serves yet
+    for plural, name in [k for k in owned if k[0] in ("statefulsets", "deployments")]:
+        generation = owned[plural, name]["metadata"]["generation"]
+        counts = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), 1)
+        status = counts | {"observedGeneration": generation}
+        world.patch(f"{world.path(plural)}/{name}/status", {"status": status})
+    until(lambda: world.condition("Ready").get("status") == "True", "it serves", SOON)
+    assert degraded(world) == "ApplyFailed"
+    world.client.delete(f"{path}/s-router")
+    until(lambda: degraded(world) == "AsExpected", "it goes on once the name is free", SOON)
+
+
+def test_a_quota_or_webhook_is_told_and_waits_for_nothing_else(world, played, start) -> None:
+    fault = played.inject("PATCH", "/poddisruptionbudgets/", 500, times=10_000)
+    start()
+    world.create()
+    until(lambda: degraded(world) == "ApplyDelayed", "the condition says so", SOON)
+    assert "PodDisruptionBudget s-single: PATCH" in world.condition("Degraded")["message"]
+    assert ("statefulsets", "s-single") in world.owned()
+    fault.times = 0
+    until(lambda: degraded(world) == "AsExpected", "it is tried again", SOON)
+    assert ("poddisruptionbudgets", "s-single") in world.owned()
+
+
+def test_pods_wait_for_their_configuration(world, played, start) -> None:
+    fault = played.inject("PATCH", "/configmaps/s-single", 500, times=10_000)
+    start()
+    world.create()
+    until(lambda: degraded(world) == "ApplyDelayed", "the condition says so", SOON)
+    kept = world.owned().keys()
+    assert ("deployments", "s-router") in kept and ("statefulsets", "s-single") not in kept
+    fault.times = 0
+    until(lambda: ("statefulsets", "s-single") in world.owned(), "they start", SOON)
+
+
+def obj(kind: str, name: str, api: str = "v1") -> dict[str, Any]:
+    meta = {"name": name, "namespace": "models"}
+    return {"apiVersion": api, "kind": kind, "metadata": meta}
+
+
+def test_what_was_not_remembered_is_not_done() -> None:
+    result = ApplyResult("demo")
+    engines = obj("StatefulSet", "demo-single", "apps/v1")
+    router = obj("Deployment", "demo-router", "apps/v1")
+    result.on_failed(obj("Service", "demo-single"), ClusterPostponed("later", 2.0))
+    assert not result.must_wait(engines, None)
+    result.on_failed(obj("ConfigMap", "demo-router"), ClusterDenied("no", "patch", 30.0))
+    assert result.must_wait(router, None) and not result.must_wait(engines, None)
+    result.on_failed(obj("ConfigMap", "demo-rollout"), ClusterRefused("never"))
+    assert result.must_wait(engines, None) and not result.must_wait(
+        obj("ConfigMap", "demo-single"), None
+    )
+    assert list(result.denied) == [Denied("patch", "configmaps", "models")]
+    assert (result.result, result.delay_s) == ("temporary", 2.0)
+    [problem] = result.problems
+    assert problem.reason == "ApplyFailed"
+    assert str(problem) == "ConfigMap demo-rollout: never; Service demo-single: later"
+
+
+def test_few_of_many_are_named() -> None:
+    result = ApplyResult("demo")
+    for number in range(5):
+        result.on_failed(obj("Service", f"s{number}"), ClusterPostponed("x" * 9999, 1.0))
+    [problem] = result.problems
+    assert problem.reason == "ApplyDelayed"
+    assert problem.message.endswith("; and 2 more") and len(problem.message) < 4096
+    assert not any(result.must_wait(obj("StatefulSet", f"s{n}", "apps/v1"), None) for n in range(5))
+
+
+class Broken:
+    """A cluster whose quota is spent, until it is raised."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+        self.status: dict[str, Any] = {}
+
+    async def get(self, *_: Any) -> None:
+        return None
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if self.is_full:
+            raise ClusterPostponed("exceeded quota", 1.0)
+        return obj
+
+    async def apply_status(self, _: Any, status: dict[str, Any]) -> None:
+        self.status = status
+
+
+async def delays(manifest: dict[str, Any], tries: int) -> list[float | None]:
+    """When to look again after each of so many tries in vain, and after one that succeeds."""
+    broken = Broken()
+    async with reconciling(cast(Cluster, broken), listed(manifest)) as made:
+        waits = [(await made.reconcile(KEY))[1] for _ in range(tries)]
+        [reason] = [c["reason"] for c in broken.status["conditions"] if c["type"] == "Degraded"]
+        assert reason == "ApplyDelayed"
+        broken.is_full = False
+        waits.append((await made.reconcile(KEY))[1])
+    return waits
+
+
+def listed(manifest: dict[str, Any]) -> Cache:
+    """A cache that sees a service and nothing else."""
+    cache = Cache([Scope(kind, "") for kind in WATCHED], lambda _: None)
+    for kind in WATCHED:
+        relist(cache, Scope(kind, ""), [manifest] if kind is SERVICE else [], 1)
+    return cache
+
+
+@contextlib.asynccontextmanager
+async def reconciling(cluster: Cluster, cache: Cache) -> AsyncIterator[Reconciler]:
+    recorder = EventRecorder(cluster)
+    healer, scaler = (
+        Healer(cluster, recorder, lambda _: None, StreamTimes()),
+        Autoscaler[ServiceKey](lambda _: None),
+    )
+    applier = Applier(cluster, cache, recorder)
+    times = ReconcileTimes(resync_s=3000.0)
+    made = Reconciler(cache, applier, healer, scaler, Settings(), times)
+    try:
+        yield made
+    finally:
+        for each in (made, healer, scaler):
+            await each.close()
+
+
+def test_tries_become_rarer_up_to_one_a_minute(stored) -> None:
+    *tried, last = [wait or 0.0 for wait in asyncio.run(delays(stored(), 9))]
+    for number, wait in enumerate(tried):
+        longest = 2 ** min(number, 6)
+        assert 0.8 * longest <= wait <= longest
+    assert last > 2000  # as rarely as any other
+
+
+class Kept(Broken):
+    """A cluster that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.applied: list[tuple[str, str]] = []
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        named = obj["kind"], obj["metadata"]["name"]
+        self.applied.append(named)
+        version = str(1000 + len(self.applied))
+        kept = deepcopy(obj)
+        kept["metadata"] |= {"resourceVersion": version, "generation": 1}
+        self.objects[named] = kept
+        return kept
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [obj for (name, _), obj in self.objects.items() if name == kind]
+
+
+ROUTER = [("ConfigMap", "demo-router"), ("Deployment", "demo-router")]
+CONFIG_MAPS = Scope(CONFIG_MAP, "")
+
+
+async def applied(made: Reconciler, kept: Kept) -> list[tuple[str, str]]:
+    """What one reconciliation applies of the router's configuration and pods, in order."""
+    kept.applied.clear()
+    await made.reconcile(KEY)
+    return [named for named in kept.applied if named in ROUTER]
+
+
+def test_routers_wait_while_configurations_cannot_be_seen(stored) -> None:
+    """Pods that were made before their configuration would read the old one for good."""
+
+    async def scenario() -> None:
+        first, kept = stored(), Kept()
+        cache = listed(first)
+        cache.denied(CONFIG_MAPS, "list")
+        async with reconciling(cast(Cluster, kept), cache) as made:
+            assert await applied(made, kept) == []
+            assert ("Service", "demo-router") in kept.applied, "the rest goes on"
+            relist(cache, CONFIG_MAPS, [], 1)
+            assert await applied(made, kept) == ROUTER
+            cache.denied(CONFIG_MAPS, "list")
+            edit(cache, first, 4, router={"replicas": 5})
+            assert await applied(made, kept) == ROUTER[1:], "which reads nothing new"
+            edit(cache, first, 5, router={"replicas": 5}, routing={"largeRequestTokens": 9})
+            assert await applied(made, kept) == []
+            relist(cache, CONFIG_MAPS, kept.of("ConfigMap"), 1)
+            assert await applied(made, kept) == ROUTER
+
+    asyncio.run(scenario())
+
+
+def edit(cache: Cache, manifest: dict[str, Any], generation: int, **spec: Any) -> None:
+    """What a watch tells of an edited service."""
+    meta = {"generation": generation, "resourceVersion": str(generation * 1000)}
+    sections = {name: manifest["spec"][name] | fields for name, fields in spec.items()}
+    edited = {"metadata": manifest["metadata"] | meta, "spec": manifest["spec"] | sections}
+    cache.changed(Scope(SERVICE, ""), manifest | edited)

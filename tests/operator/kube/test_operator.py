@@ -1,0 +1,77 @@
+"""The operator's health and readiness, as kubelets ask for them."""
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from ullage_kubeapi.server import running
+
+from ullage_common.process.logs import serve_metrics
+from ullage_operator.api.naming import SERVICE
+from ullage_operator.kube.cache import Cache, Scope
+from ullage_operator.kube.operator import Operator
+
+
+class Watching:
+    """What runs, with a watch that may be silent."""
+
+    def __init__(self):
+        self.scope = Scope(SERVICE, "")
+        self.cache = Cache([self.scope], lambda _: None)
+        self.leads = False
+        self.silent_s = 0.0
+
+    def start(self):
+        pass
+
+    async def close(self):
+        self.scope = None
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    with running() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        yield server
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(api):
+    watching, probes, metrics = Watching(), free_port(), free_port()
+
+    async def status(client, port, path):
+        for _ in range(200):
+            try:
+                return (await client.get(f"http://127.0.0.1:{port}{path}")).status_code
+            except httpx.TransportError:
+                await asyncio.sleep(0.1)
+        return None
+
+    async def scenario():
+        operator = Operator(lambda *_: watching)
+        stop = serve_metrics(CollectorRegistry(), metrics, "127.0.0.1", lambda: operator.is_ready)
+        running_operator = asyncio.create_task(operator.run("127.0.0.1", probes))
+        try:
+            async with httpx.AsyncClient(timeout=30) as client:
+                assert await status(client, metrics, "/readyz") == 503
+                assert await status(client, metrics, "/metrics") == 200
+                watching.silent_s = 1000.0
+                assert await status(client, probes, "/healthz") == 500
+                watching.silent_s = 1.0
+                assert await status(client, probes, "/healthz") == 200
+                watching.cache.swept(watching.scope, {}, 1)
+                assert await status(client, metrics, "/readyz") == 200
+        finally:
+            operator._stop.set()
+            await running_operator
+            stop()
+
+    asyncio.run(scenario())
+    assert watching.scope is None  # closed

@@ -1,0 +1,178 @@
+"""The plan on loopback: the same pods and files with other addresses."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.config.router import RouterConfig
+from ullage_common.process.memory import usable_bytes
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.spec import parse
+from ullage_operator.local.plan import LocalPlan, plan_local
+from ullage_operator.local.runtime import write_files
+
+Make = Callable[..., dict[str, Any]]
+LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
+
+
+def local(manifest: dict[str, Any], run_dir: Path, http_port: int = 0) -> LocalPlan:
+    return plan_local(
+        parse(manifest), run_dir, http_port=http_port, grpc_port=0, log_level="warning"
+    )
+
+
+def read(plan: LocalPlan, pod: str, kind: type[Any]) -> Any:
+    [text] = [file.text for file in plan.files if file.path.parent.parent.name == pod]
+    return msgspec.convert(yaml.safe_load(text), kind)
+
+
+def test_every_replica_is_a_process_and_the_router_one(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": LARGE}), tmp_path)
+    assert [(pod.name, pod.part) for pod in plan.pods] == [
+        ("demo-single-0", "pools.single"),
+        ("demo-single-1", "pools.single"),
+        ("demo-large-0", "pools.large"),
+        ("demo-router-0", "router"),
+    ]
+    assert plan.model == "smollm2"
+
+
+def test_engines_take_the_devices_that_the_machine_has(manifest: Make, tmp_path: Path) -> None:
+    assert read(local(manifest(), tmp_path), "demo-single-0", EngineConfig).device == "auto"
+
+
+def test_no_two_pods_share_a_port(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 3}}), tmp_path)
+    ports = [port for pod in plan.pods for port in pod.ports.values()]
+    assert len(set(ports)) == len(ports) == 3 * 3 + 3
+
+
+def test_the_router_finds_every_engine_on_loopback(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": LARGE}), tmp_path)
+    router = read(plan, "demo-router-0", RouterConfig)
+    grpc = {pod.name: f"127.0.0.1:{pod.ports['grpc']}" for pod in plan.pods}
+    assert [(pool.name, pool.targets) for pool in router.pools] == [
+        ("single", (grpc["demo-single-0"], grpc["demo-single-1"])),
+        ("large", (grpc["demo-large-0"],)),
+    ]
+    assert router.http.host == router.grpc.host == router.metrics.host == "127.0.0.1"
+    assert router.log_level == "warning"
+    own = local(manifest(observability={"logLevel": "debug"}), tmp_path)
+    assert read(own, "demo-router-0", RouterConfig).log_level == "debug"
+
+
+def test_an_engine_lives_in_its_own_folder(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"single": {"replicas": 2}}), tmp_path)
+    servers = [read(plan, f"demo-single-{i}", EngineConfig).server for i in (0, 1)]
+    assert [server.engine_id for server in servers] == ["demo-single-0", "demo-single-1"]
+    assert servers[1].run_dir == str(tmp_path / "demo-single-1")
+    assert servers[0].weights_dir == servers[1].weights_dir == str(tmp_path / "weights")
+    assert servers[0].host == "127.0.0.1"
+    assert servers[0].grpc_port == plan.pods[0].ports["grpc"]
+    assert servers[0].metrics_port == plan.pods[0].ports["metrics"]
+
+
+def test_commands_name_files_that_are_written(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(), tmp_path)
+    write_files(plan.files)
+    engine, router = plan.pods
+    for pod in (engine, router):
+        assert Path(pod.command[pod.command.index("--config") + 1]).is_file()
+    assert engine.command[1:3] == ("-m", "ullage_engine.main")
+    assert engine.command[-2:] == ("--engine-id", "demo-single-0")
+    assert router.command[1:3] == ("-m", "ullage_router.main")
+
+
+def test_everything_stays_in_the_run_directory(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(), tmp_path)
+    assert all(file.path.is_relative_to(tmp_path) for file in plan.files)
+    assert plan.pods[0].env["HF_HOME"] == str(tmp_path / "cache" / "huggingface")
+
+
+def test_a_pool_without_engines_is_no_target(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"large": LARGE | {"replicas": 0}}), tmp_path)
+    assert [pool.name for pool in read(plan, "demo-router-0", RouterConfig).pools] == ["single"]
+
+
+def test_a_service_without_engines_is_refused(manifest: Make, tmp_path: Path) -> None:
+    with pytest.raises(LocalFailure, match=r"set spec\.pools\.single\.replicas"):
+        local(manifest(pools={"single": {"replicas": 0}}), tmp_path)
+
+
+def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LocalFailure, match=rf"^port {port} on 127\.0\.0\.1 .*--http-port"):
+            local(manifest(), tmp_path, http_port=port)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
+    with pytest.raises(LocalFailure, match="choose a shorter one"):
+        local(manifest(), Path("/", "d" * 100))
+
+
+def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path) -> None:
+    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    plan = local(manifest(pools={"single": {"replicas": 2}, "large": large}), tmp_path)
+    assert read(plan, "demo-large-0", EngineConfig).memory.device_bytes == 1 << 30
+    shares = [read(plan, f"demo-single-{i}", EngineConfig).memory.device_bytes for i in range(2)]
+    assert shares[0] == shares[1]
+    assert shares[0] == pytest.approx((usable_bytes() - (1 << 30)) // 2, rel=0.2)
+
+
+def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) -> None:
+    ranks = {"gpus": 3, "parallelism": {"pipeline": 3}}
+    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    plan = local(manifest(pools={"single": ranks, "large": large}), tmp_path)
+    share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
+    assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("pool", "field"),
+    [
+        ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}, "env"),
+        ({"envFrom": [{"secretRef": {"name": "s"}}]}, "env"),
+        ({"volumes": [{"name": "v", "emptyDir": {}}]}, "volumes"),
+    ],
+)
+def test_what_only_a_cluster_can_give_is_refused(
+    manifest: Make, tmp_path: Path, pool: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(LocalFailure, match=rf"^spec\.pools\.huge\.{field}: .* leave .* out"):
+        local(manifest(pools={"huge": pool}), tmp_path)
+
+
+def test_engines_of_this_machine_have_their_pools_environment(
+    manifest: Make, tmp_path: Path
+) -> None:
+    plan = local(manifest(pools={"single": {"env": [{"name": "A", "value": "x"}]}}), tmp_path)
+    [engine, _] = plan.pods
+    assert engine.env["A"] == "x"
+
+
+def test_pools_of_any_name_run_and_are_known_to_the_router(manifest: Make, tmp_path: Path) -> None:
+    plan = local(manifest(pools={"huge": {}, "large": LARGE}), tmp_path)
+    assert [pod.part for pod in plan.pods[:-1]] == ["pools.single", "pools.large", "pools.huge"]
+    pools = read(plan, "demo-router-0", RouterConfig).pools
+    assert [pool.name for pool in pools] == ["single", "large", "huge"]
+
+
+def test_a_pool_that_scales_has_ports_for_all_its_engines(manifest: Make, tmp_path: Path) -> None:
+    scaling = {"minReplicas": 0, "maxReplicas": 3}
+    pools = {"single": {"replicas": 0, "autoscaling": scaling}, "large": LARGE}
+    plan = local(manifest(pools=pools), tmp_path)
+    engines = [pod for pod in plan.pods if pod.part == "pools.single"]
+    assert len(engines) == 3 and plan.sizes == {"single": 0}
+    assert plan.policies["single"].max_replicas == 3
+    router = read(plan, "demo-router-0", RouterConfig)
+    assert [(pool.name, pool.sleeps, len(pool.targets)) for pool in router.pools] == [
+        ("single", True, 3),
+        ("large", False, 1),
+    ]

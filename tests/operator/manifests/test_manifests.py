@@ -1,0 +1,317 @@
+"""Rendered objects are what Kubernetes takes and what the processes read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
+from ullage_common.config.router import AffinitySection, RetrySection, RouterConfig
+from ullage_engine.memory.pressure import ordered_levels
+from ullage_engine.server.worker_process import worker_env
+from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.controller.plan import ServicePlan
+
+MakePlan = Callable[..., ServicePlan]
+FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}
+LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
+
+PROMETHEUS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
+
+
+def find(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
+    [found] = [o for o in plan.apply if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod_spec(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = find(plan, kind, name)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
+    made: dict[str, Any] = pod_spec(plan, kind, name)["containers"][0]
+    return made
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+@pytest.mark.parametrize(
+    "spec", [{}, {"device": "cpu"}, {"pools": LARGE}], ids=["plain", "cpu", "large"]
+)
+def test_kubernetes_takes_every_object(
+    make_plan: MakePlan, spec: dict[str, Any], version: str
+) -> None:
+    for item in make_plan(**spec).apply:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
+    plan = make_plan(
+        pools={
+            "large": {
+                "gpus": 4,
+                "parallelism": {"tensor": 2, "pipeline": 2},
+                "memory": {"maxKV": "1Gi"},
+                "microBatches": 8,
+                "nccl": {"NCCL_BUFFSIZE": "4194304"},
+            }
+        },
+        batching={"prefillWindow": "8ms"},
+        allowFaultInjection=True,
+    )
+    text = find(plan, "ConfigMap", "demo-large")["data"]["engine.yaml"]
+    config = msgspec.convert(yaml.safe_load(text), EngineConfig)
+    assert (config.gpus, config.parallelism.tensor, config.parallelism.pipeline) == (4, 2, 2)
+    assert config.parallelism.micro_batches == 8
+    environment = worker_env(1, config.gpus, config.parallelism.nccl)
+    assert environment["NCCL_BUFFSIZE"] == "4194304" and environment["NCCL_MIN_NCHANNELS"] == "4"
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert (config.memory.max_kv, config.memory.safety_reserve) == (1 << 30, 2 << 30)
+    assert config.batching.prefill_window == 0.008
+    assert config.server.pool == "large"
+    assert config.server.allow_fault_injection
+    assert config.model.max_model_len is None
+
+
+def engine_config(plan: ServicePlan, pool: str = "single") -> EngineConfig:
+    """As the engine reads it."""
+    text = find(plan, "ConfigMap", f"demo-{pool}")["data"]["engine.yaml"]
+    return msgspec.convert(yaml.safe_load(text), EngineConfig)
+
+
+def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> None:
+    plan = make_plan(
+        memory={"sessionKVLimit": "64Mi", "sessionIdle": "1m30s", "hostKV": "1Gi"},
+        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0}}},
+    )
+    single, large = engine_config(plan).memory, engine_config(plan, "large").memory
+    assert (single.session_kv_limit, single.session_idle) == (64 << 20, 90.0)
+    assert (single.prefix_cache, single.host_kv) == (True, 1 << 30)
+    assert (large.prefix_cache, large.host_kv, large.session_idle) == (False, 0, 90.0)
+
+
+def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:
+    levels = [
+        {"below": 0.4, "maxOutputTokens": 99},
+        {"below": 0, "maxTemperature": 0, "maxTopP": 0.5, "batchShare": 1},
+    ]
+    plan = make_plan(degrade={"changeSampling": False, "hysteresis": 0.1, "levels": levels})
+    assert engine_config(plan).degrade == DegradeSection(
+        change_sampling=False,
+        hysteresis=0.1,
+        levels=(
+            DegradeLevel(below=0.4, max_output_tokens=99),
+            DegradeLevel(below=0, max_temperature=0, max_top_p=0.5, batch_share=1),
+        ),
+    )
+
+
+def test_degrading_is_on_by_default_and_can_be_turned_off(make_plan: MakePlan) -> None:
+    """Each level is stricter than the milder ones in everything, whatever it says."""
+    ordered = ordered_levels(engine_config(make_plan()).degrade)
+    assert [level.below for level in ordered] == [0.3, 0.15, 0.05]
+    for name in ("max_output_tokens", "max_temperature", "max_top_p", "batch_share"):
+        values = [getattr(level, name) for level in ordered]
+        said = [value for value in values if value is not None]
+        assert said == sorted(said, reverse=True)
+        assert None not in values[len(values) - len(said) :], "a stricter level forgets it"
+    assert min(level.max_output_tokens or 0 for level in ordered) >= 512
+    assert engine_config(make_plan(degrade={"levels": []})).degrade.levels == ()
+
+
+@pytest.mark.parametrize(
+    ("degrade", "words"),
+    [
+        ({"levels": [{"below": 0.2}, {"below": 0.2}]}, "levels must differ in below"),
+        ({"levels": [{"below": 1.5}]}, "below"),
+        ({"levels": [{"below": 0.5, "batchShare": 0}]}, "batchShare"),
+        ({"levels": [{"maxTopP": 0.5}]}, "below"),
+        ({"hysteresis": 0.9}, "hysteresis"),
+        ({"levels": [{"below": 0.5, "temperature": 0}]}, "temperature"),
+    ],
+)
+def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidManifest, match=words):
+        make_plan(degrade=degrade)
+
+
+ROUTING = {
+    "queue": {"timeout": "1m30s"},
+    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"share": 0}},
+}
+
+
+def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"large": {}}, routing=ROUTING)
+    text = find(plan, "ConfigMap", "demo-router")["data"]["router.yaml"]
+    config = msgspec.convert(yaml.safe_load(text), RouterConfig)
+    assert [(pool.name, pool.targets) for pool in config.pools] == [
+        ("single", ("demo-single:9000",)),
+        ("large", ("demo-large:9000",)),
+    ]
+    assert config.routing.queue.timeout == 90.0
+    assert config.routing.placement.breaker.max_pause == 120.0
+    assert config.routing.placement.affinity == AffinitySection()
+    assert config.routing.placement.retries == RetrySection(share=0)
+    assert config.routing.large_request_kv == 6000 << 20
+    assert (config.http.port, config.grpc.port, config.metrics.port) == (8000, 9000, 9090)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("StatefulSet", "demo-single"), ("Deployment", "demo-router")]
+)
+def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> None:
+    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert made["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "waits"),
+    [("StatefulSet", "demo-single", 45), ("Deployment", "demo-router", 15)],
+)
+def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str, waits: int) -> None:
+    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    assert pod["terminationGracePeriodSeconds"] == waits + 30 + 15
+    patient = pod_spec(make_plan(limits={"requestTimeout": "9m0.5s"}), kind, name)
+    assert patient["terminationGracePeriodSeconds"] == waits + 541 + 15
+    assert made["lifecycle"]["preStop"]["sleep"]["seconds"] == waits
+
+
+def test_engines_are_probed_over_grpc(make_plan: MakePlan) -> None:
+    made = container(make_plan(), "StatefulSet", "demo-single")
+    services = {
+        probe: made[f"{probe}Probe"]["grpc"]["service"] for probe in ("liveness", "readiness")
+    }
+    assert services == {"liveness": "liveness", "readiness": "readiness"}
+    start = made["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 600
+
+
+def test_an_engine_is_named_after_its_pod(make_plan: MakePlan) -> None:
+    made = container(make_plan(), "StatefulSet", "demo-single")
+    assert made["args"][-2:] == ["--engine-id", "$(POD_NAME)"]
+    [name] = [env for env in made["env"] if env["name"] == "POD_NAME"]
+    assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+
+
+def test_gpus_are_limits_unless_the_device_is_a_cpu(make_plan: MakePlan) -> None:
+    large = container(make_plan(pools=LARGE), "StatefulSet", "demo-large")
+    assert large["resources"] == {"requests": {"cpu": "4"}, "limits": {"nvidia.com/gpu": "4"}}
+    assert container(make_plan(device="cpu"), "StatefulSet", "demo-single")["resources"] == {}
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_who_asks_for_gpus_must_find_them(make_plan: MakePlan, device: str) -> None:
+    plan = make_plan(device=device)
+    config = yaml.safe_load(find(plan, "ConfigMap", "demo-single")["data"]["engine.yaml"])
+    asks = "limits" in container(plan, "StatefulSet", "demo-single")["resources"]
+    assert (config["device"], asks) == (("cpu", False) if device == "cpu" else ("cuda", True))
+
+
+def test_weights_live_in_memory(make_plan: MakePlan) -> None:
+    volumes = pod_spec(make_plan(), "StatefulSet", "demo-single")["volumes"]
+    assert {"name": "run", "emptyDir": {"medium": "Memory"}} in volumes
+
+
+def test_a_claim_is_mounted_where_the_engine_looks(make_plan: MakePlan) -> None:
+    plan = make_plan(model={"source": "pvc://weights/llama/8b", "name": "llama"})
+    mounts = container(plan, "StatefulSet", "demo-single")["volumeMounts"]
+    assert {"name": "models", "mountPath": "/models/weights", "readOnly": True} in mounts
+    volumes = pod_spec(plan, "StatefulSet", "demo-single")["volumes"]
+    assert volumes[-1]["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
+
+
+def test_pool_placement(make_plan: MakePlan) -> None:
+    toleration = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+    plan = make_plan(pools={"large": LARGE["large"] | {"tolerations": [toleration]}})
+    pod = pod_spec(plan, "StatefulSet", "demo-large")
+    assert pod["nodeSelector"] == {"gpu": "h200"}
+    assert pod["tolerations"] == [toleration]
+    assert "nodeSelector" not in pod_spec(plan, "StatefulSet", "demo-single")
+
+
+def test_pools_start_in_parallel_behind_a_headless_service(make_plan: MakePlan) -> None:
+    stateful_set = find(make_plan(), "StatefulSet", "demo-single")["spec"]
+    service = find(make_plan(), "Service", "demo-single")["spec"]
+    assert stateful_set["podManagementPolicy"] == "Parallel"
+    assert stateful_set["serviceName"] == "demo-single"
+    assert service["clusterIP"] == "None"
+    assert not service.get("publishNotReadyAddresses")
+    assert service["selector"] == stateful_set["selector"]["matchLabels"]
+
+
+def test_a_changed_configuration_rolls_the_pods(make_plan: MakePlan) -> None:
+    def digest(plan: ServicePlan, kind: str, name: str) -> str:
+        annotations = find(plan, kind, name)["spec"]["template"]["metadata"]["annotations"]
+        return str(annotations["serving.ullage.dev/config-hash"])
+
+    before, after = make_plan(), make_plan(batching={"maxSequences": 8})
+    engine, router = ("StatefulSet", "demo-single"), ("Deployment", "demo-router")
+    assert digest(before, *engine) != digest(after, *engine)
+    assert digest(before, *router) == digest(after, *router)
+
+
+def test_scaling_rolls_nothing(make_plan: MakePlan) -> None:
+    scaled = make_plan(pools={"single": {"replicas": 5}})
+    one = find(make_plan(), "StatefulSet", "demo-single")["spec"]
+    five = find(scaled, "StatefulSet", "demo-single")["spec"]
+    assert (one["replicas"], five["replicas"]) == (1, 5)
+    assert one["template"] == five["template"]
+
+
+def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
+    spec = find(make_plan(), "NetworkPolicy", "demo-engine")["spec"]
+    grpc, probe, metrics = spec["ingress"]
+    assert [port["port"] for port in grpc["ports"]] == [9000]
+    [routers] = grpc["from"]
+    assert routers["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert [port["port"] for port in probe["ports"]] == [8081]
+    [operator] = probe["from"]
+    assert operator["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
+    assert metrics["ports"] == [{"port": 9090, "protocol": "TCP"}]
+    assert metrics["from"] == [PROMETHEUS]
+
+
+def test_a_budget_never_blocks_a_drain(make_plan: MakePlan) -> None:
+    for name in ("demo-single", "demo-router"):
+        assert find(make_plan(), "PodDisruptionBudget", name)["spec"] | {"selector": 0} == {
+            "maxUnavailable": 1,
+            "selector": 0,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
+
+
+def test_everything_is_owned_and_labelled(make_plan: MakePlan) -> None:
+    for item in make_plan(pools={"large": {}}).apply:
+        meta = item["metadata"]
+        [owner] = meta["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("LLMService", "uid-1", True)
+        assert meta["namespace"] == "models"
+        assert {
+            f"app.kubernetes.io/{label}"
+            for label in ("name", "instance", "component", "version", "part-of", "managed-by")
+        } <= set(meta["labels"])
+
+
+def test_selectors_match_the_pods_and_no_other_pool(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"large": {}})
+    for name in ("demo-single", "demo-large"):
+        spec = find(plan, "StatefulSet", name)["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        for other in {"demo-single", "demo-large"} - {name}:
+            selector = find(plan, "Service", other)["spec"]["selector"]
+            assert not selector.items() <= labels.items()

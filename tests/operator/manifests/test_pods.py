@@ -1,0 +1,276 @@
+"""What pools and the router say of their pods; all are of Pod Security's restricted profile."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from ullage_operator.controller.plan import Observed, ServicePlan
+
+MakePlan = Callable[..., ServicePlan]
+Pod = dict[str, Any]
+
+TOLERATION = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+TERM = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "x"}}}
+AFFINITY = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]}}
+SPREAD = {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}
+FROM_SECRET = {"secretKeyRef": {"name": "hub", "key": "token"}}
+PLACED = {
+    "nodeSelector": {"gpu": "h200"},
+    "tolerations": [TOLERATION],
+    "affinity": AFFINITY,
+    "topologySpreadConstraints": [SPREAD],
+    "priorityClassName": "urgent",
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"note": "b"},
+}
+FULL = PLACED | {
+    "resources": {"requests": {"cpu": 2, "memory": "4096Mi"}, "limits": {"memory": "4096Mi"}},
+    "runtimeClassName": "nvidia",
+    "gpuResourceName": "nvidia.com/mig-3g.40gb",
+    "shmSize": "1024Mi",
+    "modelCache": {"claimName": "cache"},
+    "env": [{"name": "A", "value": "x"}, {"name": "HF_TOKEN", "valueFrom": FROM_SECRET}],
+    "envFrom": [{"prefix": "P_", "configMapRef": {"name": "settings"}}],
+    "volumes": [
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+        {"name": "big", "emptyDir": {"sizeLimit": "2048Mi"}},
+        {"name": "secret", "secret": {"secretName": "s"}},
+        {"name": "map", "configMap": {"name": "m"}},
+    ],
+    "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
+}
+WHOLE: dict[str, Any] = {
+    "pools": {"single": FULL},
+    "router": PLACED,
+    "tls": {"router": {"secretName": "r"}, "engines": {"secretName": "e"}},
+    "tenants": {"secretName": "keys"},
+    "model": {"source": "pvc://weights/m", "name": "m"},
+    "imagePullSecrets": [{"name": "registry"}],
+}
+MONITORED = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
+SPECS = pytest.mark.parametrize("spec", [{}, {"device": "cpu"}, WHOLE], ids=["plain", "cpu", "all"])
+
+
+def templates(plan: ServicePlan) -> dict[str, dict[str, Any]]:
+    """Pod templates by component."""
+    return {
+        item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: item["spec"][
+            "template"
+        ]
+        for item in plan.apply
+        if item["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+def engine(plan: ServicePlan) -> Pod:
+    pod: Pod = templates(plan)["engine"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_kubernetes_takes_pods_with_all_they_can_have(make_plan: MakePlan, version: str) -> None:
+    for item in make_plan(**WHOLE).apply:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_a_router_has_the_time_to_answer_what_it_holds(make_plan: MakePlan) -> None:
+    sleepy = {"single": {"autoscaling": {"maxReplicas": 2, "minReplicas": 0}}}
+    spec = {"routing": {"wake": {"timeout": "100s"}}}
+    made = [templates(make_plan(pools=pools, **spec))["router"] for pools in (sleepy, {})]
+    held, other = (each["spec"]["terminationGracePeriodSeconds"] for each in made)
+    assert held == other + 100
+
+
+def test_a_pod_has_half_an_hour_to_start_unless_its_pool_says_otherwise(
+    make_plan: MakePlan,
+) -> None:
+    for given, seconds in (({}, 1800), ({"startTimeout": "2h2s"}, 7205)):
+        [container] = engine(make_plan(pools={"single": given}))["containers"]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == seconds
+
+
+@pytest.mark.parametrize("component", ["engine", "router"])
+def test_pods_go_where_they_are_told(make_plan: MakePlan, component: str) -> None:
+    template = templates(make_plan(**WHOLE))[component]
+    pod, meta = template["spec"], template["metadata"]
+    for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert pod[field] == PLACED[field]
+    [constraint] = pod["topologySpreadConstraints"]
+    match = constraint["labelSelector"]["matchLabels"]
+    assert constraint == SPREAD | {"labelSelector": {"matchLabels": match}}
+    assert match.items() <= meta["labels"].items()
+    assert (meta["labels"]["team"], meta["annotations"]["note"]) == ("a", "b")
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+@pytest.mark.parametrize("component", ["engine", "router"])
+def test_pods_are_spread_over_nodes_unless_told_otherwise(
+    make_plan: MakePlan, component: str
+) -> None:
+    [constraint] = templates(make_plan())[component]["spec"]["topologySpreadConstraints"]
+    assert constraint["topologyKey"] == "kubernetes.io/hostname"
+    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+
+
+def test_an_engine_carries_what_its_pool_says(make_plan: MakePlan) -> None:
+    pod = engine(make_plan(**WHOLE))
+    [container] = pod["containers"]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert container["resources"] == {
+        "requests": {"cpu": "2", "memory": "4Gi"},
+        "limits": {"memory": "4Gi", "nvidia.com/mig-3g.40gb": "1"},
+    }
+    assert container["env"][-2:] == FULL["env"] and container["envFrom"] == FULL["envFrom"]
+    assert container["volumeMounts"][-1] == {"name": "data", "mountPath": "/data", "readOnly": True}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["big"] == {"name": "big", "emptyDir": {"sizeLimit": "2Gi"}}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "cache"}
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        ({}, {"emptyDir": {}}),
+        ({"sizeLimit": "64Gi"}, {"emptyDir": {"sizeLimit": "64Gi"}}),
+        ({"claimName": "c"}, {"persistentVolumeClaim": {"claimName": "c"}}),
+        ({"hostPath": "/models"}, {"hostPath": {"path": "/models", "type": "Directory"}}),
+    ],
+)
+def test_models_are_cached_where_the_pool_says(
+    make_plan: MakePlan, cache: dict[str, Any], volume: dict[str, Any]
+) -> None:
+    pod = engine(make_plan(pools={"single": {"modelCache": cache}}))
+    assert {"name": "cache", **volume} in pod["volumes"]
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["cache"] == {"name": "cache", "mountPath": "/var/cache/ullage"}
+    homes = {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+    assert homes["HF_HOME"].startswith(mounts["cache"]["mountPath"])
+
+
+def test_the_dcgm_exporter_can_tell_whose_a_gpu_is(make_plan: MakePlan) -> None:
+    """It joins by pods' limits of GPU resources, and adds pods' labels where it is told to."""
+    template = templates(make_plan(pools={"single": {"gpus": 1}}))["engine"]
+    assert template["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    labels = template["metadata"]["labels"]
+    assert labels["app.kubernetes.io/instance"] == "demo"
+    assert labels["serving.ullage.dev/pool"] == "single"
+
+
+def test_own_labels_win(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"single": {"podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}}})
+    meta = templates(plan)["engine"]["metadata"]
+    assert "serving.ullage.dev/config-hash" in meta["annotations"]
+    assert {"a": "b", "app.kubernetes.io/name": "ullage"}.items() <= meta["labels"].items()
+
+
+def test_accounts_carry_annotations_and_no_token(make_plan: MakePlan) -> None:
+    annotations = {"iam.example/role": "reader"}
+    plan = make_plan(serviceAccount={"annotations": annotations})
+    accounts = [item for item in plan.apply if item["kind"] == "ServiceAccount"]
+    assert len(accounts) == 2
+    for account in accounts:
+        assert account["metadata"]["annotations"] == annotations
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_monitors_are_as_told(make_plan: MakePlan) -> None:
+    told = {"interval": "30s", "labels": {"release": "prometheus"}}
+    plan = make_plan(MONITORED, observability={"podMonitor": told})
+    monitors = [item for item in plan.apply if item["kind"] == "PodMonitor"]
+    assert len(monitors) == 2
+    for monitor in monitors:
+        assert monitor["spec"]["podMetricsEndpoints"][0]["interval"] == "30s"
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    off = make_plan(MONITORED, observability={"podMonitor": {"enabled": False}})
+    assert "PodMonitor" not in [item["kind"] for item in off.apply]
+
+
+def restricted(pod: Pod) -> Iterator[str]:
+    """What the restricted profile, baseline included, finds wrong; fields as its page has them."""
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"}
+    allowed |= {"persistentVolumeClaim", "projected", "secret"}
+    for volume in pod["volumes"]:
+        yield from (f"volumes: {kind}" for kind in set(volume) - {"name"} - allowed)
+    for field in ("hostNetwork", "hostPID", "hostIPC", "hostUsers"):
+        if field in pod:
+            yield field
+    security = pod["securityContext"]
+    if not (security["runAsNonRoot"] is True and security["runAsUser"] > 0):
+        yield "runAsNonRoot"
+    if security["seccompProfile"]["type"] not in ("RuntimeDefault", "Localhost"):
+        yield "seccompProfile"
+    for field in {"sysctls", "seLinuxOptions", "appArmorProfile", "windowsOptions"} & set(security):
+        yield field
+    for container in [*pod["containers"], *pod.get("initContainers", ())]:
+        yield from contained(container)
+
+
+def contained(container: dict[str, Any]) -> Iterator[str]:
+    security = container["securityContext"]
+    if security.get("privileged") or security["allowPrivilegeEscalation"] is not False:
+        yield "allowPrivilegeEscalation"
+    if security["capabilities"] != {"drop": ["ALL"]}:
+        yield "capabilities"
+    if {"procMount", "runAsUser", "runAsNonRoot", "seccompProfile"} & set(security):
+        yield "securityContext"
+    yield from ("hostPort" for port in container["ports"] if "hostPort" in port)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        yield from ("host" for act in container[probe].values() if "host" in dict_of(act))
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+@SPECS
+def test_pod_security_restricted_takes_every_pod(make_plan: MakePlan, spec: dict[str, Any]) -> None:
+    for template in templates(make_plan(**spec)).values():
+        assert not list(restricted(template["spec"]))
+        assert template["spec"]["automountServiceAccountToken"] is False
+        [container] = template["spec"]["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_a_folder_of_the_node_is_not_restricted(make_plan: MakePlan) -> None:
+    plan = make_plan(pools={"single": {"modelCache": {"hostPath": "/models"}}})
+    assert list(restricted(engine(plan))) == ["volumes: hostPath"]
+
+
+def kubectl(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["kubectl", *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """A namespace of a real cluster that admits restricted pods only."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("asks a real API server: set KUBECONFIG")
+    name = f"ullage-pods-{os.getpid()}-{time.monotonic_ns() % 10**6}"
+    assert kubectl("create", "namespace", name).returncode == 0
+    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false")
+
+
+@SPECS
+def test_a_real_api_server_admits_every_pod(
+    make_plan: MakePlan, namespace: str, spec: dict[str, Any]
+) -> None:
+    for component, template in templates(make_plan(**spec)).items():
+        # What a pod names must be there to be admitted: its account, class and priority.
+        named = {"serviceAccountName", "runtimeClassName", "priorityClassName"}
+        pod = {name: value for name, value in template["spec"].items() if name not in named}
+        meta = {"name": component, "namespace": namespace}
+        made = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod})
+        done = kubectl("create", "--dry-run=server", "-f", "-", given=made)
+        assert done.returncode == 0, done.stderr

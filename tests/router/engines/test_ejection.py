@@ -1,0 +1,205 @@
+"""Which engine gets a request, and which gets none for a while, over real sockets."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from ullage_common.wire.errors import ServiceError
+
+if TYPE_CHECKING:
+    Service = Any
+    StartService = Any
+
+BLOCK = 16_000
+LONG = "system prompt " * 10
+LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", "lost")
+
+
+def placement(**sections: Any) -> dict[str, Any]:
+    return {"placement": sections}
+
+
+async def where(service: "Service", prompt: str = "Hi", **more: Any) -> str:
+    """The engine that answered."""
+    answer = await service.complete(prompt, **more)
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["x-ullage-engine"])
+
+
+async def told(service: "Service", name: str, **changes: Any) -> None:
+    """The engine reports, and the router has heard it."""
+    fake = next(e for e in service.engines if e.headroom.engine == name)
+    known = next(e for e in service.router.service.engines.all() if e.id == name)
+    fake.push(**changes)
+    await service.until(
+        lambda: all(getattr(known.headroom, key) == value for key, value in changes.items())
+    )
+
+
+async def engine_stats(service: "Service", name: str) -> dict[str, Any]:
+    return next(e for e in (await service.stats())["engines"] if e["id"] == name)
+
+
+def test_a_session_stays_where_it_is(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100, 100)) as service:
+            first = await where(service, session_id="s")
+            assert {await where(service, f"turn {i}", session_id="s") for i in range(8)} == {first}
+            await told(service, first, draining=True)
+            second = await where(service, session_id="s")
+            assert second != first
+            await told(service, first, draining=False)
+            assert {await where(service, session_id="s") for _ in range(8)} == {second}
+            known = (await service.stats())["placement"]
+            assert (known["sessions"], known["affinity"]["yielded"]) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_beginning_is_sent_where_it_was_computed(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100, 100)) as service:
+            first = await where(service, LONG)
+            assert {await where(service, f"{LONG}{i}") for i in range(8)} == {first}
+            text = (await service.monitoring.get("/metrics")).text
+            assert "ullage_router_affinity_kept_total 8.0" in text
+            await told(service, first, requests_running=9)
+            second = await where(service, LONG)
+            assert second != first
+            await told(service, second, headroom_bytes=2 * BLOCK)
+            assert await where(service, LONG) != second
+            assert (await service.stats())["placement"]["affinity"]["yielded"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_affinity_can_be_turned_off(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        off = placement(affinity={"max_sessions": 0, "max_prefixes": 0})
+        async with start_service(single=(100, 100), routing=off) as service:
+            found = {await where(service, LONG, session_id="s") for _ in range(40)}
+            assert len(found) == 2
+            assert (await service.stats())["placement"]["affinity"]["none"] == 40
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_requests_is_left_alone_and_probed(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 1.0, "max_pause": 8.0}
+        async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
+            bad = service.engines[0]
+            bad.script.refuse = LOST
+            while len(bad.requests) < 2:
+                assert await where(service) == "single-1"
+            state = (await engine_stats(service, "single-0"))["breaker"]
+            assert (state["state"], state["openings"]) == ("open", 1)
+            text = (await service.monitoring.get("/metrics")).text
+            assert "ullage_router_ejections_total 1.0" in text
+            assert "ullage_router_ejected_engines 1.0" in text
+            assert "ullage_router_retries_total 2.0" in text
+            await asks_until(service, lambda: len(bad.requests) == 3)  # a probe, which fails
+            bad.script.refuse = None
+            await asks_until(service, lambda: len(bad.requests) > 6)
+            state = (await engine_stats(service, "single-0"))["breaker"]
+            assert (state["state"], state["failures"], state["openings"]) == ("closed", 0, 2)
+
+    asyncio.run(scenario())
+
+
+async def asks_until(service: "Service", condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await where(service)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("UNAUTHENTICATED", "BAD_TICKET"), ("PERMISSION_DENIED", "TICKET_BUDGET")],
+)
+def test_an_engine_that_refuses_the_routers_ticket_is_left_for_another(
+    start_service: "StartService", code: str, reason: str
+) -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 2, "pause": 30.0}
+        async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
+            bad, good = service.engines
+            bad.script.refuse = ServiceError(grpc.StatusCode[code], reason, "no")
+            while len(bad.requests) < 2:
+                assert await where(service) == "single-1"
+            state = (await engine_stats(service, "single-0"))["breaker"]
+            assert (state["state"], state["openings"]) == ("open", 1)
+            good.script.refuse = bad.script.refuse
+            answer = await service.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "NO_ENGINE")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("INTERNAL", "REQUEST_FAILED"),
+        ("INTERNAL", "WORKER_LOST"),
+        ("INVALID_ARGUMENT", "INVALID_FIELD"),
+        ("CANCELLED", "CANCELLED"),
+        ("DEADLINE_EXCEEDED", "DEADLINE"),
+        ("UNAVAILABLE", "DRAINING"),
+    ],
+)
+def test_what_requests_cause_ejects_nobody(
+    start_service: "StartService", code: str, reason: str
+) -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 1, "max_ejected_share": 1.0}
+        async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
+            for engine in service.engines:
+                engine.script.refuse = ServiceError(grpc.StatusCode[code], reason, "no")
+            answers = await asyncio.gather(*(service.complete() for _ in range(6)))
+            assert all(answer.status_code != 200 for answer in answers)
+            stats = await service.stats()
+            assert {e["breaker"]["state"] for e in stats["engines"]} == {"closed"}
+            assert stats["placement"]["retries"] == 0
+            for engine in service.engines:
+                engine.script.refuse = None
+            assert {await where(service) for _ in range(40)} == {"single-0", "single-1"}
+
+    asyncio.run(scenario())
+
+
+def test_part_of_a_pool_is_tried_though_all_fail(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        breaker = {"failures": 1, "pause": 30.0}
+        async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
+            for engine in service.engines:
+                engine.script.fail_after = 1
+            for _ in range(4):
+                await service.complete()
+            ends = {engine["breaker"]["state"] for engine in (await service.stats())["engines"]}
+            assert ends == {"open"}
+            for engine in service.engines:
+                engine.script.fail_after = None
+            assert len({await where(service) for _ in range(8)}) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_spent_budget_tells_the_error_at_once(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        retries = {"share": 0.0, "per_second": 0.0, "burst": 1}
+        async with start_service(single=(100, 100), routing=placement(retries=retries)) as service:
+            service.engines[0].script.refuse = LOST
+            answers = [await service.complete() for _ in range(12)]
+            told = [a for a in answers if a.status_code != 200]
+            assert len(service.engines[0].requests) == len(told) + 1
+            assert {a.status_code for a in told} == {503}
+            assert all(int(a.headers["retry-after"]) >= 1 for a in told)
+            known = (await service.stats())["placement"]
+            assert (known["retries"], known["retries_refused"]) == (1, len(told))
+
+    asyncio.run(scenario())

@@ -1,0 +1,158 @@
+"""Finding engines, and stopping to use them."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.engines import engines
+from ullage_router.engines.engines import resolve
+
+if TYPE_CHECKING:
+    StartService = Any
+
+NAMED_POOL = {"single": ["engines.example:9000"]}
+
+
+def test_resolving() -> None:
+    async def scenario() -> None:
+        assert await resolve("127.0.0.1:9000") == {"127.0.0.1:9000"}
+        assert await resolve("[::1]:9000") == {"[::1]:9000"}
+        assert await resolve("localhost:9000") == {"127.0.0.1:9000"}
+        assert not await resolve("no-such-host.invalid:9000")
+
+    asyncio.run(scenario())
+
+
+def test_a_named_target(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            port = service.engine.address.rpartition(":")[2]
+            pools = {"single": [f"localhost:{port}"]}
+            async with start_service(wait=False, pools=pools) as named:
+                router = named.router.service
+                await named.until(lambda: router.is_ready)
+                assert (await named.complete()).status_code == 200
+                assert len(service.engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_search_is_repeated(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[set[str]] = [set()]
+    failures = 0
+
+    async def resolve_badly(_: str) -> set[str]:
+        nonlocal failures
+        if found[-1] and failures < 3:
+            failures += 1
+            raise UnicodeError("label too long")
+        return found[-1]
+
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            monkeypatch.setattr(engines, "resolve", resolve_badly)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as late:
+                found.append({service.engine.address})
+                await late.until(lambda: late.router.service.is_ready)
+                assert failures == 3
+                assert (await late.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_loads_is_followed(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await service.engine.stop()
+            service.engine.headroom.ready = False
+            await service.engine.restart()
+            await service.until(lambda: service.engine_state("single-0") == "loading")
+            service.engine.push(ready=True)
+            await service.until(lambda: service.engine_state("single-0") == "ready", 1.0)
+            assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_new_certificates_reach_an_engine_whose_stream_had_broken(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            engine, port = service.engine, int(service.engine.address.rpartition(":")[2])
+            await engine.stop()
+            await service.until(lambda: service.engine_state("single-0") != "ready")
+            service.router.service.engines.reconnect(5.0)
+            await engine.start(port)  # the same engine, so that it is not described anew
+            await service.until(lambda: service.engine_state("single-0") == "ready")
+            assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_tokenizers_of_models_that_went_are_dropped(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = service.router.service.engines
+            told = await service.engine.GetModel(inference_pb2.GetModelRequest(), None)
+
+            async def load(template: str) -> Any:
+                other = inference_pb2.GetModelResponse()
+                other.CopyFrom(told)
+                other.chat_template = template
+                return await known.load(other)
+
+            first, second = await load("first"), await load("second")
+            assert await load("first") is first  # one may come back
+            for i in range(engines.MAX_IDLE_MODELS):
+                await load(f"{i}")
+            assert await load("second") is not second
+            assert await load("first") is not first
+            assert await known.load(told) is known.model  # which an engine announces
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_router_refuses(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.router.service.pipeline.drain()
+            answer = await service.complete()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "DRAINING"
+            assert answer.headers["retry-after"] == "1"
+            assert (await service.http.get("/readyz")).json() == {"status": "draining"}
+
+    asyncio.run(scenario())
+
+
+def test_the_official_client_raises_errors_of_a_stream(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.fail_after = 2
+            stream = await service.openai.completions.create(model="tiny", prompt="x", stream=True)
+            with pytest.raises(openai.APIError, match="lost"):
+                async for _ in stream:
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_stats_describe_engines(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(large=(200,)) as service:
+            first, second = (await service.stats())["engines"]
+            assert (first["id"], first["state"], first["route"]) == ("single-0", "ready", "single")
+            assert second["route"] == "tp2pp2"
+            assert second["headroom_bytes"] == 200 * 16_000
+            assert first["ledger"][0]["name"] == "kv_pool"
+            assert first["headroom_age_s"] < 3
+
+    asyncio.run(scenario())

@@ -1,0 +1,187 @@
+"""Engines that fall silent, reports that get lost, and names that stop resolving."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ullage_router.engines import engines
+
+if TYPE_CHECKING:
+    Service = Any
+    StartService = Any
+
+NAMED_POOL = {"single": ["engines.example:9000"]}
+PATIENCE_S = 30.0
+
+
+def engine_of(service: "Service", name: str) -> Any:
+    return next(e for e in service.router.service.engines.all() if e.id == name)
+
+
+def test_a_request_moves_on_from_a_silent_engine(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.script.hold = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: any(engine.requests for engine in service.engines))
+            silent, other = sorted(service.engines, key=lambda e: not e.requests)
+            other.script.hold = None
+            silent.is_mute = True
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert answer.status_code == 200
+            assert answer.headers["x-ullage-engine"] == other.headroom.engine
+            await service.until(lambda: len(silent.cancelled) == 1, PATIENCE_S)
+            assert (await service.stats())["placement"]["retries"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_engine_is_waited_for_when_it_is_the_only_one(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            engine = service.engine
+            engine.script.hold = asyncio.Event()
+            early = asyncio.ensure_future(service.complete())
+            await service.until(lambda: len(engine.requests) == 1)
+            engine.is_mute = True
+            await service.until(lambda: service.engine_state("single-0") == "stale", PATIENCE_S)
+            late = asyncio.ensure_future(service.complete())
+            await service.until(lambda: len(service.router.service.queue) == 1, PATIENCE_S)
+            engine.is_mute = False
+            engine.script.hold.set()
+            engine.push()
+            for task in (early, late):
+                assert (await asyncio.wait_for(task, PATIENCE_S)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_silence_after_the_first_token_is_an_error_at_the_deadline(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(limits={"request_timeout": 6.0}) as service:
+            service.engine.script.pause = asyncio.Event()
+            task = asyncio.ensure_future(service.complete())
+            await service.until(lambda: len(service.engine.requests) == 1)
+            service.engine.is_mute = True
+            answer = await asyncio.wait_for(task, PATIENCE_S)
+            assert answer.status_code == 504
+            assert answer.json()["error"]["code"] == "ENGINE_SILENT"
+            assert "single-0" in answer.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_lost_and_old_reports(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = engine_of(service, "single-0")
+            service.engine.lost_reports = 1000
+            await service.until(lambda: known.order.missed == 1000, PATIENCE_S)
+            text = (await service.monitoring.get("/metrics")).text
+            assert "ullage_router_reports_missed_total 1000.0" in text
+            service.engine.lost_reports = 0
+            service.engine.push(headroom_bytes=1)
+            await service.until(lambda: known.order.old > 0, PATIENCE_S)
+            assert known.headroom.headroom_bytes > 1
+            await service.until(lambda: known.state == "stale", PATIENCE_S)  # no sign of life
+
+    asyncio.run(scenario())
+
+
+def test_a_new_life_has_no_caches(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await service.complete("Hi", session_id="s")
+            assert (await service.stats())["placement"]["sessions"] == 1
+            await service.engine.restart()
+            known = engine_of(service, "single-0")
+            await service.until(lambda: known.order.restarts == 1, PATIENCE_S)
+            assert (await service.stats())["placement"]["sessions"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_gone_costs_no_engine(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: set[str] = set()
+
+    async def resolve(_: str) -> set[str]:
+        return set(found)
+
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as two:
+            monkeypatch.setattr(engines, "resolve", resolve)
+            old, new = two.engines
+            found.add(old.address)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
+                known = service.router.service.engines
+                await service.until(lambda: known.is_ready, PATIENCE_S)
+                found.clear()
+                await service.until(lambda: not known.all()[0].is_listed, PATIENCE_S)
+                assert (await service.complete()).headers["x-ullage-engine"] == "single-0"
+                await old.stop()
+                await service.until(lambda: not known.all(), PATIENCE_S)
+                assert (await service.complete()).status_code == 503
+                found.add(new.address)
+                await service.until(lambda: known.is_ready, PATIENCE_S)
+                assert (await service.complete()).headers["x-ullage-engine"] == "single-1"
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_name_server_does_not_hold_up_the_start(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = asyncio.Event()
+
+    async def scenario() -> None:
+        async with start_service() as one:
+
+            async def resolve(_: str) -> set[str]:
+                await answered.wait()
+                return {one.engine.address}
+
+            monkeypatch.setattr(engines, "resolve", resolve)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
+                assert (await service.complete()).status_code == 503
+                assert (await service.http.get("/readyz")).status_code == 503
+                answered.set()
+                await service.until(lambda: service.router.service.is_ready, PATIENCE_S)
+                assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_loss_makes_the_router_look_for_engines(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: set[str] = set()
+
+    async def resolve(_: str) -> set[str]:
+        return set(found)
+
+    monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 1000.0)
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as two:
+            monkeypatch.setattr(engines, "resolve", resolve)
+            old, new = two.engines
+            found.add(old.address)
+            async with start_service(single=(), wait=False, pools=NAMED_POOL) as service:
+                await service.until(lambda: service.router.service.is_ready, PATIENCE_S)
+                found.symmetric_difference_update((old.address, new.address))
+                await old.stop()
+                names = service.router.service.engines.all
+                await service.until(lambda: [e.id for e in names()] == ["single-1"], PATIENCE_S)
+                assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())

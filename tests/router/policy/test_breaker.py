@@ -1,0 +1,119 @@
+"""Breakers: what opens and closes them, and how many engines of a pool they may hold back."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_common.config.router import BreakerSection
+from ullage_router.policy.circuit_breaker import Breaker, held_back
+
+POLICY = BreakerSection(failures=3, pause=1.0, max_pause=4.0)
+
+
+def opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker(POLICY)
+    results = [breaker.on_failure(object(), now) for _ in range(3)]
+    assert results == [False, False, True]
+    return breaker
+
+
+def probe(breaker: Breaker, now: float) -> object:
+    request = object()
+    assert breaker.state(now) == "half-open"
+    assert breaker.admits(now)
+    breaker.on_sent(request, now)
+    assert not breaker.admits(now)
+    return request
+
+
+def test_only_failures_in_a_row_open_it() -> None:
+    breaker = Breaker(POLICY)
+    for _ in range(5):
+        request = object()
+        assert not breaker.on_failure(request, 0.0)
+        assert not breaker.on_failure(request, 0.0)
+        breaker.on_success(request)
+    assert breaker.state(0.0) == "closed"
+
+
+def test_a_pause_ends_with_one_probe() -> None:
+    breaker = opened()
+    assert breaker.state(0.9) == "open"
+    assert not breaker.admits(0.9)
+    request = probe(breaker, 1.0)
+    breaker.on_first_token(request)
+    assert breaker.state(1.0) == "closed"
+    breaker.on_success(request)
+    breaker.on_end(request)
+    assert breaker.failures == 0
+
+
+def test_failed_probes_double_the_pause_up_to_a_limit() -> None:
+    breaker, now = opened(), 0.0
+    for pause_s in (1.0, 2.0, 4.0, 4.0):
+        now = breaker.until
+        request = probe(breaker, now)
+        assert breaker.on_failure(request, now)
+        breaker.on_end(request)
+        expected = min(2 * pause_s, 4.0)
+        assert breaker.until == now + expected
+    request = probe(breaker, breaker.until)
+    breaker.on_success(request)
+    assert opened().until == 1.0
+
+
+def test_a_failure_right_after_the_probes_first_token_opens_it_again() -> None:
+    breaker = opened()
+    request = probe(breaker, 1.0)
+    breaker.on_first_token(request)
+    assert breaker.on_failure(request, 1.5)
+    assert breaker.until == 3.5
+
+
+def test_a_probe_that_proves_nothing_makes_room_for_the_next() -> None:
+    breaker = opened()
+    breaker.on_end(probe(breaker, 1.0))
+    probe(breaker, 1.0)
+
+
+def test_requests_under_way_change_nothing_while_it_is_open() -> None:
+    breaker, old = opened(), object()
+    breaker.on_first_token(old)
+    breaker.on_success(old)
+    assert not breaker.on_failure(old, 0.5)
+    assert (breaker.state(0.5), breaker.until, breaker.openings) == ("open", 1.0, 1)
+
+
+def test_part_of_a_pool_stays_in_use() -> None:
+    pool = [(name, opened(now)) for now, name in enumerate("abcd")]
+    assert held_back(pool, 0.5, 0.5) == {"c", "d"}
+    assert held_back(pool, 0.0, 0.5) == frozenset()
+    assert held_back(pool, 1.0, 0.5) == set("abcd")
+    assert held_back(pool[:1], 0.9, 0.5) == frozenset()
+    assert held_back([("e", Breaker(POLICY)), *pool], 0.5, 2.5) == {"c", "d"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(("send", "begin", "succeed", "fail", "cancel", "wait"))))
+def test_any_order_of_events(events: list[str]) -> None:
+    breaker, now, live = Breaker(POLICY), 0.0, list[object]()
+    for event in events:
+        match event:
+            case "send" if breaker.admits(now):
+                live.append(object())
+                breaker.on_sent(live[-1], now)
+            case "begin" if live:
+                breaker.on_first_token(live[-1])
+            case "succeed" if live:
+                breaker.on_success(live[0])
+                breaker.on_end(live.pop(0))
+            case "fail" if live:
+                breaker.on_failure(live[0], now)
+                breaker.on_end(live.pop(0))
+            case "cancel" if live:
+                breaker.on_end(live.pop(0))
+            case "wait":
+                now += 0.7
+        breaker.check_integrity(now)
+    for request in live:
+        breaker.on_end(request)
+    assert breaker.admits(now + POLICY.max_pause)  # it never stays shut

@@ -1,0 +1,212 @@
+"""The order of service: priority, fairness among tenants, deadlines, and nobody starves."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ullage_router.policy.fair_queue import Entry, FairLine
+
+AGING_S = 0.05
+numbers: Iterator[int] = itertools.count()
+
+
+def entry(
+    tenant: str = "a",
+    size: int = 10,
+    priority: int = 0,
+    arrival: float = 0.0,
+    deadline: float = 30.0,
+    weight: float = 1.0,
+) -> Entry:
+    return Entry(next(numbers), tenant, weight, priority, arrival, deadline, size, cost=size)
+
+
+def line_of(*entries: Entry) -> FairLine:
+    line = FairLine(AGING_S)
+    for each in entries:
+        line.add(each)
+    return line
+
+
+def drain(line: FairLine) -> list[Entry]:
+    """All entries as they are served."""
+    order = []
+    while head := line.head:
+        line.serve(head)
+        line.check_integrity()
+        order.append(head)
+    return order
+
+
+def test_in_order_of_arrival_where_nothing_else_speaks() -> None:
+    entries = [entry(arrival=float(i)) for i in range(5)]
+    assert drain(line_of(*entries)) == entries
+
+
+def test_priority_goes_first() -> None:
+    low, normal, high = entry(priority=-5), entry(), entry(priority=7)
+    assert drain(line_of(low, normal, high)) == [high, normal, low]
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    old = entry(arrival=0.0)
+    assert line_of(old, entry(priority=10, arrival=0.49)).head is not old
+    assert line_of(old, entry(priority=10, arrival=0.51)).head is old
+
+
+def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
+    late, soon = entry(deadline=20), entry(deadline=10)
+    assert drain(line_of(late, soon)) == [soon, late]
+
+
+def test_a_deadline_is_no_way_past_other_tenants() -> None:
+    first = entry("a", deadline=30)
+    assert line_of(first, entry("b", deadline=1)).head is first
+
+
+def test_tenants_take_turns() -> None:
+    line = line_of(*(entry("a") for _ in range(4)), *(entry("b") for _ in range(4)))
+    assert "".join(e.tenant for e in drain(line)) == "abababab"
+
+
+def test_bytes_are_shared_not_requests() -> None:
+    line = line_of(*(entry("a", 30) for _ in range(3)), *(entry("b", 10) for _ in range(9)))
+    assert "".join(e.tenant for e in drain(line)) == "abbbabbbabbb"
+
+
+def test_who_comes_late_gets_its_share_and_no_more() -> None:
+    line = line_of(*(entry("a") for _ in range(8)))
+    for _ in range(4):
+        line.serve(line.head)  # type: ignore[arg-type]
+    for _ in range(4):
+        line.add(entry("b"))
+    assert "".join(e.tenant for e in drain(line)) in ("abababab", "babababa")
+
+
+def test_leaving_and_coming_again_gives_no_second_share() -> None:
+    line = line_of(*(entry("a", 10) for _ in range(6)), entry("b", 40))
+    served = []
+    for _ in range(4):
+        head = line.head
+        assert head
+        line.serve(head)
+        served.append(head.tenant)
+        if head.tenant == "b":
+            line.add(entry("b", 40))
+    assert served == ["a", "b", "a", "a"]
+
+
+def test_what_leaves_unserved_is_not_charged() -> None:
+    gone, kept = entry("a", 100), entry("a", 10)
+    line = line_of(gone, kept, entry("b", 10))
+    line.remove(gone)
+    assert [e.tenant for e in drain(line)] == ["a", "b"]
+
+
+def test_bytes_from_a_priority_on() -> None:
+    line = line_of(entry(size=1, priority=-1), entry(size=2), entry(size=4, priority=3))
+    assert [line.size_from(p) for p in (-1, 0, 1, 4)] == [7, 6, 4, 0]
+
+
+weights = st.sampled_from((0.5, 1.0, 2.0, 3.0, 8.0))
+sizes = st.integers(1, 100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights, weights, st.lists(sizes, min_size=400, max_size=400))
+def test_shares_of_two_backlogged_tenants_converge(
+    weight_a: float, weight_b: float, drawn: list[int]
+) -> None:
+    line = FairLine(AGING_S)
+    for size in drawn[:200]:
+        line.add(entry("a", size, weight=weight_a))
+    for size in drawn[200:]:
+        line.add(entry("b", size, weight=weight_b))
+    left, served = Counter({"a": 200, "b": 200}), Counter[str]()
+    while min(left.values()):
+        head = line.head
+        assert head
+        line.serve(head)
+        left[head.tenant] -= 1
+        served[head.tenant] += head.size
+        # Goyal, Vin, Cheng (1996), theorem 1: start-time fair queueing's bound on unfairness.
+        gap = abs(served["a"] / weight_a - served["b"] / weight_b)
+        assert gap <= 100 / weight_a + 100 / weight_b + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-100, 100), st.integers(1, 40))
+def test_nobody_starves(priority: int, rate: int) -> None:
+    """A request is served however many more important ones keep coming."""
+    line = FairLine(AGING_S)
+    poor = entry("poor", priority=priority, arrival=0.0)
+    line.add(poor)
+    now, most = 0.0, (100 - priority) * AGING_S
+    while line.head is not poor:
+        now += 1 / rate
+        line.add(entry("rich", priority=100, arrival=now, weight=100.0))
+        head = line.head
+        assert head
+        if head is not poor:
+            line.serve(head)
+        assert now <= most + 2 / rate
+
+
+class FairMachine(RuleBasedStateMachine):
+    """Any coming, leaving and being served, against a model that scans everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = FairLine(AGING_S)
+        self.inside: list[Entry] = []
+        self.now = 0.0
+
+    @rule(
+        tenant=st.sampled_from("abcd"),
+        size=st.integers(0, 100),
+        priority=st.integers(-2, 2),
+        patience=st.floats(0, 30),
+        weight=weights,
+    )
+    def join(self, tenant: str, size: int, priority: int, patience: float, weight: float) -> None:
+        self.now += 0.01
+        one = entry(tenant, size, priority, self.now, self.now + patience, weight)
+        self.line.add(one)
+        self.inside.append(one)
+
+    @precondition(lambda self: self.inside)
+    @rule(place=st.integers(0, 1000))
+    def leave(self, place: int) -> None:
+        self.line.remove(self.inside.pop(place % len(self.inside)))
+
+    @precondition(lambda self: self.inside)
+    @rule()
+    def serve(self) -> None:
+        head = self.line.head
+        assert head
+        self.line.serve(head)
+        self.inside.remove(head)
+
+    @invariant()
+    def the_head_is_one_that_may_go(self) -> None:
+        self.line.check_integrity()
+        assert len(self.line) == len(self.inside)
+        head = self.line.head
+        assert (head is None) == (not self.inside)
+        for other in self.inside:
+            assert head
+            if (other.tenant, other.priority) == (head.tenant, head.priority):
+                assert (head.deadline, head.number) <= (other.deadline, other.number)
+        sums = {p: sum(e.size for e in self.inside if e.priority >= p) for p in range(-2, 3)}
+        assert sums == {p: self.line.size_from(p) for p in range(-2, 3)}
+
+    def teardown(self) -> None:
+        assert {e.number for e in drain(self.line)} == {e.number for e in self.inside}
+
+
+TestFairMachine = FairMachine.TestCase
+TestFairMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,361 @@
+"""A scheduler over a device of blocks whose tokens tell what was really in them."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.kernels.batch import ConvPlan, StepBatch, begun_blocks, build_batch
+from ullage_engine.protocol.messages import EngineRequest, Rejected, SamplingParams, TokenOutput
+from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = BLOCK_TOKENS * 1000
+VOCAB = range(10, 100)
+
+
+def entry(before: int, token: int, position: int) -> int:
+    """What a device stores for a token: it depends on all tokens before."""
+    return hash((before, token, position))
+
+
+def choose(entries: list[int], seed: int) -> int:
+    """The next token after a context: it depends on every stored entry."""
+    return VOCAB[hash((seed, *entries)) % len(VOCAB)]
+
+
+class Device:
+    """Runs plans on blocks of entries; refuses what a real device could not do right."""
+
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
+        self.blocks = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
+        self.slots = [[0] * BLOCK_TOKENS for _ in range(num_slots)]
+        self.num_copies = 0
+
+    def move(self, moves: Moves) -> None:
+        for kind in (moves.swap_out, moves.swap_in, moves.copy):
+            written = Counter(destination for _, destination in kind)
+            assert not kind or max(written.values()) == 1, "one destination written twice"
+        for block, slot in moves.swap_out:
+            self.slots[slot] = list(self.blocks[block])
+        for slot, block in moves.swap_in:
+            self.blocks[block] = list(self.slots[slot])
+        for source, destination in moves.copy:
+            self.blocks[destination] = list(self.blocks[source])
+            self.num_copies += 1
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        self._check_writes(plan)
+        for chunk in plan.chunks:
+            self._store(chunk)
+        return [
+            SampledToken(chunk.request_id, self._sample(chunk), -0.5, [], [])
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        ]
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """No chunk writes into a block that another chunk reads or writes."""
+        users = Counter(block for chunk in plan.chunks for block in chunk.block_ids)
+        for chunk in plan.chunks:
+            assert len(chunk.block_ids) == -(-chunk.end // BLOCK_TOKENS), (
+                "table of the wrong length"
+            )
+            written = {at // BLOCK_TOKENS for at in range(chunk.first_stored, chunk.end)}
+            for block in [chunk.block_ids[index] for index in written]:
+                assert users[block] == 1, f"{chunk.request_id} writes into a shared block"
+
+    def _at(self, chunk: Chunk, position: int) -> tuple[list[int], int]:
+        block = chunk.block_ids[position // BLOCK_TOKENS]
+        return self.blocks[block], position % BLOCK_TOKENS
+
+    def _read(self, chunk: Chunk, position: int) -> int:
+        block, offset = self._at(chunk, position)
+        return block[offset]
+
+    def _store(self, chunk: Chunk) -> None:
+        before = self._read(chunk, chunk.start - 1) if chunk.start else 0
+        for position, token in enumerate(chunk.token_ids, chunk.start):
+            block, offset = self._at(chunk, position)
+            before = block[offset] = entry(before, token, position)
+
+    def _sample(self, chunk: Chunk) -> int:
+        assert chunk.sampling is not None
+        end = chunk.start + len(chunk.token_ids)
+        return choose([self._read(chunk, each) for each in range(end)], chunk.sampling.seed)
+
+
+def undisturbed(token_ids: list[int], seed: int, count: int) -> list[int]:
+    """The next tokens of a context that nobody disturbs."""
+    entries: list[int] = []
+    chosen: list[int] = []
+    for position in range(len(token_ids) + count):
+        if position >= len(token_ids):
+            chosen.append(choose(entries, seed))
+        token = [*token_ids, *chosen][position]
+        entries.append(entry(entries[-1] if entries else 0, token, position))
+    return chosen
+
+
+KERNEL = 3
+Columns = tuple[int, ...]
+"""The last KERNEL - 1 columns of one convolution."""
+
+
+def embed(token: int, position: int) -> int:
+    return hash((token, position))
+
+
+def column(layer: int, hidden: int) -> int:
+    return hash((1, layer, hidden))
+
+
+def convolve(hidden: int, window: list[int]) -> int:
+    return hash((2, hidden, *window))
+
+
+def key_value(layer: int, hidden: int) -> int:
+    return hash((3, layer, hidden))
+
+
+def attend(hidden: int, context: list[int]) -> int:
+    return hash((4, hidden, *context))
+
+
+class SingleRank:
+    """A model of convolutions, each with attention behind it, one token after the other."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.columns: list[Columns] = [(0,) * (KERNEL - 1)] * num_layers
+        self.contexts: list[list[int]] = [[] for _ in range(num_layers)]
+        self.hidden = 0
+        self.num_tokens = 0
+
+    def feed(self, token: int) -> None:
+        hidden = embed(token, self.num_tokens)
+        for layer, context in enumerate(self.contexts):
+            window = [*self.columns[layer], column(layer, hidden)]
+            self.columns[layer] = tuple(window[1:])
+            hidden = convolve(hidden, window)
+            context.append(key_value(layer, hidden))
+            hidden = attend(hidden, context)
+        self.hidden, self.num_tokens = hidden, self.num_tokens + 1
+
+
+def told(chunk: Chunk, hidden: int) -> SampledToken:
+    """The next token and, as a search wants them, others from the likeliest on."""
+    assert chunk.sampling is not None
+    token, count = choose([hidden], chunk.sampling.seed), chunk.sampling.top_logprobs or 0
+    likeliest = [VOCAB[(token + number) % len(VOCAB)] for number in range(count)]
+    step = (1 + hidden % 5) / 5
+    logprobs = [-step * (number + 1) for number in range(count)]
+    return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
+
+
+class ConvDevice(Device):
+    """Computes that model from the index arrays that a real one computes from."""
+
+    def __init__(self, num_blocks: int, num_slots: int, num_layers: int, state_slots: int) -> None:
+        super().__init__(num_blocks + 1, num_slots)
+        self.states = [[(7,) * (KERNEL - 1)] * state_slots for _ in range(num_layers)]
+        self._scratch = num_blocks
+        self._known: dict[tuple[int, ...], SingleRank] = {}
+        self._num_layers = num_layers
+        self._nothing = (0,) * num_layers
+        for block in (*self.blocks, *self.slots):
+            block[:] = [self._nothing] * BLOCK_TOKENS
+
+    def execute(self, plan: StepPlan) -> list[SampledToken]:
+        self._check_writes(plan)
+        for block in begun_blocks(plan, BLOCK_TOKENS):
+            self.blocks[block] = [self._nothing] * BLOCK_TOKENS
+        batch = build_batch(
+            plan, BLOCK_TOKENS, 4096, conv_kernel=KERNEL, scratch_block=self._scratch
+        )
+        hidden = [embed(*row) for row in zip(batch.token_ids, batch.positions, strict=True)]
+        for layer in range(self._num_layers):
+            assert batch.conv is not None
+            hidden = self._convolve(layer, hidden, batch.conv)
+            hidden = self._attend(layer, hidden, batch)
+        rows = zip(batch.sampled, batch.sampled_rows, strict=True)
+        return [told(chunk, hidden[row]) for chunk, row in rows]
+
+    def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
+        """The next tokens of a context that nobody disturbs."""
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(choose([self._after(tuple(known)).hidden], seed))
+        return known[len(token_ids) :]
+
+    def _after(self, tokens: tuple[int, ...]) -> SingleRank:
+        model = self._known.pop(tokens, None) or self._known.pop(tokens[:-1], None)
+        model = model or SingleRank(self._num_layers)
+        for token in tokens[model.num_tokens :]:
+            model.feed(token)
+        self._known[tokens] = model
+        return model
+
+    def _convolve(self, layer: int, hidden: list[int], plan: ConvPlan) -> list[int]:
+        states = self.states[layer]
+        read = {slot for at, slot in enumerate(plan.slots) if at not in plan.fresh}
+        assert not read & set(plan.next_slots), "a state that is read is overwritten"
+        assert len(set(plan.next_slots)) == len(plan.next_slots), "two states in one slot"
+        source = [column(layer, each) for each in hidden]
+        for chunk, slot in enumerate(plan.slots):
+            source += [0] * (KERNEL - 1) if chunk in plan.fresh else states[slot]
+        for chunk, slot in enumerate(plan.next_slots):
+            tail = plan.tails[chunk * (KERNEL - 1) : (chunk + 1) * (KERNEL - 1)]
+            states[slot] = tuple(source[row] for row in tail)
+        windows = zip(*plan.taps, strict=True)
+        return [
+            convolve(each, [source[row] for row in window])
+            for each, window in zip(hidden, windows, strict=True)
+        ]
+
+    def _attend(self, layer: int, hidden: list[int], batch: StepBatch) -> list[int]:
+        for each, slot in zip(hidden, batch.slots, strict=True):
+            block, offset = self.blocks[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
+            stored = block[offset]
+            block[offset] = (*stored[:layer], key_value(layer, each), *stored[layer + 1 :])
+        out = [0] * len(hidden)
+        for group in batch.decodes:
+            for number, row in enumerate(range(group.start, group.end)):
+                first = number * group.num_blocks
+                context = self._gather(layer, group.block_ids[first : first + group.num_blocks])
+                out[row] = attend(hidden[row], context[: group.lengths[number]])
+        for tile in batch.prefills:
+            context = self._gather(layer, tile.block_ids)
+            for number, row in enumerate(range(tile.start, tile.end)):
+                out[row] = attend(hidden[row], context[: tile.earlier + number + 1])
+        return out
+
+    def _gather(self, layer: int, table: list[int]) -> list[int]:
+        return [stored[layer] for block in table for stored in self.blocks[block]]
+
+
+class Rig:
+    """Scheduler and device together; the clock is a number.
+
+    `conv_layers`: the model has so many convolutions, each with attention behind it.
+    """
+
+    block_bytes = BLOCK_BYTES
+    invented = 5
+    """The token of steps that are not computed."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        policy: KvPolicy = KvPolicy(session_blocks=1000),  # noqa: B008
+        max_model_len: int = 4096,
+        max_sequences: int = 8,
+        prompt_tokens: int = 64,
+        decode_tokens: int = 100_000,
+        expected: int = 32,
+        prefill_rate: float = 0.0,
+        conv_layers: int = 0,
+        replay_tokens: int | None = None,
+    ) -> None:
+        profile = MemoryProfile(
+            block_tokens=BLOCK_TOKENS,
+            groups=(CacheGroup(bytes_per_token=BLOCK_BYTES // BLOCK_TOKENS),),
+            state_bytes_per_sequence=100 * conv_layers,
+            activation_bytes_per_token=1,
+            sampler_bytes_per_sequence=1,
+            prefill_chunk_tokens=prompt_tokens,
+            kv_pool_bytes=blocks * BLOCK_BYTES,
+        )
+        replay = conv_layers * (KERNEL - 1) if replay_tokens is None else replay_tokens
+        limits = SchedulerLimits(
+            max_model_len, max_sequences, prompt_tokens, True, decode_tokens, replay
+        )
+        self.max_step_tokens = prompt_tokens + max_sequences
+        throughput = ThroughputEstimator()
+        throughput.prefill_tokens_per_second = prefill_rate
+        self.estimate = OutputLengthEstimator(max_model_len, start=expected)
+        self.now = 0.0
+        self.num_blocks = blocks
+        self.undisturbed: Callable[[list[int], int, int], list[int]] = undisturbed
+        self.device = Device(blocks, policy.host_slots)
+        if conv_layers:
+            slots = state_slots(max_sequences)
+            self.device = device = ConvDevice(blocks, policy.host_slots, conv_layers, slots)
+            self.undisturbed = device.undisturbed
+        self.scheduler = Scheduler(
+            profile, limits, throughput, self.estimate, policy, lambda: self.now
+        )
+        self.outputs: dict[str, list[TokenOutput]] = {}
+        self.heard: list[TokenOutput] = []
+        """New outputs, in their order; a reader takes them away."""
+
+    def request(
+        self,
+        name: str,
+        token_ids: list[int],
+        max_tokens: int = 8,
+        *,
+        num_prompt_tokens: int | None = None,
+        seed: int = 0,
+        session: str = "",
+        priority: int = 0,
+        stop: list[int] | None = None,
+    ) -> EngineRequest:
+        return EngineRequest(
+            request_id=name,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens or len(token_ids),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(seed=seed),
+            stop_token_ids=stop or [],
+            session_id=session,
+            priority=priority,
+        )
+
+    def submit(self, *requests: EngineRequest, resumed: bool = False) -> Rejected | None:
+        answer = self.scheduler.submit_group(list(requests), resumed=resumed)
+        self.scheduler.check_integrity()
+        if isinstance(answer, Rejected):
+            return answer
+        self._keep(answer)
+        return None
+
+    def step(self) -> list[TokenOutput]:
+        return self.finish(self.scheduler.schedule())
+
+    def finish(self, plan: StepPlan) -> list[TokenOutput]:
+        """Computes a plan and commits it."""
+        assert plan.num_tokens <= self.max_step_tokens, "more rows than the arena has"
+        self.device.move(plan.moves)
+        outputs = self.scheduler.commit(self.device.execute(plan))
+        self.scheduler.check_integrity()
+        self._keep(outputs)
+        return outputs
+
+    def invent(self, plan: StepPlan) -> list[SampledToken]:
+        """Tokens for a plan that is not computed."""
+        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        return [SampledToken(chunk.request_id, self.invented, -0.5, [], []) for chunk in sampled]
+
+    def run(self, max_steps: int = 20_000) -> dict[str, list[int]]:
+        """Steps until nothing is left; the tokens of every request so far."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return {name: self.tokens(name) for name in self.outputs}
+            self.step()
+        raise AssertionError("it never ends")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs.get(name, []) for token in output.token_ids]
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        kept = self.scheduler.stats().kv_free_bytes + self.scheduler.stats().kv_reclaimable_bytes
+        return self.num_blocks - kept // BLOCK_BYTES
+
+    def _keep(self, outputs: list[TokenOutput]) -> None:
+        self.heard += outputs
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)

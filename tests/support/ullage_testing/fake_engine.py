@@ -1,0 +1,262 @@
+"""A scriptable engine behind a real gRPC server, with a tiny tokenizer."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.wire.channels import bind, new_server
+from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.multiplex import serve_multiplex
+
+MODEL = "tiny"
+BYTES_PER_TOKEN = 1000
+BLOCK = 16
+BLOCK_BYTES = BYTES_PER_TOKEN * BLOCK
+EXPECTED_OUTPUT = 32
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> bytes:
+    """One token a byte: token counts in tests can be read off the text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return bytes(tokenizer.to_str(), "utf-8")
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+@dataclass
+class Script:
+    """What a fake engine does with requests; tests change it while it runs."""
+
+    words: tuple[str, ...] = ("Hello", " big", " world")
+    refuse: ServiceError | None = None
+    """Answered instead of Accepted."""
+    fail_after: int | None = None
+    """Words after which the call breaks off."""
+    failure: ServiceError = field(
+        default_factory=lambda: ServiceError(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", "lost")
+    )
+    hold: asyncio.Event | None = None
+    """Waited for before the first word."""
+    pause: asyncio.Event | None = None
+    """Waited for after the first word."""
+    reason: int = inference_pb2.FINISH_REASON_STOP
+    degraded: tuple[str, ...] = ()
+    """What Accepted says was lowered."""
+    logprob: float = -0.5
+    """Of every token."""
+    max_tokens: int = 0
+    """Output limit that Accepted names; 0: none."""
+
+
+class FakeEngine(
+    inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
+):
+    """Keeps the wire's promises and no model."""
+
+    def __init__(self, name: str, pool: str, pool_blocks: int, max_model_len: int) -> None:
+        self.script = Script()
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+        self.cancelled: list[str] = []
+        self.active = 0
+        self.has_multiplex = True
+        self.streams = 0
+        self.max_model_len = max_model_len
+        self.template = TEMPLATE
+        self.heartbeat_s = 0.2
+        self.is_mute = False
+        self.lost_reports = 0
+        """Sequence numbers that its streams skip; negative: repeat."""
+        self.headroom = headroom_pb2.Headroom(
+            engine=name,
+            epoch=1,
+            model=MODEL,
+            pool=pool,
+            ready=True,
+            health=1.0,
+            total_bytes=1 << 30,
+            threshold=0.85,
+            kv_pool_bytes=pool_blocks * BLOCK_BYTES,
+            kv_free_bytes=pool_blocks * BLOCK_BYTES,
+            headroom_bytes=pool_blocks * BLOCK_BYTES,
+            expected_output_tokens=EXPECTED_OUTPUT,
+            decode_tokens_per_second=50.0,
+            ledger=[headroom_pb2.Reservation(name="kv_pool", reserved_bytes=1, allocated_bytes=1)],
+        )
+        self.address = ""
+        self.credentials: grpc.ServerCredentials | None = None
+        """None: plaintext."""
+        self._changed = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, port: int = 0) -> None:
+        self._server = new_server()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(self, self._server)
+        port = bind(self._server, f"127.0.0.1:{port}", self.credentials)
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    async def restart(self) -> None:
+        port = int(self.address.rpartition(":")[2])
+        await self.stop()
+        self.headroom.epoch += 1
+        await self.start(port)
+
+    def push(self, **changes: Any) -> None:
+        """Changes the headroom and reports it."""
+        for name, value in changes.items():
+            if name == "releases":
+                del self.headroom.releases[:]
+                self.headroom.releases.extend(value)
+            else:
+                setattr(self.headroom, name, value)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def WatchHeadroom(
+        self, request: headroom_pb2.WatchHeadroomRequest, context: Any
+    ) -> AsyncIterator[headroom_pb2.WatchHeadroomResponse]:
+        for sequence in itertools.count(1):
+            changed = self._changed
+            if not self.is_mute:
+                self.headroom.sequence = sequence + self.lost_reports
+                yield headroom_pb2.WatchHeadroomResponse(headroom=self.headroom)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.heartbeat_s):
+                    await changed.wait()
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Any
+    ) -> inference_pb2.GetModelResponse:
+        if not self.headroom.ready:
+            await abort(context, ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", "loading"))
+        return inference_pb2.GetModelResponse(
+            model=self.headroom.model,
+            tokenizer_json=TOKENIZER,
+            chat_template=self.template,
+            max_model_len=self.max_model_len,
+            vocab_size=256,
+            created=1_700_000_000,
+            profile=inference_pb2.MemoryProfile(
+                block_tokens=BLOCK,
+                groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)],
+                kv_pool_bytes=self.headroom.kv_pool_bytes,
+            ),
+        )
+
+    async def Multiplex(self, requests: object, context: Any) -> None:
+        if not self.has_multiplex:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        self.streams += 1
+        try:
+            await serve_multiplex(self.Generate, context)
+        finally:
+            self.streams -= 1
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append({k: str(v) for k, v in context.invocation_metadata()})
+        if self.script.refuse:
+            await abort(context, self.script.refuse)
+        self.active += 1
+        try:
+            yield inference_pb2.GenerateResponse(
+                accepted=inference_pb2.Accepted(
+                    request_id=request.request_id,
+                    engine=self.headroom.engine,
+                    seed=7,
+                    degraded=self.script.degraded,
+                    max_tokens=self.script.max_tokens,
+                )
+            )
+            async for response in self._tell(request, context):
+                yield response
+        except (asyncio.CancelledError, GeneratorExit):
+            # The latter where the call ends while a response is being sent.
+            self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.active -= 1
+
+    async def _wait_to_prefill(self, hold: asyncio.Event, tokens: int) -> None:
+        self.headroom.prefill_backlog_tokens += tokens
+        try:
+            await hold.wait()
+        finally:
+            self.headroom.prefill_backlog_tokens -= tokens
+
+    async def _tell(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        script = self.script
+        if script.hold:
+            await self._wait_to_prefill(script.hold, len(request.token_ids.ids))
+        words = script.words[: request.stop.max_tokens]
+        for i, word in enumerate(words):
+            if script.fail_after == i:
+                await abort(context, script.failure)
+            for sample in range(_num_samples(request)):
+                told = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
+                told.sample = sample
+                yield inference_pb2.GenerateResponse(delta=told)
+            if i == 0 and script.pause:
+                await script.pause.wait()
+        if script.fail_after == len(words):
+            await abort(context, script.failure)
+        usage = inference_pb2.Usage(
+            prompt_tokens=len(request.token_ids.ids),
+            completion_tokens=len(words) * _num_samples(request),
+        )
+        for sample in range(_num_samples(request)) if _num_samples(request) > 1 else ():
+            end = inference_pb2.SampleFinished(sample=sample, reason=script.reason)  # type: ignore[arg-type]
+            yield inference_pb2.GenerateResponse(sample_finished=end)
+        yield inference_pb2.GenerateResponse(
+            finished=inference_pb2.Finished(reason=script.reason, usage=usage)  # type: ignore[arg-type]
+        )
+
+
+def _num_samples(request: inference_pb2.GenerateRequest) -> int:
+    return max(1, request.samples.n)
+
+
+def delta(
+    i: int, word: str, output: inference_pb2.OutputOptions, logprob: float = -0.5
+) -> inference_pb2.Delta:
+    made = inference_pb2.Delta(text=word, num_tokens=1)
+    if output.return_token_ids:
+        made.token_ids.append(i)
+    if output.HasField("top_logprobs"):
+        top = [
+            inference_pb2.Alternative(token_id=n, token=f"t{n}", logprob=-1.0 - n)
+            for n in range(output.top_logprobs)
+        ]
+        entry = inference_pb2.TokenLogprob(
+            token_id=i, token=word, logprob=logprob, top=top, token_bytes=word.encode()
+        )
+        made.logprobs.append(entry)
+    return made

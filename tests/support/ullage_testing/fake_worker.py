@@ -1,0 +1,294 @@
+"""A hand-made worker: no model, the real protocol, tokens that are a function of position.
+
+The first prompt token chooses a behaviour; see `Script`. Run as a process:
+`python fake_worker.py '{"step_s": 0.01}' --endpoint ipc://...`
+"""
+
+import enum
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+
+from ullage_common.config.engine import DegradeSection
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.messages import (
+    Admitted,
+    Cancel,
+    EngineRequest,
+    Fault,
+    Loading,
+    Ready,
+    Rejected,
+    ReleaseState,
+    RequestFailed,
+    ReservationState,
+    Shutdown,
+    StartFailed,
+    StateReport,
+    StepDone,
+    Submit,
+    TokenLogprobs,
+    TokenOutput,
+    ToServer,
+    ToWorker,
+    WorkerState,
+)
+
+
+class Script(enum.IntEnum):
+    """What the first prompt token makes the worker do."""
+
+    NEVER_FITS = 7
+    FITS_NOT_NOW = 8
+    FAILS = 9
+    KILLS_WORKER = 10
+    ENDS_AFTER_FIVE = 11
+    WEDGES_ONCE = 12
+    SILENT = 13
+    NONSENSE_ONCE = 14
+    LOST_TWICE = 15
+    FAULTY = 16
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    step_s: float = 0.005
+    """Between two steps."""
+    load_s: float = 0.0
+    start_failed: str = ""
+    may_retry: bool = False
+    """A failed start is a crash, not a wrong configuration."""
+    exit_code: int | None = None
+    """Exits with it before saying anything."""
+    crashes: int = 0
+    """Workers of this server that die while loading, before one does not."""
+    trace: str = ""
+    """File that gets a line for every request and cancel taken."""
+    degrade: DegradeSection = DegradeSection()
+    """Each sequence takes 2 % of the pool's headroom."""
+
+
+def token_at(position: int, seed: int) -> int:
+    """The token at a position: printable, multi-byte ones among them."""
+    return 300 + (position * 7919 + seed * 31) % 40_000
+
+
+class Sequence:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.token_ids = list(request.token_ids)
+        self.num_cached_tokens = 2 if request.session_id else 0
+        self._found: list[int] = []
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    def step(self) -> TokenOutput | None:
+        """One token; of a beam search nothing before its end."""
+        output = self._next()
+        if self.request.beam is None:
+            return output
+        self._found += output.token_ids
+        return msgspec.structs.replace(output, token_ids=self._found) if output.finish else None
+
+    def _next(self) -> TokenOutput:
+        request = self.request
+        token_id = token_at(len(self.token_ids), request.sampling.seed)
+        if request.token_ids[0] == Script.ENDS_AFTER_FIVE and self.num_output == 5:
+            token_id = request.stop_token_ids[0]
+        self.token_ids.append(token_id)
+        logprobs = None
+        if request.sampling.top_logprobs is not None:
+            top = list(range(400, 400 + request.sampling.top_logprobs))
+            logprob = -(token_id % 97) / 97
+            logprobs = [TokenLogprobs(logprob, top_ids=top, top_logprobs=[-1.0] * len(top))]
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            finish=self._finish(token_id),
+            logprobs=logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _finish(self, token_id: int) -> str:
+        if token_id in self.request.stop_token_ids:
+            return "stop"
+        return "length" if self.num_output >= self.request.max_tokens else ""
+
+
+class FakeWorker:
+    def __init__(self, options: Options, endpoint: str) -> None:
+        self._options = options
+        self._socket = zmq.Context().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._sequences: dict[str, Sequence] = {}
+        self._pressure = PressureController(options.degrade)
+        self._num_ooms = 0
+        self._num_steps = 0
+        self._parent = os.getppid()
+        self._marker = endpoint.removeprefix("ipc://").rsplit("-", 1)[0] + ".hit"
+
+    def run(self) -> int:
+        for done in (0, 50, 100):
+            self._send(Loading(stage="weights", done_bytes=done, total_bytes=100))
+        time.sleep(self._options.load_s)
+        if any(self._once(f"crash-{number}") for number in range(self._options.crashes)):
+            return 1
+        if self._options.start_failed:
+            options = self._options
+            self._send(StartFailed(error=options.start_failed, may_retry=options.may_retry))
+            self._socket.close(linger=1000)
+            return 1 if options.may_retry else 2
+        self._send(self._ready())
+        while os.getppid() == self._parent:
+            wait_s = self._options.step_s if self._sequences else 0.2
+            while self._socket.poll(int(wait_s * 1000)):
+                if not self._take(self._decoder.decode(self._socket.recv())):
+                    return 0
+                wait_s = 0
+            self._step()
+        return 1
+
+    def _take(self, message: ToWorker) -> bool:
+        match message:
+            case Submit(requests=requests):
+                names = ",".join(request.request_id for request in requests)
+                self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}")
+                self._submit(requests)
+            case Cancel(request_id=request_id):
+                self._trace(f"cancel {request_id}")
+                self._sequences.pop(request_id, None)
+                self._send(StateReport(state=self._state()))
+            case Fault():
+                self._num_ooms += 1
+                self._send(StateReport(state=self._state()))
+            case Shutdown():
+                return False
+        return True
+
+    def _submit(self, requests: list[EngineRequest]) -> None:
+        if requests[0].token_ids[0] in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            requests = requests[:1]
+        for request in requests:
+            self._admit(request)
+
+    def _admit(self, request: EngineRequest) -> None:
+        first = request.token_ids[0]
+        if first == Script.LOST_TWICE and (self._once("first") or self._once("second")):
+            os.kill(os.getpid(), 9)
+        if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            self._send(Admitted(request_id=request.request_id))
+        if first in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
+            self._send(
+                Rejected(
+                    request_id=request.request_id,
+                    needed_bytes=5000,
+                    available_bytes=1000,
+                    never=first == Script.NEVER_FITS,
+                    retry_after_s=1.5,
+                    message="5000 bytes needed, 1000 available",
+                )
+            )
+        elif first == Script.FAILS:
+            self._send(RequestFailed(request_id=request.request_id, message="no memory for it"))
+        elif first == Script.FAULTY:
+            told = RequestFailed(request_id=request.request_id, message="no", field="grammar")
+            self._send(told)
+        elif first == Script.WEDGES_ONCE and self._once():
+            time.sleep(3600)
+        elif first == Script.NONSENSE_ONCE and self._once():
+            self._socket.send(b"nonsense")
+        elif first != Script.SILENT:
+            self._sequences[request.request_id] = Sequence(request)
+            self._send(StateReport(state=self._state()))
+
+    def _once(self, name: str = "") -> bool:
+        """True the first time in the life of one server's run directory."""
+        if os.path.exists(self._marker + name):
+            return False
+        open(self._marker + name, "w").close()
+        return True
+
+    def _step(self) -> None:
+        if not self._sequences:
+            return
+        for sequence in self._sequences.values():
+            if sequence.request.token_ids[0] == Script.KILLS_WORKER:
+                os.kill(os.getpid(), 9)
+        stepped = [sequence.step() for sequence in self._sequences.values()]
+        outputs = [output for output in stepped if output is not None]
+        self._num_steps += 1
+        self._send(StepDone(outputs=outputs))
+        for output in outputs:
+            if output.finish:
+                del self._sequences[output.request_id]
+                self._send(StateReport(state=self._state()))
+
+    def _ready(self) -> Ready:
+        profile = MemoryProfile(
+            block_tokens=16,
+            groups=(CacheGroup(bytes_per_token=100),),
+            state_bytes_per_sequence=0,
+            activation_bytes_per_token=10,
+            sampler_bytes_per_sequence=10,
+            prefill_chunk_tokens=512,
+            kv_pool_bytes=160_000,
+        )
+        return Ready(
+            profile=profile,
+            max_model_len=8192,
+            vocab_size=49152,
+            dtype="float32",
+            state=self._state(),
+        )
+
+    def _state(self) -> WorkerState:
+        used = 1600 * len(self._sequences)
+        state = WorkerState(
+            total_bytes=1_000_000,
+            threshold=0.85,
+            kv_pool_bytes=160_000,
+            kv_free_bytes=160_000 - used,
+            kv_reclaimable_bytes=0,
+            kv_committed_bytes=used,
+            num_running=len(self._sequences),
+            num_waiting=0,
+            expected_output_tokens=256,
+            decode_tokens_per_second=100.0,
+            prefill_tokens_per_second=1000.0,
+            prefill_backlog_tokens=0,
+            num_preemptions=0,
+            num_oom_events=self._num_ooms,
+            releases=[ReleaseState(after_s=2.0, num_bytes=2), ReleaseState(after_s=1, num_bytes=1)],
+            ledger=[
+                ReservationState(name="kv_pool", reserved_bytes=160_000, allocated_bytes=160_000)
+            ],
+            rss_bytes=12_345,
+            num_steps=self._num_steps,
+        )
+        return self._pressure.judge(state)
+
+    def _send(self, message: ToServer) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def _trace(self, line: str) -> None:
+        if self._options.trace:
+            with open(self._options.trace, "a") as file:
+                file.write(line + "\n")
+
+
+def main() -> int:
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    if options.exit_code is not None:
+        return options.exit_code
+    return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

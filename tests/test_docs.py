@@ -1,0 +1,165 @@
+"""The documentation names only what exists: links, headings, and paths of files in backticks."""
+
+import os
+import re
+import tomllib
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+HIDDEN = {"node_modules", "dist", "__pycache__"}
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "dev").rglob("*.md")])
+OF_THEIR_DAY = ["dev/log.md"]
+"""Pages whose older entries name files as they were called then."""
+
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+NAMED = re.compile(r"`([A-Za-z0-9_][\w./-]*/[\w.-]+\.(?:py|md|sh|toml|tpl))`")
+"""A file in backticks, with at least one folder before it."""
+
+PLACEHOLDER = re.compile(r"wheels/|dist/|NAME")
+FIELD = re.compile(r"`((?:[a-z][A-Za-z]*)(?:\.[A-Za-z]+)+)`")
+OTHER_NAMES = {"tls.crt", "tls.key", "image.repository", "image.pullPolicy"}
+OTHER_NAMES |= {"tenants.keys.problems", "status.storedVersions"}
+"""Files, values of the chart, parts of /stats and of the definition, which look like fields."""
+
+MENTIONED = re.compile(r"\b((?:docs|dev)/[\w/-]+\.md)\b")
+SOURCES = ["operator", "engine", "proto", "charts", "crds", "docker", "examples", "scripts"]
+TEXT = {".py", ".yaml", ".yml", ".proto", ".sh", ".txt", ".tpl"}
+
+
+@cache
+def files() -> frozenset[str]:
+    """Every file of the repository, with its path from the root."""
+    found = set()
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in HIDDEN]
+        found |= {str((Path(folder) / name).relative_to(ROOT)) for name in names}
+    return frozenset(found)
+
+
+def exists(named: str) -> bool:
+    """Whether a path is a file, told from the root or from any folder below it."""
+    return named in files() or any(path.endswith(f"/{named}") for path in files())
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub makes of a page's headings."""
+    titles = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", t) for t in HEADING.findall(prose(page)))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for link in LINK.findall(prose(page)):
+            if link.startswith(("http://", "https://", "mailto:")):
+                continue
+            path, _, fragment = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            is_known = target.suffix != ".md" or not fragment or fragment in anchors(target)
+            if not target.exists() or not is_known:
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {named}"
+        for page in PAGES
+        if str(page.relative_to(ROOT)) not in OF_THEIR_DAY
+        for named in NAMED.findall(prose(page))
+        if not PLACEHOLDER.search(named) and not exists(named)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_page_that_the_sources_name_exists() -> None:
+    sources = [
+        path
+        for folder in [*SOURCES, "tests"]
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in TEXT and path.is_file()
+    ]
+    missing = [
+        f"{source.relative_to(ROOT)}: {named}"
+        for source in sources
+        for named in MENTIONED.findall(source.read_text(encoding="utf-8"))
+        if not (ROOT / named).exists()
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    assert not [name for name in pages if f"]({name})" not in index]
+
+
+def test_every_decision_has_a_date_and_a_status_and_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    stamp = re.compile(r"^Date: \d{4}-\d\d-\d\d\. Status: (Accepted|Superseded by \d+)\.$", re.M)
+    decisions = sorted(folder.glob("0*.md"))[1:]  # the first is the template
+    assert not [d.name for d in decisions if f"]({d.name})" not in index]
+    assert not [d.name for d in decisions if not stamp.search(d.read_text(encoding="utf-8"))]
+
+
+def test_the_code_map_shows_every_room_on_its_floor() -> None:
+    page = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        floors = [floor.split(" | ") for floor in contract.get("layers", ())]
+        [package] = contract["containers"] if floors else [""]
+        places = [[place_of(package, room, page) for room in floor] for floor in floors]
+        for above, below in pairwise(places):
+            assert max(above) < min(below), f"{contract['name']}: {above} {below}"
+
+
+def place_of(package: str, room: str, page: str) -> int:
+    """Where the page first names a room, in the section of its package."""
+    section = page.index(f"/{package}")
+    place = re.compile(rf"`{room}(\.py)?`").search(page, page.rindex("\n## ", 0, section + 1))
+    assert place, f"docs/code-map.md does not name {package}.{room}"
+    return place.start()
+
+
+def has_field(schema: dict[str, Any], path: str) -> bool:
+    """Whether a schema has the field, `NAME` standing for any key of a map."""
+    for part in path.split("."):
+        while "items" in schema:
+            schema = schema["items"]
+        below = schema.get("properties", {}).get(part) or schema.get("additionalProperties")
+        if not isinstance(below, dict):
+            return False
+        schema = below
+    return True
+
+
+def test_every_field_of_the_api_that_a_page_names_exists() -> None:
+    crd = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
+    versions = yaml.safe_load(crd.read_text(encoding="utf-8"))["spec"]["versions"]
+    service = versions[0]["schema"]["openAPIV3Schema"]
+    sections = service["properties"]["spec"]["properties"]
+    unknown = []
+    for page in PAGES:
+        if page.name == "llmservice.md":  # is made from the definition
+            continue
+        for field in FIELD.findall(page.read_text(encoding="utf-8")):
+            first = field.split(".")[0]
+            if first not in {"spec", "status", *sections} or field in OTHER_NAMES:
+                continue
+            full = field if first in {"spec", "status"} else f"spec.{field}"
+            if not field.endswith(".py") and not has_field(service, full):
+                unknown.append(f"{page.relative_to(ROOT)}: {field}")
+    assert not unknown, "\n".join(unknown)
