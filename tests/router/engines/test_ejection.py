@@ -194,7 +194,7 @@ def test_a_spent_budget_tells_the_error_at_once(start_service: "StartService") -
         retries = {"share": 0.0, "per_second": 0.0, "burst": 1}
         async with start_service(single=(100, 100), routing=placement(retries=retries)) as service:
             service.engines[0].script.refuse = LOST
-            answers = [await service.complete() for _ in range(12)]
+            answers = [await service.complete() for _ in range(40)]
             told = [a for a in answers if a.status_code != 200]
             assert len(service.engines[0].requests) == len(told) + 1
             assert {a.status_code for a in told} == {503}
