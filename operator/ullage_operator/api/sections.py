@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import field, inspect
@@ -119,6 +119,21 @@ def camel(name: str) -> str:
     return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
 
 
+_API_WORDS = {
+    "bfloat16": "BFloat16",
+    "cpu": "CPU",
+    "cuda": "CUDA",
+    "fp8": "FP8",
+    "keda": "KEDA",
+    "w8a8": "W8A8",
+}
+
+
+def api_word(word: str) -> str:
+    """Returns how the API spells a word of a configuration file: in CamelCase."""
+    return _API_WORDS.get(word, word[:1].upper() + word[1:])
+
+
 Reader = Callable[[Any, str], Any]
 """Turns a value of the API, which stands at a path, into one that msgspec converts."""
 
@@ -144,6 +159,8 @@ def _reader(kind: inspect.Type) -> Reader | None:
             return _reader(inner)
         case inspect.StructType():
             return _section_reader(kind)
+        case inspect.LiteralType(values=values):
+            return partial(_read_word, {api_word(str(value)): value for value in values})
         case inspect.VarTupleType(item_type=inner) if read := _reader(inner):
             return partial(_read_list, read)
         case inspect.DictType(value_type=inner) if read := _reader(inner):
@@ -159,6 +176,12 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
         return parse(value)
     except ValueError as error:
         raise msgspec.ValidationError(f"{error} - at `${path}`") from error
+
+
+def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
+    """Returns what configuration files call `value`; these words are taken as they are, for they
+    stand in releases and in objects that were stored before the API had its own."""
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 def _read_list(read: Reader, values: Any, path: str) -> Any:
@@ -224,7 +247,7 @@ class Thresholds(Strict, frozen=True, kw_only=True):
 
 
 class RolloutSpec(Strict, frozen=True, kw_only=True):
-    strategy: str
+    strategy: Literal["auto", "canary", "rolling"]
     weight_steps: tuple[int, ...]
     step_duration: Seconds
     min_requests: int

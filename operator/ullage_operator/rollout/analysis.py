@@ -26,6 +26,8 @@ UNKNOWN_RATE = 0.5
 PERCENTILE = 0.95
 MIN_TIMES = 20
 """Answers on each side below which times are not compared."""
+NO_TRAFFIC = "NoTraffic"
+"""Reason of an analysis of a step in which no request came: later steps would see none either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Analysis:
     outcome: Outcome
     reason: str
     message: str
+    waits_for: str = ""
+    """With the outcome WAIT, what is missing."""
 
 
 def analyze(
@@ -94,8 +98,13 @@ def analyze(
         message = f"the canary took none of {canary.declined} requests"
         return Analysis(Outcome.FAIL, "TakesNothing", message)
     if is_last:
-        return Analysis(Outcome.PASS, "LittleTraffic", f"{measured}; judged by readiness")
-    return Analysis(Outcome.WAIT, "LittleTraffic", measured)
+        is_idle = not canary.ended and not canary.declined and not stable.ended
+        reason = NO_TRAFFIC if is_idle else "LittleTraffic"
+        return Analysis(Outcome.PASS, reason, f"{measured}; judged by readiness")
+    waits_for = f"{rollout.min_requests} answers of the canary, of which there are {canary.ended}"
+    if is_enough:
+        waits_for = "more answers, for more of the canary's fail, which may be chance"
+    return Analysis(Outcome.WAIT, "LittleTraffic", measured, waits_for)
 
 
 def restarts(canary: Variant, stable: Variant, rollout: RolloutSpec) -> Analysis | None:

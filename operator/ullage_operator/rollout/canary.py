@@ -36,6 +36,7 @@ from ullage_operator.rollout.state import (
     Release,
     RolloutState,
     changed_pools,
+    changes_answers,
     dump,
     initial,
     load,
@@ -173,6 +174,7 @@ def rollout_facts(
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
         can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],
+        needs_canary=service.spec.rollout.strategy == "canary" or changes_answers(target, release),
         is_canary_ready=all(
             _is_canary_ready(observation, _canary_name(service, n), revision) for n in tried
         ),
@@ -202,7 +204,8 @@ def analysis_of(
     canary = dataclasses.replace(canary, restarts=max(canary.restarts, restarts))
     if not routers and not restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
-        return Analysis(outcome, "NotMeasured", "no router has reported what it counted")
+        message = "no router has reported what it counted"
+        return Analysis(outcome, "NotMeasured", message, "routers to take up its weight")
     return analyze(canary, stable, service.spec.rollout, is_last)
 
 
@@ -228,7 +231,7 @@ def command_of(annotation: str, progress: RolloutProgress, revision: str) -> Rol
 def strategy_of(service: Service, settings: Settings) -> RolloutStrategy:
     spec = service.spec.rollout
     return RolloutStrategy(
-        is_canary=spec.strategy == "canary",
+        is_canary=spec.strategy != "rolling",
         steps=_steps(service),
         step=timedelta(seconds=spec.step_duration),
         max_wait=timedelta(seconds=spec.max_wait),

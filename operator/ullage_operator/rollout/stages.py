@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from ullage_operator.rollout.analysis import Analysis, Outcome
+from ullage_operator.rollout.analysis import NO_TRAFFIC, Analysis, Outcome
 
 UNSERVED = timedelta(seconds=60)
 """Without a ready stable engine for so long, a revision is rolled out without a canary. Readiness
@@ -50,6 +50,7 @@ class RolloutStrategy:
     """Steps, times and limits of a rollout."""
 
     is_canary: bool
+    """False: revisions are rolled out directly."""
     steps: tuple[int, ...]
     """Requests of a hundred, rising."""
     step: timedelta
@@ -78,6 +79,8 @@ class RolloutFacts:
     """Engines of a promoted canary serve, whether or not stable ones do."""
     can_canary: bool = True
     """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
+    needs_canary: bool = True
+    """The change may change answers, or the spec asks for a canary of every change."""
     is_canary_ready: bool = False
     restarts: int = 0
     """Number of restarts of the canary's pods."""
@@ -210,6 +213,8 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy)
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:
         return _direct(facts, "it cannot be tried beside the stable engines")
+    if not facts.needs_canary:
+        return _direct(facts, "it changes nothing that answers depend on")
     if facts.is_serving:
         return _start(state, facts)
     if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
@@ -279,7 +284,9 @@ def _starting(
     if facts.now - state.since >= policy.start_deadline:
         message = f"its canary was not ready within {_text(policy.start_deadline)}: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
-    return _with_reason(state, "CanaryStarting", f"waiting for the canary of {state.canary}: {why}")
+    until = _clock(state.since + policy.start_deadline)
+    message = f"waiting for the canary of {state.canary} until {until} at the latest: {why}"
+    return _with_reason(state, "CanaryStarting", message)
 
 
 def _analyze(
@@ -297,10 +304,19 @@ def _analyze(
     if _is_paused(facts, policy):
         return _with_reason(state, "Paused", f"{name}: paused; {analysis.message}")
     if analysis.outcome is Outcome.PASS and waited >= policy.step:
-        if state.step + 1 < len(policy.steps):
+        if state.step + 1 < len(policy.steps) and analysis.reason != NO_TRAFFIC:
             return _at_step(state, facts, policy, state.step + 1)
         return _promoted(state, facts, analysis.message)
-    return _with_reason(state, f"CanaryStep{state.step + 1}", f"{name}: {analysis.message}")
+    message = f"{name}: {_waiting(state, policy, analysis)}; {analysis.message}"
+    return _with_reason(state, f"CanaryStep{state.step + 1}", message)
+
+
+def _waiting(state: RolloutProgress, policy: RolloutStrategy, analysis: Analysis) -> str:
+    """Says what a step waits for and until when."""
+    if analysis.outcome is Outcome.PASS:
+        return f"good so far, waits for its least time until {_clock(state.since + policy.step)}"
+    until = _clock(state.since + policy.max_wait)
+    return f"waits for {analysis.waits_for} until {until}, when it is judged by what there is"
 
 
 def _unready(
@@ -312,13 +328,20 @@ def _unready(
         message = f"its canary was not ready for {_text(policy.start_deadline)}: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
     waiting = replace(state, unready_since=since)
-    return _with_reason(waiting, "CanaryNotReady", f"canary of {state.canary}: {why}")
+    message = (
+        f"canary of {state.canary}, which has until {_clock(since + policy.start_deadline)} to be "
+        f"ready: {why}"
+    )
+    return _with_reason(waiting, "CanaryNotReady", message)
 
 
 def _at_step(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy, step: int
 ) -> RolloutProgress:
-    message = f"canary of {state.canary}, step {step + 1} of {len(policy.steps)}"
+    message = (
+        f"canary of {state.canary}, step {step + 1} of {len(policy.steps)}: waits for routers to "
+        f"take up its weight until {_clock(facts.now + policy.max_wait)} at the latest"
+    )
     return replace(
         state,
         since=facts.now,
@@ -374,6 +397,11 @@ def _with_reason(state: RolloutProgress, reason: str, message: str) -> RolloutPr
 
 def _is_paused(facts: RolloutFacts, policy: RolloutStrategy) -> bool:
     return policy.is_paused or facts.command is RolloutCommand.PAUSE
+
+
+def _clock(time: datetime) -> str:
+    """Words a time of today or tomorrow, in UTC."""
+    return f"{time:%H:%M:%S} UTC"
 
 
 def _text(time: timedelta) -> str:

@@ -44,6 +44,8 @@ SECTIONS = (
     "allowFaultInjection",
 )
 """Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
+SAME_ANSWERS = ("batching", "limits")
+"""Sections that say how fast and how much engines answer, and not what."""
 _MERGED = ("model", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 """Sections with fields of the API; other maps are filled by people."""
 NOT_OF_A_POOL = ("replicas", "autoscaling")
@@ -94,6 +96,15 @@ def changed_pools(target: Release, release: Release) -> list[str]:
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]
+
+
+def changes_answers(target: Release, release: Release) -> bool:
+    """Whether engines of the two may answer one request differently."""
+    sections = [name for name in SECTIONS if name not in SAME_ANSWERS]
+    pools = release["pools"]
+    return any(target[name] != release[name] for name in sections) or any(
+        own != pools[name] for name, own in target["pools"].items()
+    )
 
 
 def with_release(service: Service, release: Release) -> Service:

@@ -14,6 +14,7 @@ from ullage_cluster.service import Service
 
 # Generous with times: engines that share two cores are slower and faster by chance.
 QUICK = {
+    "strategy": "Canary",
     "weightSteps": [50],
     "stepDuration": "20s",
     "minRequests": 4,

@@ -404,6 +404,11 @@ RULES = [
     rule("rollout.weightSteps", "must rise", value=[10, 60, 30]),
     rule("rollout.weightSteps", "must rise", value=[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]),
     rule("rollout.stepDuration", "must not exceed rollout.maxWait", {"rollout": LONG_STEP}),
+    rule(
+        "rollout.maxWait",
+        "must be at least 3m",
+        {"rollout": {"stepDuration": "1s", "maxWait": "4s"}},
+    ),
     rule("tls", "tls encrypts nothing by itself", value={}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"e2eP95": "5s"}}),

@@ -110,7 +110,7 @@ def test_conditions_follow_the_workloads(world, operator, played):
 def test_the_status_never_calls_an_edit_settled_that_has_only_just_been_applied(
     world, operator, played, edit, what
 ):
-    world.create(router={"replicas": 1}, rollout={"strategy": "rolling"})
+    world.create(router={"replicas": 1}, rollout={"strategy": "Rolling"})
     counts = dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), 1)
     for (plural, name), obj in converged(world).items():
         if plural in ("statefulsets", "deployments"):

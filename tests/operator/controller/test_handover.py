@@ -11,7 +11,7 @@ def operator(start):
 
 def test_the_number_of_engines_is_handed_over_and_taken_back(world, operator):
     # No engine is ever ready here: a canary of the edit would first be waited with for a minute.
-    world.create(pools={"single": {"replicas": 3}}, rollout={"strategy": "rolling"})
+    world.create(pools={"single": {"replicas": 3}}, rollout={"strategy": "Rolling"})
     converged(world)
     path = f"{world.path('statefulsets')}/s-single"
 

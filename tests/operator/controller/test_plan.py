@@ -217,8 +217,8 @@ LATER = {"after": timedelta(days=1)}
         ([EDIT, {}, LATER], ("False", "NotMeasured"), "RolledBack"),
         ([EDIT | HELD, {}, LATER], ("False", "NotMeasured"), "Paused"),
         ([EDIT | {"rollout": {"paused": True}}], ("False", "Paused"), "Paused"),
-        ([EDIT | {"rollout": {"strategy": "rolling"}}], ("True", "RollingOut"), "Promoting"),
-        ([EDIT | {"rollout": {"strategy": "rolling"}}, {}], ("False", "Settled"), "Stable"),
+        ([EDIT | {"rollout": {"strategy": "Rolling"}}], ("True", "RollingOut"), "Promoting"),
+        ([EDIT | {"rollout": {"strategy": "Rolling"}}, {}], ("False", "Settled"), "Stable"),
     ],
 )
 def test_progressing_tells_of_a_rollout_until_the_engines_are_what_the_spec_asks_for(

@@ -16,7 +16,7 @@ BASE: dict[str, Any] = {
     "model": {"source": "file:///models/a", "name": "m"},
     "device": "cpu",
     "pools": {"single": {}, "large": POOL},
-    "rollout": {"strategy": "rolling"},
+    "rollout": {"strategy": "Rolling"},
 }
 NOBODY: set[str] = set()
 ROUTER = {"router"}
@@ -43,7 +43,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"healing": {"enabled": False}}, NOBODY),
     ({"healing": {"restartsPerHour": 9}}, NOBODY),
     ({"rollout": {"minRequests": 7}}, NOBODY),
-    ({"rollout": {"strategy": "canary"}}, NOBODY),
+    ({"rollout": {"strategy": "Canary"}}, NOBODY),
     ({"serviceAccount": {"annotations": {"a": "b"}}}, NOBODY),
     # What routers alone read.
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it

