@@ -15,6 +15,7 @@ from ullage_operator.api.sections import ModelCache, Placing, PoolSpec, canonica
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.config_files import digest
+from ullage_operator.manifests.resources import engine_resources, router_resources
 
 Manifest = dict[str, Any]
 
@@ -161,10 +162,6 @@ DEFAULT_SPREAD = {
     "topologyKey": "kubernetes.io/hostname",
     "whenUnsatisfiable": "ScheduleAnyway",
 }
-ROUTER_RESOURCES = {
-    "requests": {"cpu": "250m", "memory": "256Mi"},
-    "limits": {"memory": "1Gi"},
-}
 
 
 def engine_template(
@@ -217,26 +214,6 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
     }
 
 
-def engine_resources(service: Service, pool: PoolSpec) -> Manifest:
-    """The pool's own resources, and its GPUs unless it computes on the CPU.
-
-    GPUs are limits, by which the DCGM exporter, too, tells whose they are.
-    """
-    resources = amounts(pool.resources)
-    if service.spec.device != "cpu":
-        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus)
-    return resources
-
-
-def amounts(resources: Mapping[str, Mapping[str, int | str]]) -> Manifest:
-    """Returns quantities as the API server stores them, so that what is applied equals what is
-    read."""
-    return {
-        kind: {name: canonical(amount) for name, amount in by_name.items()}
-        for kind, by_name in resources.items()
-    }
-
-
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
     router, secrets = service.spec.router, router_secrets(service)
     container = {
@@ -253,7 +230,7 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             port("metrics", naming.METRICS_PORT),
             *probe_ports(service.spec.tls.router is not None),
         ],
-        "resources": amounts(router.resources) or ROUTER_RESOURCES,
+        "resources": router_resources(service),
         "securityContext": container_security(),
         **router_probes(service.spec.tls.router is not None),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
@@ -304,6 +281,8 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
             "runAsUser": USER,
             "runAsGroup": USER,
             "fsGroup": USER,
+            # Or a whole model cache would change hands, file by file, at each start.
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         **({"imagePullSecrets": pulled} if pulled else {}),

@@ -1,0 +1,125 @@
+"""CPU and memory of engine and router containers: what the spec says, over defaults.
+
+A container without requests is the first that a node under pressure evicts and its kernel kills,
+so every container requests both. Engines get no limits by default: how much host memory a model
+takes is estimated, and an estimate must not kill.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+from ullage_common.config.engine import ModelSection
+from ullage_operator.api.sections import PoolSpec, amount, canonical
+from ullage_operator.api.spec import Service
+
+Amounts = dict[str, dict[str, str]]
+"""Quantities by `requests` or `limits`, and by the resource's name."""
+
+_MIB = 1 << 20
+_SERVER_BYTES = 512 * _MIB
+_WORKER_BYTES = 1024 * _MIB
+"""Host memory of a worker beside the weights: Python, torch and the device's context."""
+_ROUNDING_BYTES = 128 * _MIB
+_WORKER_MILLICPU = 250
+_ROUTER_PROCESS: Amounts = {
+    "requests": {"cpu": "250m", "memory": "256Mi"},
+    "limits": {"memory": "1Gi"},
+}
+_PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z0-9])")
+"""Such as 135M, 7b, 0.5B or 8x7B, in lower case."""
+_BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
+"""Blocks of GGUF files: Q4_K_M has four bits and scales."""
+_BITS = (
+    (re.compile(r"int4|awq|gptq|mxfp4|4-?bit"), 4.5),
+    (re.compile(r"int8|fp8|w8a8|8-?bit"), 8.5),
+)
+_DTYPE_BITS = {"float32": 32.0}
+_QUANTIZED_BITS = {"int4": 4.5, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
+
+
+def engine_resources(service: Service, pool: PoolSpec) -> Amounts:
+    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU.
+
+    GPUs are limits, by which the DCGM exporter, too, tells whose they are.
+    """
+    requests = {
+        "cpu": f"{_WORKER_MILLICPU * pool.gpus}m",
+        "memory": f"{_engine_bytes(service, pool) // _MIB}Mi",
+    }
+    resources = _over(pool.resources, {"requests": requests})
+    if service.spec.device != "cpu":
+        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus)
+    return resources
+
+
+def router_resources(service: Service) -> Amounts:
+    """The router's own resources over defaults, which grow with its processes."""
+    processes = service.spec.router.processes
+    defaults = {
+        kind: {name: _times(quantity, processes) for name, quantity in by_name.items()}
+        for kind, by_name in _ROUTER_PROCESS.items()
+    }
+    return _over(service.spec.router.resources, defaults)
+
+
+def model_bytes(model: ModelSection) -> int:
+    """An estimate of a model's weights from its name and source, bytes; 0 where neither names a
+    number of parameters."""
+    text = f"{model.source} {model.name}".lower().replace("_", "-")
+    counts = [
+        int(experts or 1) * float(number) * {"m": 1e6, "b": 1e9}[unit]
+        for experts, number, unit in _PARAMETERS.findall(text)
+    ]
+    return math.ceil(max(counts, default=0.0) * _bits(model) / 8)
+
+
+def _bits(model: ModelSection) -> float:
+    """Bits of a weight, its scales included."""
+    if model.quantization in _QUANTIZED_BITS:
+        return _QUANTIZED_BITS[model.quantization]
+    text = f"{model.source} {model.name}".lower()
+    if blocks := _BLOCKS.search(text):
+        return float(blocks[1]) + 0.5
+    for pattern, bits in _BITS:
+        if pattern.search(text):
+            return bits
+    return _DTYPE_BITS.get(model.dtype, 16.0)
+
+
+def _engine_bytes(service: Service, pool: PoolSpec) -> int:
+    """Host memory that an engine is expected to use, bytes.
+
+    Prepared weights lie in memory, where a worker that is started again finds them; on a CPU the
+    budget, where it is given, has weights and KV in it.
+    """
+    weights = model_bytes(service.spec.model)
+    if service.spec.device == "cpu":
+        weights = pool.memory.device_bytes or weights
+    total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus + weights + pool.memory.host_kv
+    return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
+
+
+def _times(quantity: str, count: int) -> str:
+    number, unit = re.fullmatch(r"(\d+)(\D*)", quantity).groups()  # type: ignore[union-attr]
+    return canonical(f"{int(number) * count}{unit}")
+
+
+def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
+    """Quantities as the API server stores them, so that what is applied equals what is read.
+
+    A default request gives way to a limit, and a default limit to a request above it: Kubernetes
+    takes a limit for the request that is missing, and refuses a request above its limit.
+    """
+    merged: Amounts = {
+        kind: {name: canonical(quantity) for name, quantity in by_name.items()}
+        for kind, by_name in given.items()
+    }
+    own_limits, own_requests = given.get("limits", {}), given.get("requests", {})
+    for name, quantity in defaults.get("requests", {}).items():
+        if name not in own_limits:
+            merged.setdefault("requests", {}).setdefault(name, canonical(quantity))
+    for name, quantity in defaults.get("limits", {}).items():
+        if name not in own_requests or amount(own_requests[name]) <= amount(quantity):
+            merged.setdefault("limits", {}).setdefault(name, canonical(quantity))
+    return merged

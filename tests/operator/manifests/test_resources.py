@@ -1,0 +1,100 @@
+"""What engines and routers request by default, and how a spec's own amounts lie over that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ullage_common.config.engine import ModelSection
+from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.manifests.resources import model_bytes
+
+MakePlan = Callable[..., ServicePlan]
+Resources = dict[str, dict[str, str]]
+
+
+def resources(plan: ServicePlan, kind: str) -> Resources:
+    [workload] = [item for item in plan.apply if item["kind"] == kind]
+    [container] = workload["spec"]["template"]["spec"]["containers"]
+    amounts: Resources = container["resources"]
+    return amounts
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_engine_is_best_effort(make_plan: MakePlan, device: str) -> None:
+    amounts = resources(make_plan(device=device), "StatefulSet")
+    assert amounts["requests"] == {"cpu": "250m", "memory": "1536Mi"}
+    assert "memory" not in amounts.get("limits", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "gigabytes"),
+    [
+        ("hf://org/Llama-3.1-8B-Instruct", {}, 16),
+        ("hf://org/Llama-3.1-8B-Instruct", {"dtype": "float32"}, 32),
+        ("hf://org/Llama-3.1-8B-Instruct", {"quantization": "fp8"}, 8.5),
+        ("hf://org/Mixtral-8x7B-v0.1", {}, 112),
+        ("hf://org/Qwen2.5-0.5B", {}, 1),
+        ("file:///models/llama-8b.Q4_K_M.gguf", {}, 4.5),
+        ("hf://org/gpt-oss-20b-MXFP4", {}, 11.25),
+        ("hf://org/Llama-70B-AWQ", {}, 39.375),
+        ("pkg://smol/SmolLM2-135M-Instruct.Q4_1.gguf", {}, 0.0759375),
+        ("file:///models/current", {}, 0),
+        ("hf://org/phi-3-4bit-b12", {}, 0),
+    ],
+)
+def test_weights_are_estimated_from_the_model(
+    source: str, more: dict[str, Any], gigabytes: float
+) -> None:
+    model = ModelSection(source=source, name="chat", **more)
+    assert model_bytes(model) == pytest.approx(gigabytes * 1e9)
+
+
+def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakePlan) -> None:
+    model = {"source": "hf://org/Llama-3.1-70B-Instruct", "name": "llama"}
+    four = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}, "memory": {"hostKV": "8Gi"}}
+    plan = make_plan(model=model, pools={"single": four})
+    requests = resources(plan, "StatefulSet")["requests"]
+    assert requests["cpu"] == "1"
+    # 140 GB of weights, 8 GiB of KV, and the processes of one server and four workers.
+    assert requests["memory"] == "143Gi"
+
+
+def test_on_a_cpu_the_budget_is_requested(make_plan: MakePlan) -> None:
+    plan = make_plan(device="cpu", memory={"deviceBytes": "6Gi", "safetyReserve": "1Gi"})
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "7680Mi"
+
+
+@pytest.mark.parametrize(
+    ("own", "merged"),
+    [
+        (
+            {},
+            {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+        ),
+        (
+            {"limits": {"cpu": "8"}},
+            {"requests": {"memory": "1Gi"}, "limits": {"cpu": "8", "memory": "4Gi"}},
+        ),
+        (
+            {"requests": {"memory": "5Gi"}},
+            {"requests": {"cpu": "1", "memory": "5Gi"}},
+        ),
+        (
+            {"limits": {"memory": "512Mi"}},
+            {"requests": {"cpu": "1"}, "limits": {"memory": "512Mi"}},
+        ),
+    ],
+)
+def test_a_router_has_as_much_for_each_process_and_fields_of_its_own(
+    make_plan: MakePlan, own: Resources, merged: Resources
+) -> None:
+    plan = make_plan(router={"processes": 4, "resources": own})
+    assert resources(plan, "Deployment") == merged
+
+
+def test_a_volume_whose_root_is_right_is_not_walked(make_plan: MakePlan) -> None:
+    for item in make_plan().apply:
+        if item["kind"] in ("StatefulSet", "Deployment"):
+            context = item["spec"]["template"]["spec"]["securityContext"]
+            assert context["fsGroupChangePolicy"] == "OnRootMismatch"
