@@ -145,7 +145,13 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     rollout = plan_rollout(service, observe_rollout(observed), settings)
     desired = wanted_objects(service, rollout, observed, settings)
     keys = {key_of(item) for item in desired}
-    obsolete = [item for key, item in observed.objects.items() if key not in keys]
+    # What lost its owner, or copies another's labels, is taken over where it is wanted, and else
+    # is nobody's to delete.
+    obsolete = [
+        item
+        for key, item in observed.objects.items()
+        if key not in keys and is_owned_by(item, service.uid)
+    ]
     obsolete = obsolete if rollout.is_known else []
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
@@ -154,6 +160,11 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         waits.append(rollout.look_again_s)
     recheck_s = min(waits, default=None)
     return ServicePlan(tuple(desired), tuple(obsolete), status, rollout, healing, recheck_s)
+
+
+def is_owned_by(item: LiveObject, uid: str) -> bool:
+    owners = item["metadata"].get("ownerReferences") or ()
+    return any(owner["uid"] == uid for owner in owners)
 
 
 def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:

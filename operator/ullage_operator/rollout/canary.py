@@ -108,7 +108,7 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Advances the rollout by one step and says which engines serve."""
     target = release_of(service, settings)
-    state = load(observation.stored_state, target)
+    state = load(observation.stored_state, target, observation.stateful_sets.values())
     if state is None and (held := _held_progress(service, observation, target)):
         return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
     state = state or initial(target, observation.now)

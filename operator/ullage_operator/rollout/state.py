@@ -13,7 +13,7 @@ what nobody has analysed.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -163,14 +163,22 @@ def _other(progress: RolloutProgress) -> str:
     return "" if other == progress.stable else other
 
 
-def load(text: str | None, target: Release) -> RolloutState | None:
-    """Reads what `dump` wrote, in the form of what the spec asks for; None if it cannot."""
+def load(
+    text: str | None, target: Release, live: Iterable[Mapping[str, Any]] = ()
+) -> RolloutState | None:
+    """Reads what `dump` wrote, in the form of what the spec asks for; None if it cannot.
+
+    Args:
+        live: the service's StatefulSets, whose pods have the environment that the text only has
+            hashes of.
+    """
     try:
         kept = json.loads(text or "")
         progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
-        if tried is not None and is_same(target, tried):
+        if tried is not None and is_same(_sealed(target), _sealed(tried)):
             tried = target
-        return RolloutState(progress, overlaid(target, kept["release"]), tried)
+        values = dict(_hashed_values([target, *live]))
+        return RolloutState(progress, overlaid(target, _unsealed(kept["release"], values)), tried)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -189,16 +197,70 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Writes what must outlive the operator: decisions, and not what is measured meanwhile."""
+    """Writes what must outlive the operator: decisions, and not what is measured meanwhile.
+
+    More people may read ConfigMaps than services: of the values of environment variables, which
+    may be secrets, it has hashes.
+    """
     progress = state.progress
     fields = dataclasses.asdict(progress)
     if progress.stage in TRYING and not progress.is_held:
         del fields["reason"], fields["message"]
     fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
-    document = {"state": fields, "release": state.release}
+    document = {"state": fields, "release": _sealed(state.release)}
     if state.tried is not None:
-        document["tried"] = state.tried
+        document["tried"] = _sealed(state.tried)
     return json.dumps(document, sort_keys=True, indent=1)
+
+
+_VALUE, _VALUE_HASH = "value", "valueHash"
+
+
+def _sealed(section: Any) -> Any:
+    """Returns a release with hashes for the values of environment variables."""
+    match section:
+        case {"name": name, "value": value}:
+            kept = {key: item for key, item in section.items() if key != _VALUE}
+            return kept | {_VALUE_HASH: _value_hash(name, value)}
+        case Mapping():
+            return {key: _sealed(item) for key, item in section.items()}
+        case list() | tuple():
+            return [_sealed(item) for item in section]
+    return section
+
+
+def _unsealed(section: Any, values: Mapping[str, str]) -> Any:
+    """Returns what was sealed.
+
+    Raises:
+        KeyError: nobody has the value any more.
+    """
+    match section:
+        case {"valueHash": str(value_hash)}:
+            kept = {key: item for key, item in section.items() if key != _VALUE_HASH}
+            return kept | {_VALUE: values[value_hash]}
+        case Mapping():
+            return {key: _unsealed(item, values) for key, item in section.items()}
+        case list():
+            return [_unsealed(item, values) for item in section]
+    return section
+
+
+def _hashed_values(section: Any) -> Iterator[tuple[str, str]]:
+    """Yields the values of all environment variables of anything, by their hashes."""
+    match section:
+        case {"name": name, "value": value}:
+            yield _value_hash(name, value), value
+        case Mapping():
+            for item in section.values():
+                yield from _hashed_values(item)
+        case list() | tuple():
+            for item in section:
+                yield from _hashed_values(item)
+
+
+def _value_hash(name: Any, value: Any) -> str:
+    return hashlib.sha256(f"{name}={value}".encode()).hexdigest()[:16]
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:

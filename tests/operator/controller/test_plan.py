@@ -56,6 +56,18 @@ def test_nothing_is_deleted_that_is_wanted(make_plan: MakePlan) -> None:
     assert make_plan(observed(live(make_plan()))).delete == ()
 
 
+@pytest.mark.parametrize("owners", [[], [{"kind": "LLMService", "name": "demo", "uid": "uid-0"}]])
+def test_what_the_service_does_not_own_is_never_deleted(
+    make_plan: MakePlan, owners: list[dict[str, str]]
+) -> None:
+    before = live(make_plan(pools={"large": {}}))
+    copy = next(item for item in before if item["kind"] == "ConfigMap")
+    copy = copy | {"metadata": copy["metadata"] | {"name": "backup", "ownerReferences": owners}}
+    deleted = [key_of(item) for item in make_plan(observed([*before, copy])).delete]
+    assert ("StatefulSet", "demo-large") in deleted
+    assert ("ConfigMap", "backup") not in deleted
+
+
 def test_a_removed_pool_is_deleted_whole(make_plan: MakePlan) -> None:
     before = live(make_plan(pools={"large": {}}))
     gone = make_plan(observed(before)).delete

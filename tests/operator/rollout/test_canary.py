@@ -426,6 +426,59 @@ def test_what_is_remembered_comes_first_and_other_operators_can_read_it(cluster)
     assert cluster.image() == "one"
 
 
+def with_token(token):
+    return {"single": {"replicas": 3, "env": [{"name": "HF_TOKEN", "value": token}]}}
+
+
+def engine_env(cluster, name="demo-single"):
+    pod = cluster.objects["StatefulSet", name]["spec"]["template"]["spec"]
+    return {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+
+
+def config_maps(cluster):
+    return json.dumps([obj for key, obj in cluster.objects.items() if key.kind == "ConfigMap"])
+
+
+def test_no_value_of_the_environment_reaches_a_config_map(cluster):
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    for _ in range(3):
+        cluster.step()
+    cluster.edit(pools=with_token("hf_two"), rollout={})
+    assert cluster.has_canary and engine_env(cluster, "demo-single-next")["HF_TOKEN"] == "hf_two"
+    assert engine_env(cluster)["HF_TOKEN"] == "hf_one"
+    assert "hf_one" not in config_maps(cluster) and "hf_two" not in config_maps(cluster)
+    cluster.canary = BAD
+    cluster.step()
+    cluster.step()
+    assert cluster.stages[-1] == "RolledBack" and not cluster.has_canary
+    assert engine_env(cluster)["HF_TOKEN"] == "hf_one"  # as the pods that run have it
+    cluster.edit(pools=with_token("hf_one"))
+    cluster.step()
+    assert cluster.stages[-1] == "Stable"
+
+
+def test_a_value_that_nobody_has_any_more_is_not_made_up(cluster):
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    for _ in range(3):
+        cluster.step()
+    del cluster.objects["StatefulSet", "demo-single"]
+    cluster.edit(pools=with_token("hf_two"), rollout={})
+    assert engine_env(cluster)["HF_TOKEN"] == "hf_two"  # of what the spec asks for
+    assert cluster.stages[-1] == "Stable"
+
+
+def test_values_that_an_older_operator_wrote_are_read_and_not_kept(cluster):
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    for _ in range(3):
+        cluster.step()
+    kept = json.loads(cluster.config("demo-rollout")["state.json"])
+    kept["release"]["pools"]["single"]["env"] = [{"name": "HF_TOKEN", "value": "hf_one"}]
+    cluster.config("demo-rollout")["state.json"] = json.dumps(kept)
+    cluster.step()
+    assert cluster.stages[-1] == "Stable"
+    assert "hf_one" not in config_maps(cluster)
+
+
 def test_a_name_stays_short_enough_for_kubernetes():
     name = naming.pool_name("s" * 40, naming.canary_pool("single"))
     assert len(name) <= 52
