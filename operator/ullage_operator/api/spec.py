@@ -230,7 +230,7 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
         OutdatedDefinition: a field is missing to which the definition gives a default.
         InvalidManifest: a value cannot be read.
     """
-    complete = with_tenant_defaults(with_pool_memory(stored))
+    complete = with_tenant_defaults(with_pool_defaults(stored))
     try:
         return msgspec.convert(_read_spec(complete, ""), Spec)
     except msgspec.ValidationError as error:
@@ -282,14 +282,32 @@ def excesses(spec: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def with_pool_memory(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec with every pool's memory complete, and pools in order of preference."""
+def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec with every pool's memory and GPUs complete, and pools in order of preference."""
     ranks = {name: rank for rank, name in enumerate((SINGLE, LARGE))}
     memory = spec.get("memory", {})
     pools = spec.get("pools", {})
     ordered = sorted(pools.items(), key=lambda item: (ranks.get(item[0], 2), item[0]))
-    complete = {name: pool | {"memory": memory | pool.get("memory", {})} for name, pool in ordered}
+    complete = {
+        name: pool
+        | _rank_grid(pool, 4 if name == LARGE and spec.get("device") != "cpu" else 1)
+        | {"memory": memory | pool.get("memory", {})}
+        for name, pool in ordered
+    }
     return {**spec, "pools": complete}
+
+
+def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
+    """GPUs of a pool and how they share the model; either follows from the other.
+
+    The definition has no default for them: it has one schema for pools of every name.
+    """
+    parallelism = pool.get("parallelism")
+    if parallelism is None:
+        gpus = pool.get("gpus", default_gpus)
+        side = 2 if gpus == 4 else 1
+        return {"gpus": gpus, "parallelism": {"tensor": side, "pipeline": side}}
+    return {"gpus": pool.get("gpus", parallelism["tensor"] * parallelism["pipeline"])}
 
 
 def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -43,7 +43,6 @@ from ullage_router.policy.decision import (
     QueueState,
     RequestFacts,
     RoutingPolicy,
-    route_of,
 )
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.truncate import truncate
@@ -353,7 +352,8 @@ class Admission:
             call.decision.after("queue", wait.reason),
             action="queue",
             reason=wait.reason,
-            route=route_of(wait.pool),
+            pool=wait.pool,
+            route=self._engines.route(wait.pool),
             predicted_bytes=wait.demand.kv_bytes,
         )
         _log(call, logging.INFO)
@@ -365,7 +365,8 @@ class Admission:
             call.decision.after("reject", refuse.reason),
             action="reject",
             reason=refuse.reason,
-            route=route_of(refuse.pool),
+            pool=refuse.pool,
+            route=self._engines.route(refuse.pool),
             prompt_tokens=len(request.prompt.token_ids),
             predicted_bytes=demand.kv_bytes if demand else call.decision.predicted_bytes,
         )
@@ -397,7 +398,8 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     return changed(
         before,
         action=action or ("shrink" if degraded else "accept"),
-        route=route_of(run.pool),
+        pool=run.pool,
+        route=reservation.engine.route,
         reason=run.reason,
         engine=reservation.engine.id,
         side=reservation.engine.side.value,

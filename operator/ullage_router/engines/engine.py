@@ -23,7 +23,7 @@ from ullage_router.engines.multiplex import Metadata, Multiplexer
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
-from ullage_router.policy.decision import EngineState, EngineView, Release, Side
+from ullage_router.policy.decision import EngineState, EngineView, Release, Side, route_of
 from ullage_router.tokenizer import Model
 
 CHECK_INTERVAL_S = 1.0
@@ -284,6 +284,14 @@ class Engine:
     def id(self) -> str:
         """The engine's own name, or its address until the name is known."""
         return self.headroom.engine if self.headroom else self.address
+
+    @property
+    def route(self) -> str:
+        """The pool's label; what the ranks of this very engine are, once it has described them."""
+        ranks = self.description.ranks if self.description else ()
+        tensor = 1 + max((rank.tensor_rank for rank in ranks), default=0)
+        pipeline = 1 + max((rank.stage for rank in ranks), default=0)
+        return route_of(self.pool, tensor, pipeline)
 
     @property
     def reports(self) -> int:

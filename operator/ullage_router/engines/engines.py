@@ -155,6 +155,11 @@ class Engines:
         """Returns an engine that the pool has or had."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
+    def route(self, pool: str) -> str:
+        """Returns the label of a pool: that of an engine that it has or had, else its name."""
+        engine = self.last(pool)
+        return engine.route if engine else pool
+
     def resolve_soon(self) -> None:
         """Resolves engines as soon as the interval allows."""
         self._relist.set()

@@ -14,11 +14,10 @@ from typing import Literal
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.config.router import LARGE_POOL, PrefillSection, Rung, RungsSection
+from ullage_common.config.router import PrefillSection, Rung, RungsSection
 from ullage_common.request_cost import MemoryProfile, most_tokens
 
 KEPT_STEPS = 12
-LARGE_ROUTE = "tp2pp2"
 MIB = 1 << 20
 
 Outcome = Literal["served", "fallback", "escalated", "refused", "failed", "slow", "lost"]
@@ -80,6 +79,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     action: str = ""
     """accept, shrink, queue, route4 or reject; empty until something is decided."""
+    pool: str = ""
+    """The pool that the decision is about; empty where another router decided."""
     route: str = ""
     """The pool's label in headers, logs and metrics (`route_of`)."""
     reason: str = ""
@@ -145,9 +146,13 @@ class Decision(msgspec.Struct, frozen=True):
 UNDECIDED = Decision()
 
 
-def route_of(pool: str) -> str:
-    """Returns the label of a pool in headers, logs and metrics."""
-    return LARGE_ROUTE if pool == LARGE_POOL else pool
+def route_of(pool: str, tensor: int, pipeline: int) -> str:
+    """Returns the label of a pool in headers, logs and metrics.
+
+    It is the arrangement of ranks, such as tp2pp2, where tensor ranks and pipeline stages share a
+    model, else the pool's name.
+    """
+    return f"tp{tensor}pp{pipeline}" if tensor > 1 and pipeline > 1 else pool
 
 
 def attempts_header(attempts: Iterable[Attempt]) -> str:

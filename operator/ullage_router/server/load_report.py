@@ -14,7 +14,6 @@ from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
-from ullage_router.policy.decision import route_of
 from ullage_router.telemetry.record import RequestRecord
 
 WINDOW_S = 60
@@ -67,14 +66,13 @@ class LoadReporter:
         self._scale_to_zero = scale_to_zero
         self._clock = clock
         self._pools = [pool.name for pool in config.pools]
-        self._by_route = {route_of(name): name for name in self._pools}
         self._tokens = {name: _FirstTokens() for name in self._pools}
         self._used = dict.fromkeys(self._pools, clock())
 
     def on_end(self, record: RequestRecord) -> None:
         """A request is over."""
-        pool = self._by_route.get(record.decision.route)
-        if pool is None:
+        pool = record.decision.pool
+        if pool not in self._tokens:
             return
         now = self._used[pool] = self._clock()
         # What was held says how long a pool takes to wake, not that it has too few engines.

@@ -19,7 +19,6 @@ from ullage_router.pipeline.idempotency import Replacer
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
-from ullage_router.policy.decision import route_of
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.rollout import Rollout, TrialCollector
@@ -348,7 +347,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "id": engine.id,
         "address": engine.address,
         "pool": engine.pool,
-        "route": route_of(engine.pool),
+        "route": engine.route,
         "side": engine.side.value,
         "state": engine.state,
         "trouble": engine.trouble,

@@ -204,6 +204,11 @@ RULES = [
         "gpus must equal",
         {"pools.huge": {"gpus": 3, "parallelism": {"tensor": 2}}},
     ),
+    rule(
+        "pools.huge.parallelism",
+        "must not exceed 64 GPUs",
+        {"pools.huge": {"parallelism": {"tensor": 16, "pipeline": 8}}},
+    ),
     rule("pools.single.startTimeout", "from 10s to 24h, such as 30m", value="5s"),
     rule("pools.single.nccl", "nccl sets variables", value={"PATH": "/"}),
     rule("pools.single.nccl", "nccl sets no variables", value={"NCCL_NET_PLUGIN": "x"}),

@@ -23,8 +23,7 @@ def refusals(manifest: Any) -> list[str]:
 
 
 def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
-    pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
-    service = parse(manifest(pools=pools))
+    service = parse(manifest(pools={"large": {}}))
     spec = service.spec
     assert (service.name, service.namespace, service.uid) == ("demo", "models", "uid-1")
     assert service.generation == 3
@@ -42,6 +41,27 @@ def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
     assert (single.gpus, single.parallelism.tensor, single.parallelism.pipeline) == (1, 1, 1)
     assert (large.gpus, large.parallelism.tensor, large.parallelism.pipeline) == (4, 2, 2)
     assert large.micro_batches == 6
+
+
+GRIDS: list[tuple[str, str, dict[str, Any], tuple[int, int, int]]] = [
+    ("cuda", "large", {}, (4, 2, 2)),
+    ("auto", "large", {"gpus": 4}, (4, 2, 2)),
+    ("cpu", "large", {}, (1, 1, 1)),
+    ("cpu", "large", {"gpus": 4}, (4, 2, 2)),
+    ("auto", "large", {"gpus": 1}, (1, 1, 1)),
+    ("auto", "large", {"parallelism": {"pipeline": 3}}, (3, 1, 3)),
+    ("auto", "other", {}, (1, 1, 1)),
+    ("auto", "single", {"parallelism": {"tensor": 2, "pipeline": 4}}, (8, 2, 4)),
+    ("auto", "single", {"gpus": 2, "parallelism": {"tensor": 2}}, (2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("device", "name", "pool", "grid"), GRIDS)
+def test_gpus_and_their_arrangement_follow_from_one_another(
+    manifest: Make, device: str, name: str, pool: dict[str, Any], grid: tuple[int, int, int]
+) -> None:
+    own = parse(manifest(device=device, pools={name: pool})).spec.pools[name]
+    assert (own.gpus, own.parallelism.tensor, own.parallelism.pipeline) == grid
 
 
 def test_a_service_without_a_large_pool_is_valid(manifest: Make) -> None:
@@ -149,6 +169,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "spec.device: must be one of auto, cuda, cpu, not 'gpu'"),
     ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
     ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
+    (
+        {"pools": {"large": {"gpus": 4, "parallelism": {}}}},
+        "spec.pools.large.gpus: gpus must equal",
+    ),
+    (
+        {"pools": {"large": {"parallelism": {"tensor": 16, "pipeline": 8}}}},
+        "spec.pools.large.parallelism: parallelism.tensor * parallelism.pipeline must not exceed",
+    ),
     ({"pools": {"large": {"nccl": {"PATH": "/"}}}}, "spec.pools.large.nccl: nccl sets"),
     *(
         ({"pools": {pool: {"nccl": {name: "x"}}}}, f"spec.pools.{pool}.nccl: nccl sets no var")

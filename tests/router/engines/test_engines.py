@@ -145,6 +145,28 @@ def test_the_official_client_raises_errors_of_a_stream(start_service: "StartServ
     asyncio.run(scenario())
 
 
+def test_the_route_says_how_the_engines_ranks_are_arranged(start_service: "StartService") -> None:
+    words = {(1, 1): "large", (4, 1): "large", (1, 4): "large", (2, 2): "tp2pp2", (4, 2): "tp4pp2"}
+
+    async def scenario() -> None:
+        routing = {"large_request_tokens": 10}
+        async with start_service(large=(200,), routing=routing) as service:
+            engine = service.engines[1]
+            for engine.grid, word in words.items():
+                await engine.restart()
+                epoch = engine.headroom.epoch
+                engines = service.router.service.engines
+                known = engines.at(engine.address)
+                await service.until(lambda known=known, epoch=epoch: known.order.epoch == epoch)
+                await service.until(lambda: service.engine_state("large-0") == "ready")
+                answer = await service.complete("x" * 40)
+                assert (answer.status_code, answer.headers["x-ullage-route"]) == (200, word)
+                assert (await service.stats())["engines"][1]["route"] == word
+                assert (engines.route("large"), engines.route("other")) == (word, "other")
+
+    asyncio.run(scenario())
+
+
 def test_stats_describe_engines(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(large=(200,)) as service:

@@ -79,6 +79,8 @@ class FakeEngine(
         self.has_multiplex = True
         self.streams = 0
         self.max_model_len = max_model_len
+        self.grid = (2, 2) if pool == "large" else (1, 1)
+        """Tensor ranks and pipeline stages."""
         self.template = TEMPLATE
         self.heartbeat_s = 0.2
         self.is_mute = False
@@ -165,6 +167,12 @@ class FakeEngine(
                 groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)],
                 kv_pool_bytes=self.headroom.kv_pool_bytes,
             ),
+            ranks=[
+                inference_pb2.RankPlacement(rank=rank, stage=stage, tensor_rank=tensor_rank)
+                for rank, (stage, tensor_rank) in enumerate(
+                    itertools.product(range(self.grid[1]), range(self.grid[0]))
+                )
+            ],
         )
 
     async def Multiplex(self, requests: object, context: Any) -> None:

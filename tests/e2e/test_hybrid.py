@@ -1,0 +1,88 @@
+"""A large request on a real group of four ranks, one of which dies in the middle of the answer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    Service = Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. " * 16
+RANK = "ullage_engine.worker.rank_process"
+
+
+@pytest.fixture(scope="module")
+def hybrid(
+    start_service: Callable[[Path], "Service"], tmp_path_factory: pytest.TempPathFactory
+) -> "Service":
+    """examples/hybrid.yaml in float32, so that texts can be compared."""
+    document = yaml.safe_load((ROOT / "examples" / "hybrid.yaml").read_text())
+    document["spec"]["model"] |= {"dtype": "float32", "maxModelLen": 2048}
+    document["spec"]["routing"]["largeRequestTokens"] = 200
+    document["spec"]["limits"]["requestTimeout"] = "300s"  # of a machine with other work
+    path = tmp_path_factory.mktemp("hybrid") / "hybrid.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return start_service(path)
+
+
+def stream(
+    service: "Service", prompt: str, on_text: Callable[[str], None] = lambda _: None
+) -> tuple[httpx.Headers, str]:
+    """The headers and the whole text of one greedy answer, which must end without an error."""
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 48,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    text, reason = "", None
+    client = httpx.Client(base_url=service.http_url, timeout=300, trust_env=False)
+    with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+            on_text(text)
+    assert reason == "length"
+    return response.headers, text
+
+
+def ranks_of(service: "Service") -> set[psutil.Process]:
+    """The ranks of the large pool's engine besides the one that leads them."""
+    return {each for each in service.family() if RANK in each.cmdline()}
+
+
+def test_a_large_answer_survives_the_death_of_one_of_four_ranks(hybrid: "Service") -> None:
+    before = ranks_of(hybrid)
+    assert len(before) == 3
+    small, _ = stream(hybrid, "Say hello.")
+    headers, expected = stream(hybrid, PROMPT)
+    assert (small["x-ullage-route"], headers["x-ullage-route"]) == ("single", "tp2pp2")
+    assert headers["x-ullage-action"] == "route4"
+    killed_at: list[int] = []
+
+    def kill_a_rank(text: str) -> None:
+        if text and not killed_at:
+            max(before, key=lambda rank: rank.pid).kill()
+            killed_at.append(len(text))
+
+    headers, text = stream(hybrid, PROMPT, kill_a_rank)
+    assert headers["x-ullage-route"] == "tp2pp2"
+    assert text == expected
+    assert 0 < killed_at[0] < len(text)
+    assert len(ranks_of(hybrid)) == 3
+    assert before.isdisjoint(ranks_of(hybrid)), "the group has been started anew"
