@@ -122,7 +122,6 @@ async def start_router(
         "metrics": anywhere,
         "pools": [{"name": "single", "targets": addresses}],
         "routing": {
-            "ladder": ["queue", "reject"],
             "queue": {"max_requests": plan.queue, "timeout": REQUEST_TIMEOUT_S / 2},
         },
         "limits": {"request_timeout": REQUEST_TIMEOUT_S},

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,28 +18,39 @@ Event = inference_pb2.GenerateResponse
 
 
 class PausableDeadline:
-    """The time by which an answer must have ended; it is paused while the request is held.
+    """The times by which an answer must have begun and ended; paused while the request is held.
 
     Args:
-        at: on the monotonic clock.
+        at: when the last token must have come, on the monotonic clock.
+        first_token_at: when the first token must have come, on the same clock.
 
     held_s
         seconds that it stood still so far
     """
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float, first_token_at: float) -> None:
         self._at = at
+        self._first_token_at = min(at, first_token_at)
         self.held_s = 0.0
         self._timeouts: list[asyncio.Timeout] = []
 
     @property
     def at(self) -> float:
-        """The deadline on the monotonic clock."""
+        """The deadline of the last token, on the monotonic clock."""
         return self._at + self.held_s
 
     @property
+    def first_token_at(self) -> float:
+        """The deadline of the first token, on the monotonic clock."""
+        return self._first_token_at + self.held_s
+
+    @property
     def remaining_s(self) -> float:
-        return self._at + self.held_s - time.monotonic()
+        return self.at - time.monotonic()
+
+    @property
+    def first_token_remaining_s(self) -> float:
+        return self.first_token_at - time.monotonic()
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
@@ -74,6 +86,8 @@ class Call:
     """The log record; only the pipeline writes it."""
     timeout_s: float
     """Seconds from arrival to the last token."""
+    stall_s: float = math.inf
+    """Longest time in seconds without a token, from arrival to the first one or between two."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
     tenant: TenantSession = field(default_factory=anonymous_session)
@@ -101,7 +115,13 @@ class Call:
     """The prompt; set where it is rendered."""
 
     def __post_init__(self) -> None:
-        self.deadline = PausableDeadline(self.record.arrived + self.timeout_s)
+        arrived = self.record.arrived
+        self.deadline = PausableDeadline(arrived + self.timeout_s, arrived + self.stall_s)
+
+    @property
+    def token_timeout_s(self) -> float:
+        """Seconds within which the first token must come, and every other after the one before."""
+        return min(self.timeout_s, self.stall_s)
 
 
 class ResponseStream(Protocol):

@@ -352,7 +352,7 @@ class _Run:
         outcome: Outcome = "escalated"
         reason = ""
         try:
-            async with asyncio.timeout(HELD_SHARE * self._call.deadline.remaining_s):
+            async with asyncio.timeout(HELD_SHARE * self._call.deadline.first_token_remaining_s):
                 answer = await self._tasks[step]
                 if not self._is_judged(step):
                     return self._release(step, answer)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.config.engine import RequestLimits
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_router.call import Call, ResponseStream
@@ -35,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engines: where the served model is known.
         tenants: who may send them.
         issuer: places those that clients send to engines themselves.
-        timeout_s: time limit of a request; a client's own deadline may be sooner.
+        limits: time limits of a request; a client's own deadline may be sooner.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engines: Engines,
         tenants: Tenants,
         issuer: TicketIssuer,
-        timeout_s: float,
+        limits: RequestLimits,
     ) -> None:
         self._engines = engines
         self._pipeline = pipeline
         self._issuer = issuer
         self._tenants = tenants
-        self._timeout_s = timeout_s
+        self._limits = limits
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -62,6 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request,
             record,
             self._limit_s(context),
+            self._limits.request_timeout,
             trace_context(metadata),
             tenant,
             idempotency_key=metadata.get(HEADER, ""),
@@ -109,8 +111,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, error)
 
     def _limit_s(self, context: Context) -> float:
-        remaining = context.time_remaining()
-        return self._timeout_s if remaining is None else min(self._timeout_s, remaining)
+        limit_s, remaining_s = self._limits.total_timeout, context.time_remaining()
+        return limit_s if remaining_s is None else min(limit_s, remaining_s)
 
 
 async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:

@@ -108,7 +108,7 @@ class Router:
             self.service.engines,
             self.service.tenants,
             self.service.issuer,
-            config.limits.request_timeout,
+            config.limits,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name

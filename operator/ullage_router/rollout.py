@@ -400,7 +400,7 @@ class Rollout:
         except NotOnCanary:
             self.outcomes.on_declined()
         except ServiceError as error:
-            if call.deadline.remaining_s <= 0:
+            if call.deadline.first_token_remaining_s <= 0:
                 raise
             call.decision = call.decision.after("engine", error.reason)
             failure = error
@@ -433,7 +433,7 @@ class Rollout:
             observation.on_failure(error)
             raise
         except BaseException:
-            if call.deadline.remaining_s <= 0:
+            if call.deadline.first_token_remaining_s <= 0:
                 observation.on_timeout()
             raise
         observation.on_first_token()

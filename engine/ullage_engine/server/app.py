@@ -150,7 +150,7 @@ class EngineApp:
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
-        await _first_of(hurry.wait(), self._journal.emptied(self._config.limits.request_timeout))
+        await _first_of(hurry.wait(), self._journal.emptied(self._config.limits.total_timeout))
         self._journal.end_all(lambda entry: entry.end("cancelled"))
         unanswered = await self._journal.emptied(_LAST_MESSAGES_S)
         log.info("drained", extra={"unanswered_requests": unanswered})

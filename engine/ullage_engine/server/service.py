@@ -220,11 +220,14 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        if asyncio.get_running_loop().time() >= deadline:
+        """Waits for news; ends the samples when the deadline has passed, or when none came for as
+        long as there may be no token."""
+        now = asyncio.get_running_loop().time()
+        if now >= deadline:
             # News that are there already do not wait, so the timeout below would not see the time.
             self._end(group, "timeout")
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(min(deadline, now + self._config.limits.request_timeout)):
                 return await group.next_updates()
         except TimeoutError:
             self._end(group, "timeout")
@@ -239,7 +242,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             raise _not_taken_in_time() from error
 
     def _time_limit(self, context: Context) -> float:
-        limit = self._config.limits.request_timeout
+        limit = self._config.limits.total_timeout
         remaining = context.time_remaining()
         return limit if remaining is None else min(limit, remaining - DEADLINE_MARGIN_S)
 
@@ -404,7 +407,7 @@ class AdminService(admin_rpc.AdminServiceServicer):
         self, request: admin_pb.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> admin_pb.DrainResponse:
         self._engine_status.drain()
-        within_s = request.timeout_ms / 1000 or self._config.limits.request_timeout
+        within_s = request.timeout_ms / 1000 or self._config.limits.total_timeout
         return admin_pb.DrainResponse(unfinished=await self._journal.emptied(within_s))
 
     async def InjectFault(

@@ -115,6 +115,7 @@ def router_config(service: Service) -> RouterConfig:
         limits=RequestLimits(
             max_output_tokens=spec.limits.max_output_tokens,
             request_timeout=spec.limits.request_timeout,
+            total_timeout=spec.limits.total_timeout,
         ),
         memory=MemoryBudget(
             threshold=spec.memory.threshold, safety_reserve=spec.memory.safety_reserve

@@ -311,7 +311,7 @@ def engine_pre_stop_s(settings: Settings) -> int:
 
 def grace_s(service: Service, pre_stop_s: int) -> int:
     """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
-    return pre_stop_s + math.ceil(service.spec.limits.request_timeout) + LAST_MARGIN_S
+    return pre_stop_s + math.ceil(service.spec.limits.total_timeout) + LAST_MARGIN_S
 
 
 def held_s(service: Service) -> int:

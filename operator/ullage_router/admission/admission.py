@@ -256,7 +256,7 @@ class Admission:
             queue=request.queue_state if request else QueueState.OPEN,
             ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
-            patience_s=call.deadline.remaining_s,
+            patience_s=call.deadline.first_token_remaining_s,
             preferred=request.preferred if request else "",
             draw=random.getrandbits(30),
         )
@@ -330,7 +330,9 @@ class Admission:
             request.queue_state = QueueState.FULL
             return
         allowed_s = self._queue_timeout_s - call.decision.queued_s
-        useful_s = call.deadline.at - wait.least_s - started if wait.least_s else math.inf
+        useful_s = math.inf
+        if wait.least_s:
+            useful_s = call.deadline.first_token_at - wait.least_s - started
         try:
             if not await entry.wait_turn(min(allowed_s, useful_s)):
                 is_late = useful_s < allowed_s
@@ -379,7 +381,7 @@ def _waiter(request: AdmissionRequest, wait: Wait) -> Waiter:
     return Waiter(
         size=wait.demand.kv_bytes,
         arrival=call.record.arrived,
-        deadline=call.deadline.at,
+        deadline=call.deadline.first_token_at,
         prompt_bytes=request.prompt.memory_bytes,
         priority=call.request.priority,
         tenant=call.tenant.name,

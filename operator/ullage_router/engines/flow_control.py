@@ -7,6 +7,7 @@ token never waits, nor do those of an engine that is slower than that anyway.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -33,6 +34,8 @@ class FlowControl:
     """Seconds for which tokens wait for others; 0: not at all."""
     pace: float = 0.0
     """Most tokens a second; 0: as fast as they come."""
+    stall_s: float = math.inf
+    """Longest time in seconds that a reader waits for the next response."""
 
     @property
     def together(self) -> int:
@@ -46,13 +49,15 @@ class FlowControl:
         return max(1, self.window // self.together)
 
 
-def flow_of(streaming: StreamingSection) -> FlowControl:
-    """Returns the flow control of the configuration."""
+def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
+    """Returns the flow control of the configuration, for engines that may send nothing for
+    `stall_s` seconds."""
     return FlowControl(
         window=streaming.buffer_tokens,
         coalesce_tokens=streaming.coalesce_tokens,
         coalesce_s=streaming.coalesce_window,
         pace=streaming.tokens_per_second,
+        stall_s=stall_s,
     )
 
 
@@ -111,6 +116,9 @@ class ReceiveBuffer:
         """Time at which tokens may leave, on the event loop's clock."""
         self._reader: asyncio.Future[None] | None = None
         """The reader that waits for a response; None once it was woken."""
+        self._waiting_since = math.inf
+        """Time on the event loop's clock at which the reader began to wait for a response that has
+        not come; infinite while it does not."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -120,6 +128,7 @@ class ReceiveBuffer:
 
     def put(self, event: Event, kind: str | None) -> None:
         """The next response, which has the field `kind`."""
+        self._waiting_since = math.inf
         if kind == "delta":
             delta = event.delta
             self._events.append((event, delta))
@@ -142,7 +151,9 @@ class ReceiveBuffer:
         Raises:
             ServiceError: the call failed, and everything before was read.
         """
-        if self._wait_s() != 0:
+        if (wait_s := self._wait_s()) != 0:
+            if wait_s is None:
+                self._waiting_since = self._loop.time()
             await self._news()
         if self._events:
             return self._take()

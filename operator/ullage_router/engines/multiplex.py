@@ -257,8 +257,8 @@ class _Stream:
 
 
 class StreamCall(ReceiveBuffer):
-    """One Generate call that shares a stream with others: its tag and time limit, and what came and
-    was not read."""
+    """One Generate call that shares a stream with others: its tag and time limits, and what came
+    and was not read."""
 
     def __init__(
         self, stream: _Stream, tag: int, timeout_s: float, flow: FlowControl, window: int
@@ -266,7 +266,8 @@ class StreamCall(ReceiveBuffer):
         super().__init__(flow, window, partial(stream.grant, tag))
         self._stream = stream
         self._tag = tag
-        self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+        self._ends_at = self._loop.time() + timeout_s
+        self._deadline = self._loop.call_later(min(timeout_s, flow.stall_s), self._check_time)
 
     def cancel(self) -> None:
         self._deadline.cancel()
@@ -276,7 +277,15 @@ class StreamCall(ReceiveBuffer):
         self._deadline.cancel()
         super().end(error)
 
-    def _expire(self) -> None:
+    def _check_time(self) -> None:
+        """Ends the call when its time is over or its reader has waited too long; looks again when
+        that may be. So a response costs no timer."""
+        now = self._loop.time()
+        stalls_at = min(self._waiting_since, now) + self._flow.stall_s
+        check_at = min(self._ends_at, stalls_at)
+        if now < check_at:
+            self._deadline = self._loop.call_at(check_at, self._check_time)
+            return
         self._stream.cancel(self._tag)
         self.end(_late())
 

@@ -126,7 +126,9 @@ class _Generation:
         self.call = copy.copy(call)
         self.call.refused_by = {}
         # So it outlasts all who join with the same limit; each of them watches its own.
-        self.call.deadline = PausableDeadline(call.deadline.at + self._longest_s)
+        self.call.deadline = PausableDeadline(
+            call.deadline.at + self._longest_s, call.deadline.first_token_at + self._longest_s
+        )
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None

@@ -1,8 +1,9 @@
 """The end of the chain: a request on an engine, and on another one where the first fails it.
 
 The first token decides: an engine that fails before it is replaced by another, unseen by the
-client; one that fails after it ends the answer with an error, never silently. When the deadline
-passes after the first token the answer ends there with the reason TIMEOUT.
+client; one that fails after it ends the answer with an error, never silently. When no token
+comes in time after the first, or the time of the whole is over, the answer ends there with the
+reason TIMEOUT.
 """
 
 from collections.abc import AsyncGenerator
@@ -12,6 +13,7 @@ import grpc
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
@@ -50,6 +52,7 @@ class EngineStages:
 
     Args:
         streaming: how tokens flow.
+        limits: how long an engine may send none.
         admission: where a request may run.
         balancer: whether a request may be tried again.
         signer: signs what is sent to engines, where they want that; None: they do not.
@@ -59,6 +62,7 @@ class EngineStages:
     def __init__(
         self,
         streaming: StreamingSection,
+        limits: RequestLimits,
         admission: Admission,
         balancer: LoadBalancer,
         signer: TicketSigner | None,
@@ -67,7 +71,7 @@ class EngineStages:
         self._admission = admission
         self._balancer = balancer
         self._signer = signer if signer and signer.is_required else None
-        self._flow = flow_of(streaming)
+        self._flow = flow_of(streaming, limits.request_timeout)
         self._unary_flow = for_unary(self._flow)
         self._send: Send = self._send_to_engine
         if rollout:
@@ -91,7 +95,7 @@ class EngineStages:
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(error)
                 if not self._may_retry(error, failures):
-                    raise _final_error(error, call.timeout_s, len(failures)) from refusal
+                    raise _final_error(error, call.token_timeout_s, len(failures)) from refusal
                 engine = reservation.engine
                 call.refused_by[engine.address] = engine.reports
                 decision = call.decision.after("engine", error.reason)
@@ -227,7 +231,7 @@ class Generation:
                 raise
         engine = self._reservation.engine
         if engine.is_silent:
-            raise errors.cut_off(engine.id, engine.age_s, self._call.timeout_s)
+            raise errors.cut_off(engine.id, engine.age_s, self._call.token_timeout_s)
         return timed_out(self.accepted.prompt_tokens, self.output_tokens)
 
     def close(self) -> None:

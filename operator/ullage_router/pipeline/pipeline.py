@@ -140,20 +140,21 @@ class CommonStages:
         self._prompts = prompts
 
     async def open(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Checks the request, counts it against its tenant's quota, and watches its deadline.
+        """Checks the request, counts it against its tenant's quota, and bounds the time until its
+        first token.
 
         Raises:
             ServiceError: the request is wrong, over quota, or out of time.
         """
         try:
-            async with asyncio.timeout(max(0.0, call.deadline.remaining_s)) as timeout:
+            async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
                 with call.deadline.pauses(timeout):
                     self._engines.check_name(call.request.model)
                     validate_request(call.request)
                     call.tenant.open_request(call.request, self._config.model)
                     return await proceed(call)
         except TimeoutError as error:
-            raise errors.deadline(call.timeout_s) from error
+            raise errors.deadline(call.token_timeout_s) from error
 
     async def charge_estimate(self, call: Call, proceed: Handler) -> ResponseStream:
         """Charges the tenant for a request whose tokens may never be counted here."""

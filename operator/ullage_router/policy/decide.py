@@ -192,16 +192,24 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Runs with the longest output that fits the freest engine and still makes an answer."""
+        """Runs with the longest output that fits the freest engine and is not too short."""
         free = self._free(pool)
         if not free:
             return None
         engine = max(free, key=lambda e: (e.available, e.id))
         output = self._most_tokens(engine) - self.facts.prompt_tokens
         output = min(output, self.facts.max_tokens, room_of(self.facts, engine))
-        if output < self.facts.min_tokens:
+        if output < self._least_output(engine):
             return None
         return self._run(engine, output, "KV_HEADROOM")
+
+    def _least_output(self, engine: EngineView) -> int:
+        """Returns the output down to which a request may be shrunk on this engine."""
+        least = self.facts.min_tokens
+        if self.policy.rungs.shrink_output.below_expected:
+            return least
+        most = min(self.facts.max_tokens, room_of(self.facts, engine))
+        return max(least, min(engine.expected_output, most))
 
     def _wait(self) -> Wait | None:
         if self.facts.queue is not QueueState.OPEN:

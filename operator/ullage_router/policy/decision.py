@@ -106,6 +106,11 @@ class Decision(msgspec.Struct, frozen=True):
     """Id of the request whose generation is shared; empty when the request has its own."""
 
     @property
+    def lowered_limit(self) -> str:
+        """The output limit that was lowered, such as `max_tokens=64`; empty when it was not."""
+        return next((word for word in self.degraded if word.startswith("max_tokens=")), "")
+
+    @property
     def predicted_mib(self) -> float:
         return round((self.predicted_bytes or 0) / MIB, 3)
 
@@ -277,7 +282,7 @@ class RequestFacts:
     refused_by: frozenset[str] = frozenset()
     """Addresses of engines that have reported nothing since they refused the request."""
     patience_s: float = math.inf
-    """Seconds left for the whole answer."""
+    """Seconds left until the first token must have come."""
     preferred: str = ""
     """Address of the engine whose caches have most of the prompt's beginning; empty when none is
     known."""

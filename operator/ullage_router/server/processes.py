@@ -260,7 +260,7 @@ def longest_request_s(config: RouterConfig) -> float:
     """Returns the seconds until an accepted request has ended: held for a pool that sleeps, then
     answered."""
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
-    return held_s + config.limits.request_timeout
+    return held_s + config.limits.total_timeout
 
 
 def watch_parent(stop: asyncio.Event) -> None:

@@ -94,7 +94,9 @@ class RouterService:
         """
         config, common = self.config, CommonStages(self.config, self.engines, self._prompts)
         rollout = self.rollout if config.rollout_file else None
-        last = EngineStages(config.streaming, self.admission, self.balancer, self.signer, rollout)
+        last = EngineStages(
+            config.streaming, config.limits, self.admission, self.balancer, self.signer, rollout
+        )
         stages: list[Stage] = []
         if self.replacer:
             stages.append(self.replacer.replace_earlier)
@@ -207,7 +209,7 @@ class RouterService:
 
     def _reconnect(self) -> None:
         """Engines are spoken to with the new certificate from now on."""
-        self.engines.reconnect(self.config.limits.request_timeout)
+        self.engines.reconnect(self.config.limits.total_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
         if self.config.tenants is None:

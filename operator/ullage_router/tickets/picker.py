@@ -364,7 +364,7 @@ class TicketIssuer:
         self._ids = new_ids()
         self._task: asyncio.Task[None] | None = None
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
-        self._book = OpenTickets(ticket_s, config.limits.request_timeout, clock)
+        self._book = OpenTickets(ticket_s, config.limits.total_timeout, clock)
         self.counts = self._book.counts
         """placed, refused, ended, expired."""
 

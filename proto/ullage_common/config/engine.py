@@ -33,7 +33,17 @@ class MemoryBudget(Strict, frozen=True, kw_only=True):
 class RequestLimits(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: SomeSeconds = 30.0
-    """Seconds from the request's arrival to its last token."""
+    """Longest time in seconds without a token: from the request's arrival to its first token, and
+    from each token to the next."""
+    total_timeout: SomeSeconds = 600.0
+    """Longest time in seconds from the request's arrival to its last token."""
+
+    def __post_init__(self) -> None:
+        if self.request_timeout > self.total_timeout:
+            raise ValueError(
+                f"request_timeout {self.request_timeout:g} is above total_timeout "
+                f"{self.total_timeout:g}; raise total_timeout"
+            )
 
 
 class TicketFolder(Strict, frozen=True, kw_only=True):

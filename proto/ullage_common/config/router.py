@@ -177,17 +177,20 @@ class QueueSection(Strict, frozen=True, kw_only=True):
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
-    max_dropped_share: Share = 1.0
+    max_dropped_share: Share = 0.25
     """Largest share of the prompt's tokens that may be dropped."""
-    keep_turns: Positive = 1
+    keep_turns: Positive = 4
     """Number of newest turns that always stay, as system prompts do."""
 
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
     """The output is not shrunk below this."""
-    min_share: Share = 0.25
+    min_share: Share = 0.5
     """Least share of the requested output that a request is shrunk to."""
+    below_expected: bool = False
+    """Whether the output may be shrunk below what engines expect of an answer, as one that asks for
+    no length otherwise never is."""
 
 
 class RouteSection(Strict, frozen=True, kw_only=True):
@@ -321,7 +324,7 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
 class CompressSection(Strict, frozen=True, kw_only=True):
     """Settings of summarising the oldest turns of a long conversation."""
 
-    method: Literal["extractive", "model", "off"] = "extractive"
+    method: Literal["extractive", "model", "off"] = "off"
     threshold: Annotated[float, msgspec.Meta(ge=0.1, le=1)] = 0.75
     """Share of the context from which on turns are summarised."""
     share: Annotated[float, msgspec.Meta(ge=0.05, le=0.9)] = 0.25

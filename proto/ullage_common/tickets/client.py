@@ -338,7 +338,7 @@ class Client:
         await asyncio.gather(*self._closing)
         await self._channel.close()
 
-    async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float = 600.0) -> Events:
         """Yields Accepted, then Delta any number of times, then Finished.
 
         Raises:

@@ -176,7 +176,7 @@ def test_rejections(serve: Serve, fake: ModuleType) -> None:
 def test_timeout_keeps_the_partial_text(
     serve: Serve, fake: ModuleType, config: EngineConfig
 ) -> None:
-    limits = msgspec.structs.replace(config.limits, request_timeout=0.5)
+    limits = msgspec.structs.replace(config.limits, request_timeout=0.5, total_timeout=0.5)
 
     async def scenario() -> None:
         async with serve(msgspec.structs.replace(config, limits=limits), step_s=0.02) as engine:

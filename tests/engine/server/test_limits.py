@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from ullage_testing import jumping_clock
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
@@ -84,7 +85,7 @@ class SlowReader:
 def test_a_client_slower_than_the_engine_gets_what_there_was_in_its_time(
     serve: Serve, config: EngineConfig
 ) -> None:
-    limits = msgspec.structs.replace(config.limits, request_timeout=1.0)
+    limits = msgspec.structs.replace(config.limits, request_timeout=1.0, total_timeout=1.0)
 
     async def scenario() -> None:
         reader = SlowReader()
@@ -103,7 +104,7 @@ def test_an_answer_that_is_never_read_is_forgotten_after_its_time(
     serve: Serve, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "SLOW_CLIENT_GRACE_S", 0.3)
-    limits = msgspec.structs.replace(config.limits, request_timeout=1.0)
+    limits = msgspec.structs.replace(config.limits, request_timeout=1.0, total_timeout=1.0)
 
     async def scenario() -> None:
         slow_config = msgspec.structs.replace(config, limits=limits)
@@ -131,3 +132,52 @@ def test_a_client_that_vanishes_frees_what_it_held(serve: Serve) -> None:
             assert (await engine.state()).headroom_bytes == before
 
     asyncio.run(scenario())
+
+
+class Updates:
+    """A request's news, as far as they came."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    async def next_updates(self) -> list[str]:
+        return await self.queue.get()
+
+
+def test_only_silence_and_the_whole_time_end_an_answer(config: EngineConfig) -> None:
+    """30 s may pass without a token and 600 s in all."""
+    limits = msgspec.structs.replace(config.limits, request_timeout=30.0, total_timeout=600.0)
+    parts: Any = [None] * 5
+    ends: list[float] = []
+
+    async def scenario() -> None:
+        inference = service.InferenceService(msgspec.structs.replace(config, limits=limits), *parts)
+        group: Any = Updates()
+        loop, deadline = jumping_clock.clock(), jumping_clock.clock().time() + 600.0
+
+        def end(_: object, reason: str) -> None:
+            ends.append(round(loop.jumped_s))
+            group.queue.put_nowait([reason])
+
+        inference._end = end  # type: ignore[method-assign]
+
+        async def after(seconds: float) -> list[str]:
+            waiting = asyncio.create_task(inference._next_updates(group, deadline))
+            await loop.jump(seconds)
+            group.queue.put_nowait(["token"])
+            return list(map(str, await waiting))
+
+        for _ in range(10):
+            assert await after(29.0) == ["token"]
+        assert ends == []
+        assert await after(31.0) == ["timeout"]
+        assert ends == [290 + 31]
+        assert group.queue.get_nowait() == ["token"]
+        while loop.jumped_s < 560:
+            assert await after(25.0) == ["token"]
+        await loop.jump(40.0)
+        group.queue.put_nowait(["token"])
+        assert await inference._next_updates(group, deadline) == ["token"]
+        assert await inference._next_updates(group, deadline) == ["timeout"]
+
+    jumping_clock.run(scenario())

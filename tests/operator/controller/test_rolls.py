@@ -61,7 +61,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"routing": {"replace": {"enabled": False}}}, ROUTER),
     ({"routing": {"rungs": {"shrinkOutput": {"minTokens": 2}}}}, ROUTER),
     ({"prompts": {"cleanse": {"html": True}}}, ROUTER),
-    ({"prompts": {"compress": {"method": "off"}}}, ROUTER),
+    ({"prompts": {"compress": {"method": "extractive"}}}, ROUTER),
     ({"streaming": {"coalesceTokens": 1}}, ROUTER),
     ({"streaming": {"keepalive": "1s"}}, ROUTER),
     ({"router": {"processes": 2}}, ROUTER),
@@ -101,6 +101,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     # What both read.
     ({"limits": {"maxOutputTokens": 9}}, ALL),
     ({"limits": {"requestTimeout": "9s"}}, ALL),
+    ({"limits": {"totalTimeout": "9m"}}, ALL),
     ({"memory": {"threshold": 0.5}}, ALL),
     ({"memory": {"safetyReserve": "1Gi"}}, ALL),
     ({"observability": {"logLevel": "debug"}}, ALL),

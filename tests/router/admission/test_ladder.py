@@ -45,7 +45,19 @@ if TYPE_CHECKING:
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
 POOLS = ("single", "large", "spot")
-POLICY = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER)
+DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER)
+FAR = {
+    "shrink_context": {"max_dropped_share": 1.0, "keep_turns": 1},
+    "shrink_output": {"min_share": 0.25, "below_expected": True},
+}
+"""Bounds of shrinking that let the first two rungs go far."""
+POLICY = replace(
+    DEFAULT,
+    rungs=RungsSection(
+        shrink_context=ShrinkContextSection(**FAR["shrink_context"]),
+        shrink_output=ShrinkOutputSection(**FAR["shrink_output"]),
+    ),
+)
 
 
 def engine(pool: str, free: int, **more: Any) -> EngineView:
@@ -129,6 +141,23 @@ def test_without_any_rung_it_is_refused() -> None:
     assert said(decide(facts(257), ELSEWHERE, replace(POLICY, ladder=()))) == "reject KV_HEADROOM"
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (facts(341, droppable=True), "shrinkContext KV_HEADROOM to 256"),
+        (facts(342, droppable=True), "queue KV_HEADROOM single"),
+        (facts(2048, droppable=True), "shrinkContext CONTEXT_TOO_LONG to 1536"),
+        (facts(2049, droppable=True), "reject CONTEXT_TOO_LONG"),
+        (facts(257), "queue KV_HEADROOM single"),
+        (replace(facts(257), max_tokens=4096), "queue KV_HEADROOM single"),
+        (replace(facts(256), max_tokens=4096), "accept FITS single 1344"),
+    ],
+)
+def test_by_default_little_is_taken(asked: RequestFacts, expected: str) -> None:
+    """A quarter of the context, and nothing of an answer as long as the engines expect."""
+    assert said(decide(asked, [HOME], DEFAULT)) == expected
+
+
 def with_rungs(**rungs: Any) -> RoutingPolicy:
     return replace(POLICY, rungs=RungsSection(**rungs))
 
@@ -156,9 +185,9 @@ def test_a_conversation_that_would_lose_too_much_is_invalid() -> None:
     ("asked", "most", "rung", "least"),
     [
         (None, 4096, ShrinkOutputSection(), 16),
-        (400, 400, ShrinkOutputSection(), 100),
+        (400, 400, ShrinkOutputSection(), 200),
         (8, 8, ShrinkOutputSection(), 8),
-        (400, 400, ShrinkOutputSection(min_share=0.5), 200),
+        (400, 400, ShrinkOutputSection(min_share=0.25), 100),
         (400, 400, ShrinkOutputSection(min_tokens=300), 300),
         (400, 400, ShrinkOutputSection(min_share=1.0), 400),
     ],
@@ -228,7 +257,7 @@ async def chat(service: "Service") -> Any:
 
 def test_each_transition_through_a_router(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service(large=(200,), routing={"queue": QUICK}) as service:
+        async with start_service(large=(200,), routing={"queue": QUICK, "rungs": FAR}) as service:
             assert words(await service.complete()) == (200, "accept", "", "accept=FITS")
             await free(service, 20)
             assert words(await chat(service)) == (
@@ -277,9 +306,9 @@ def test_newest_turns_stay_and_too_much_is_not_dropped(start_service: "StartServ
             answer = await chat(service)
             assert answer.headers["x-ullage-degraded"] == degraded
 
-    asyncio.run(scenario({"keep_turns": 3}, "dropped_messages=6"))
-    asyncio.run(scenario({"keep_turns": 6}, ""))
-    asyncio.run(scenario({"max_dropped_share": 0.3}, ""))
+    asyncio.run(scenario({"keep_turns": 3, "max_dropped_share": 1.0}, "dropped_messages=6"))
+    asyncio.run(scenario({"keep_turns": 6, "max_dropped_share": 1.0}, ""))
+    asyncio.run(scenario({"keep_turns": 1, "max_dropped_share": 0.3}, ""))
 
 
 def test_no_engine_is_503(start_service: "StartService") -> None:
@@ -294,7 +323,7 @@ def test_no_engine_is_503(start_service: "StartService") -> None:
 
 def test_grpc_says_the_same(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing={"rungs": FAR}) as service:
             await free(service, 20)
             request = inference_pb2.GenerateRequest(text="x" * 300)
             request.stop.max_tokens = 32

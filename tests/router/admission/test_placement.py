@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from ullage.headroom.v1 import headroom_pb2
+from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 BLOCK = 16_000
 LONG = "x" * 300
+FAR = {
+    "shrink_context": {"max_dropped_share": 1.0, "keep_turns": 1},
+    "shrink_output": {"min_share": 0.25, "below_expected": True},
+}
+"""Bounds of shrinking that let it go far."""
 ROUTING = {"large_request_tokens": 500, "queue": {"max_requests": 2, "timeout": 5.0}}
 
 
@@ -88,19 +94,25 @@ def test_what_never_fits_is_400(start_service: "StartService") -> None:
 
 def test_output_is_shrunk_and_said(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing={"rungs": FAR}) as service:
             await refreshed(service, service.engine, headroom_bytes=20 * BLOCK)
             answer = await service.complete(LONG, max_tokens=32)
             decided(answer, "shrink", "single")
             assert answer.headers["x-ullage-degraded"] == "max_tokens=20"
             assert service.engine.requests[0].stop.max_tokens == 20
+            assert answer.json()["choices"][0]["stop_reason"] is None
+            service.engine.script.reason = inference_pb2.FINISH_REASON_LENGTH
+            choice = (await service.complete(LONG, max_tokens=32)).json()["choices"][0]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "max_tokens=20")
+            choice = (await service.complete("x", max_tokens=3)).json()["choices"][0]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
 
     asyncio.run(scenario())
 
 
 def test_context_is_shrunk_and_said(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing={"rungs": FAR}) as service:
             await refreshed(service, service.engine, headroom_bytes=20 * BLOCK)
             turns = [{"role": "system", "content": "Be brief."}]
             for i in range(4):

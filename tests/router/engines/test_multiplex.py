@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from ullage_testing import jumping_clock
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
@@ -15,7 +16,7 @@ from ullage_common.wire.channels import MAX_REQUEST_BYTES, new_server, open_chan
 from ullage_common.wire.errors import ServiceError, from_status
 from ullage_common.wire.multiplex import serve_multiplex
 from ullage_router.engines.flow_control import FlowControl
-from ullage_router.engines.multiplex import Multiplexer
+from ullage_router.engines.multiplex import Multiplexer, StreamCall
 
 if TYPE_CHECKING:
     StartService = Any
@@ -347,3 +348,61 @@ def test_an_engine_that_stops_in_a_stream_ends_the_answer(start_service: "StartS
             assert (await service.complete()).status_code == 200
 
     asyncio.run(scenario())
+
+
+class NoStream:
+    """Takes what a call sends back."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+
+    def grant(self, tag: int, responses: int) -> None:
+        pass
+
+    def cancel(self, tag: int) -> None:
+        self.cancelled.append(tag)
+
+
+def token(text: str) -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.Delta(text=text, num_tokens=1))
+
+
+async def told(call: StreamCall) -> str:
+    event = await call.read()
+    return event.delta.text if event else ""
+
+
+def test_only_silence_and_the_whole_time_end_a_call() -> None:
+    """30 s may pass without a token and 600 s in all."""
+
+    async def scenario() -> None:
+        stream, loop = NoStream(), jumping_clock.clock()
+        flow = FlowControl(coalesce_tokens=1, stall_s=30.0)
+        call = StreamCall(stream, 1, 600.0, flow, 64)  # type: ignore[arg-type]
+        for number in range(10):  # nearly 30 s before each token
+            reading = asyncio.create_task(told(call))
+            await loop.jump(29.0)
+            call.put(token(str(number)), "delta")
+            assert await reading == str(number)
+        await loop.jump(200.0)  # the client reads nothing, for which the engine is not to blame
+        call.put(token("late"), "delta")
+        assert await told(call) == "late"
+        reading = asyncio.create_task(told(call))
+        await loop.jump(29.0)
+        assert not reading.done()
+        await loop.jump(2.0)
+        with pytest.raises(ServiceError) as ended:
+            await reading
+        assert ended.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert stream.cancelled == [1]
+        whole = StreamCall(stream, 2, 600.0, flow, 64)  # type: ignore[arg-type]
+        for _ in range(21):
+            reading = asyncio.create_task(told(whole))
+            await loop.jump(29.0)
+            if not reading.done():
+                whole.put(token("x"), "delta")
+        with pytest.raises(ServiceError):
+            await reading
+        assert stream.cancelled == [1, 2]
+
+    jumping_clock.run(scenario())

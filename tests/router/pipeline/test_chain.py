@@ -55,7 +55,10 @@ def test_each_feature_adds_its_own_stages_alone(tmp_path: Path) -> None:
             {"rollout_file": str(tmp_path / "rollout.yaml")},
             ["Rollout.draw_side", "Rollout.try_canary"],
         ),
-        "summaries": ({"prompts": {}}, []),  # part of the stage that makes prompts
+        "summaries": (
+            {"prompts": {"compress": {"method": "extractive"}}},
+            [],
+        ),  # part of the stage that makes prompts
     }
     for name, (sections, expected) in features.items():
         made, stages = service(**sections)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_common.config.router import DEFAULT_LADDER, Rung, ShrinkOutputSection
+from ullage_common.config.router import (
+    DEFAULT_LADDER,
+    Rung,
+    RungsSection,
+    ShrinkContextSection,
+    ShrinkOutputSection,
+)
 from ullage_common.request_cost import CacheGroup, MemoryProfile, predict
 from ullage_router.policy.decide import (
     NextStep,
@@ -27,10 +33,16 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
 )
 
-SHRINK = ShrinkOutputSection()
+SHRINK = ShrinkOutputSection(min_share=0.25, below_expected=True)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
-POLICY = RoutingPolicy(("single", "large"), 1000, 10_000_000, DEFAULT_LADDER)
+POLICY = RoutingPolicy(
+    ("single", "large"),
+    1000,
+    10_000_000,
+    DEFAULT_LADDER,
+    RungsSection(shrink_context=ShrinkContextSection(max_dropped_share=1.0), shrink_output=SHRINK),
+)
 
 
 def engine(id_: str = "a", free: int = 20, **more: Any) -> EngineView:

@@ -155,7 +155,7 @@ class GenerateEndpoint:
         self._pipeline = service.pipeline
         self._tenants = service.tenants
         self._model = config.model
-        self._timeout_s = config.limits.request_timeout
+        self._limits = config.limits
         self._keepalive_s = config.streaming.keepalive
         self._dialect = dialect
 
@@ -179,7 +179,8 @@ class GenerateEndpoint:
         call = Call(
             asked,
             record,
-            self._timeout_s,
+            self._limits.total_timeout,
+            self._limits.request_timeout,
             trace_context(headers),
             tenant,
             idempotency_key=headers.get(HEADER, ""),
@@ -213,6 +214,7 @@ class GenerateEndpoint:
             usage=body.wants_usage,
             n=body.n or 1,
             tools=call.request.messages.HasField("tools"),
+            lowered_limit=call.decision.lowered_limit,
         )
 
 

@@ -1,7 +1,8 @@
 """The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
 
-finish_reason has OpenAI's words; an answer that the time limit ended says "length", and stop_reason
-(a field that vLLM has too) says "timeout". Where a stop string ended it, stop_reason is that one.
+finish_reason has OpenAI's words; an answer that a time limit ended says "length", and stop_reason
+(a field that vLLM has too) says "timeout". Where a stop string ended it, stop_reason is that one,
+and where a lowered limit did, the limit as in the header x-ullage-degraded: "max_tokens=64".
 What all chunks of a stream share is encoded once.
 """
 
@@ -51,6 +52,8 @@ class ResponseOptions:
     """Number of choices."""
     tools: bool = False
     """Whether there may be calls instead of text."""
+    lowered_limit: str = ""
+    """The limit of the output where it is lower than the client asked, such as `max_tokens=64`."""
 
 
 @dataclass(slots=True)
@@ -128,10 +131,10 @@ class ChatFormat:
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
-        return [self._chunk(end.sample, {}, _ending(end))]
+        return [self._chunk(end.sample, {}, _ending(end, self._options))]
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = [self._chunk(i, {}, _ending(finished)) for i in self._open]
+        last = [self._chunk(i, {}, _ending(finished, self._options)) for i in self._open]
         return [*last, *_usage_chunk(self._base(), self._options, finished)]
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
@@ -147,7 +150,7 @@ class ChatFormat:
             "index": index,
             "message": _chat_message(part),
             "logprobs": chat_logprobs(part.logprobs) if self._options.logprobs else None,
-            **_ending(part.end or finished),
+            **_ending(part.end or finished, self._options),
         }
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
 
@@ -190,10 +193,10 @@ class CompletionFormat:
 
     def ended(self, end: SampleFinished) -> list[JSON]:
         self._open.remove(end.sample)
-        return [self._chunk(end.sample, "", _ending(end))]
+        return [self._chunk(end.sample, "", _ending(end, self._options))]
 
     def closing(self, finished: Finished) -> list[JSON]:
-        last = [self._chunk(i, "", _ending(finished)) for i in self._open]
+        last = [self._chunk(i, "", _ending(finished, self._options)) for i in self._open]
         return [*last, *_usage_chunk(self._base(), self._options, finished)]
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
@@ -208,7 +211,7 @@ class CompletionFormat:
             "index": index,
             "text": "".join(part.texts),
             "logprobs": completion_logprobs(part.logprobs, 0) if self._options.logprobs else None,
-            **_ending(part.end or finished),
+            **_ending(part.end or finished, self._options),
         }
         return choice | {"token_ids": part.token_ids} if self._options.token_ids else choice
 
@@ -308,12 +311,13 @@ def _says_something(delta: Delta) -> bool:
     )
 
 
-def _ending(end: Finished | SampleFinished) -> JSON:
-    is_timeout = end.reason == inference_pb2.FINISH_REASON_TIMEOUT
-    return {
-        "finish_reason": _FINISH[end.reason],
-        "stop_reason": "timeout" if is_timeout else end.stop_string or None,
-    }
+def _ending(end: Finished | SampleFinished, options: ResponseOptions) -> JSON:
+    stop_reason = end.stop_string
+    if end.reason == inference_pb2.FINISH_REASON_TIMEOUT:
+        stop_reason = "timeout"
+    elif end.reason == inference_pb2.FINISH_REASON_LENGTH:
+        stop_reason = options.lowered_limit
+    return {"finish_reason": _FINISH[end.reason], "stop_reason": stop_reason or None}
 
 
 def _usage_chunk(base: JSON, options: ResponseOptions, finished: Finished) -> list[JSON]:
