@@ -23,6 +23,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import TenantRules, TenantsSection
 from ullage_common.process.config_file import MAX_KEY, TENANT_NAME, ConfigError, digest, read_entry
 from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
+from ullage_common.tickets.tickets import cache_salt
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router import errors
@@ -216,6 +217,13 @@ class TenantSession:
         if not (name and self.name):
             return name
         return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
+
+    def cache_salt(self, salt: str = "") -> str:
+        """Returns the cache salt for engines: tenants share no cached KV, whatever salt their
+        requests name."""
+        if not self.name:
+            return salt
+        return cache_salt(self.name, salt).hex()
 
     def num_allowed(self, count: int, tokens: int) -> int:
         """Returns how many of that many equal requests, of that many tokens each, the tenant may

@@ -45,6 +45,8 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     prefill_chunk_tokens: int = 0
     """Most prompt tokens computed in one step."""
     kv_pool_bytes: int = 0
+    session_kv_bytes: int = 0
+    """Most KV of one session; 0: no bound of its own."""
 
     @cached_property
     def block_bytes(self) -> int:

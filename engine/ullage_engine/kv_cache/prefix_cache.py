@@ -2,17 +2,22 @@
 
 Sequences allocate blocks here and release them. A full block stays cached by content after its
 sequence has ended, and a session's blocks are pinned between its turns. Cached blocks form a radix
-tree: the path from the root to a block spells the tokens whose KV the block continues.
+tree: the path from the root to a block spells the tokens whose KV the block continues, and begins
+with the cache salt of the requests that may read it.
 """
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ullage_engine.kv_cache.block_pool import BlockPool
 
 _ROOT = -1
+
+_Key = tuple[str, tuple[int, ...]]
+"""What tells the children of a block apart: the cache salt, at the beginning of a sequence only,
+and the tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,11 +25,13 @@ class _Node:
     """One block of KV, valid only after all blocks above it."""
 
     parent: "_Node | None"
-    tokens: tuple[int, ...]
+    key: _Key
     block: int
-    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+    children: dict[_Key, "_Node"] = field(default_factory=dict)
     num_pins: int = 0
     is_reclaimable: bool = False
+    is_idle: bool = False
+    """Whether the session that used the block last has ended because it was idle."""
     last_used: int = 0
     """Tick of the block's last use; ticks only grow."""
 
@@ -34,16 +41,18 @@ class RadixTree:
 
     A cached block is in use while a sequence holds it and reclaimable otherwise. A sequence that
     holds a block holds all blocks above it, so the reclaimable blocks are whole branches and each
-    can be evicted in its turn: leaves first, the least recently used first, pinned ones never.
-    Every operation on one block is O(1).
+    can be evicted in its turn: leaves first, those of idle sessions before others, the least
+    recently used first, pinned ones never. Every operation on one block is O(1).
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._root = _Node(None, (), _ROOT)
+        self._root = _Node(None, ("", ()), _ROOT)
         self._by_block: dict[int, _Node] = {}
         # Reclaimable, unpinned and without children; the least recently used first.
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
+        # Those of idle sessions, which are evicted before the others.
+        self._idle: OrderedDict[int, _Node] = OrderedDict()
         self.num_reclaimable = 0
         """Blocks that no sequence holds, pinned ones included."""
         self.num_pinned = 0
@@ -58,41 +67,47 @@ class RadixTree:
     def is_reclaimable(self, block: int) -> bool:
         return self._by_block[block].is_reclaimable
 
-    def match(self, token_ids: list[int]) -> list[int]:
-        """Finds the longest run of blocks that store a beginning of `token_ids`.
+    def match(self, token_ids: list[int], salt: str = "") -> list[int]:
+        """Finds the longest run of blocks that store a beginning of `token_ids` under a salt.
 
         It ends before the last token, which is always computed because its logits are needed.
         """
         size, node = self._block_tokens, self._root
         blocks: list[int] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
-            child = node.children.get(tuple(token_ids[start : start + size]))
+            tokens = tuple(token_ids[start : start + size])
+            child = node.children.get(("" if start else salt, tokens))
             if child is None:
                 break
             blocks.append(child.block)
             node = child
         return blocks
 
-    def insert(self, parent: int | None, tokens: tuple[int, ...], block: int) -> int:
-        """Caches `block` as what stores `tokens` below `parent`, None at the beginning.
+    def insert(
+        self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""
+    ) -> int:
+        """Caches `block` as what stores `tokens` below `parent`, or, at the beginning, where the
+        parent is None, as what stores them under a salt.
 
         Returns the block that the tree keeps: `block`, now in use, or the one that stored the same
         tokens before.
         """
         above = self._root if parent is None else self._by_block[parent]
-        node = above.children.get(tokens)
+        key = (salt if parent is None else "", tokens)
+        node = above.children.get(key)
         if node is None:
             assert block not in self._by_block, f"block {block} is cached for other tokens"
-            node = _Node(above, tokens, block)
-            above.children[tokens] = self._by_block[block] = node
-            self._evictable.pop(above.block, None)
+            node = _Node(above, key, block)
+            above.children[key] = self._by_block[block] = node
+            self._queue(above).pop(above.block, None)
         return node.block
 
     def set_in_use(self, block: int) -> None:
         node = self._by_block[block]
         self.num_reclaimable -= node.is_reclaimable
         node.is_reclaimable = False
-        self._evictable.pop(block, None)
+        self._queue(node).pop(block, None)
+        node.is_idle = False
 
     def touch(self, block: int, tick: int) -> None:
         """Records when the block was last used, for the order of eviction."""
@@ -109,29 +124,39 @@ class RadixTree:
         node = self._by_block[block]
         self.num_pinned += node.num_pins == 0
         node.num_pins += 1
-        self._evictable.pop(block, None)
+        self._queue(node).pop(block, None)
 
-    def unpin(self, block: int) -> None:
+    def unpin(self, block: int, idle_since: int | None = None) -> None:
+        """Undoes one `pin`.
+
+        `idle_since`: the tick of the last use by the session that pinned the block, which ends
+        because it is idle. Unless the block was used since, it is evicted before others.
+        """
         node = self._by_block[block]
         assert node.num_pins > 0, f"block {block} is not pinned"
         node.num_pins -= 1
         self.num_pinned -= node.num_pins == 0
+        self._queue(node).pop(block, None)
+        is_idle = idle_since is not None and node.last_used <= idle_since
+        node.is_idle = is_idle and node.is_reclaimable and not node.num_pins
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drops the least recently used leaf; returns its block, or None if none is evictable."""
-        if not self._evictable:
+        """Drops the leaf whose turn it is; returns its block, or None if none is evictable."""
+        queue = self._idle or self._evictable
+        if not queue:
             return None
-        block, node = self._evictable.popitem(last=False)
+        block, node = queue.popitem(last=False)
         parent = node.parent
         assert parent is not None, "the root is no leaf"
-        del self._by_block[block], parent.children[node.tokens]
+        del self._by_block[block], parent.children[node.key]
         self.num_reclaimable -= 1
         self._add_if_evictable(parent)
         # A parent last used together with its child is as old as that one was; one used later by
         # itself counts as new, which keeps this O(1) where an exact order would need a search.
-        if parent.block in self._evictable and parent.last_used <= node.last_used:
-            self._evictable.move_to_end(parent.block, last=False)
+        queue = self._queue(parent)
+        if parent.block in queue and parent.last_used <= node.last_used:
+            queue.move_to_end(parent.block, last=False)
         return block
 
     def check_integrity(self) -> None:
@@ -142,10 +167,12 @@ class RadixTree:
         )
         assert sum(node.num_pins > 0 for node in nodes) == self.num_pinned, "pins miscounted"
         ready = {node.block for node in nodes if self._is_evictable(node)}
-        assert ready == self._evictable.keys(), "leaves missing or doubled"
+        assert ready == self._evictable.keys() | self._idle.keys(), "leaves missing or doubled"
+        assert all(node.is_idle for node in self._idle.values()), "evicted before its turn"
+        assert not any(node.is_idle for node in self._evictable.values()), "idle, and not first"
         for node in nodes:
             parent = node.parent
-            assert parent is not None and parent.children[node.tokens] is node, "broken branch"
+            assert parent is not None and parent.children[node.key] is node, "broken branch"
             assert node.is_reclaimable or not parent.is_reclaimable, (
                 f"block {node.block} outlives its prefix"
             )
@@ -156,7 +183,10 @@ class RadixTree:
 
     def _add_if_evictable(self, node: _Node) -> None:
         if self._is_evictable(node):
-            self._evictable[node.block] = node
+            self._queue(node)[node.block] = node
+
+    def _queue(self, node: _Node) -> OrderedDict[int, _Node]:
+        return self._idle if node.is_idle else self._evictable
 
 
 _MAX_SESSIONS = 1024
@@ -167,13 +197,16 @@ class _Session:
     path: list[int]
     """Pinned blocks, from the beginning of the conversation on."""
     used_at: float
+    last_used: int
+    """Tick of the session's last use of its blocks."""
 
 
 class Sessions:
     """Pins the cached prefix of each session until it is idle for long or memory is needed.
 
     Both end the session used longest ago first. Pinned blocks are only kept from being evicted
-    before others; they can be had by ending their sessions.
+    before others; they can be had by ending their sessions. What an idle session leaves is evicted
+    before anything that was used since.
     """
 
     def __init__(
@@ -188,15 +221,18 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def keep(self, session_id: str, path: list[int]) -> None:
-        """Pins the first blocks of a cached path in place of the session's earlier pins."""
+    def keep(self, session_id: str, path: list[int], last_used: int) -> None:
+        """Pins the first blocks of a cached path in place of the session's earlier pins.
+
+        `last_used`: the tick at which the session gave the path back.
+        """
         path = path[: self._max_blocks]
         # Pinned before the old path is unpinned: blocks of both never become evictable between.
         for block in path:
             self._tree.pin(block)
         self._end(session_id)
         if path:
-            self._sessions[session_id] = _Session(path, self._clock())
+            self._sessions[session_id] = _Session(path, self._clock(), last_used)
         while len(self._sessions) > _MAX_SESSIONS:
             self.end_oldest()
 
@@ -204,13 +240,13 @@ class Sessions:
         """Counts as a use: the session's next turn has come."""
         session = self._sessions.pop(session_id, None)
         if session:
-            self._sessions[session_id] = _Session(session.path, self._clock())
+            self._sessions[session_id] = replace(session, used_at=self._clock())
 
     def end_idle(self) -> None:
         """Ends sessions not used for the idle time."""
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
-            self.end_oldest()
+            self._end(next(iter(self._sessions)), is_idle=True)
 
     def end_oldest(self) -> bool:
         """Ends the session used longest ago; False: there is none."""
@@ -219,11 +255,13 @@ class Sessions:
         self._end(next(iter(self._sessions)))
         return True
 
-    def _end(self, session_id: str) -> None:
+    def _end(self, session_id: str, *, is_idle: bool = False) -> None:
         session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
         # The deepest first: blocks then become evictable in the order leaf before parent.
-        for block in reversed(session.path if session else []):
-            self._tree.unpin(block)
+        for block in reversed(session.path):
+            self._tree.unpin(block, session.last_used if is_idle else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +335,12 @@ class PrefixCache:
         written."""
         return self._pool.ref_count(block) > 1
 
-    def match(self, token_ids: list[int]) -> list[int]:
-        """Finds the cached blocks of the longest prefix of `token_ids`, its last token excluded."""
-        return self._tree.match(token_ids) if self.has_cache else []
+    def match(self, token_ids: list[int], salt: str = "") -> list[int]:
+        """Finds the cached blocks of the longest prefix of `token_ids`, its last token excluded.
+
+        Only requests with the same cache salt find one another's blocks.
+        """
+        return self._tree.match(token_ids, salt) if self.has_cache else []
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:
         """Counts the blocks among `cached` that no sequence holds."""
@@ -335,7 +376,13 @@ class PrefixCache:
                 if self._pool.ref_count(block) == 1:
                     self._tree.set_reclaimable(block)
 
-    def insert(self, token_ids: list[int], table: list[int], first: int, end: int) -> int:
+    def keep_session(self, session_id: str, path: list[int]) -> None:
+        """Pins the cached `path`, which a request of the session has just given back by `free`."""
+        self.sessions.keep(session_id, path, self._num_frees)
+
+    def insert(
+        self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
+    ) -> int:
         """Caches the full blocks `first` to `end` - 1 of a block table; those before are cached.
 
         Where the cache stores the same tokens in another block, the table gets that block and its
@@ -347,9 +394,8 @@ class PrefixCache:
         for index in range(first, end):
             parent, own = table[index - 1] if index else None, table[index]
             is_known = own in self._tree
-            kept = self._tree.insert(
-                parent, tuple(token_ids[index * size : (index + 1) * size]), own
-            )
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
+            kept = self._tree.insert(parent, tokens, own, salt)
             if kept != own:
                 self.share([kept])
                 self.free([own])

@@ -35,6 +35,7 @@ class Ledger:
         self.threshold = threshold
         self._configurable = configurable
         self._reservations: dict[str, _Reservation] = {}
+        self._on_host: dict[str, int] = {}
 
     @property
     def budget_bytes(self) -> int:
@@ -75,6 +76,11 @@ class Ledger:
         self.reserve(name, num_bytes)
         self.allocated(name, num_bytes)
 
+    def record_on_host(self, name: str, num_bytes: int) -> None:
+        """Records pinned memory of the host, which is beside the device's budget."""
+        assert name not in self._on_host, f"{name} is recorded already"
+        self._on_host[name] = num_bytes
+
     def shortage(self, name: str, needed: int) -> LedgerError:
         """Says why `name` does not fit and which field to change."""
         total = self.total_bytes + int((needed - self.available_bytes) / self.threshold) + _MIB
@@ -92,6 +98,11 @@ class Ledger:
                 name=name, reserved_bytes=entry.reserved, allocated_bytes=entry.allocated
             )
             for name, entry in self._reservations.items()
+        ] + [
+            ReservationState(
+                name=name, reserved_bytes=num_bytes, allocated_bytes=num_bytes, on_host=True
+            )
+            for name, num_bytes in self._on_host.items()
         ]
 
     def table(self) -> list[str]:
@@ -103,6 +114,9 @@ class Ledger:
         ]
         lines.append(f"{'sum':<15}{mib(self.reserved_bytes):>12}{mib(self.allocated_bytes):>12}")
         lines.append(f"{'budget':<15}{mib(self.budget_bytes):>12}")
+        lines += [
+            f"{name:<15}{mib(size):>12}{mib(size):>12}" for name, size in self._on_host.items()
+        ]
         return lines
 
     def _taken(self) -> str:

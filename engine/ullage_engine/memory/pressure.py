@@ -1,8 +1,11 @@
-"""How short KV memory is, as a level with hysteresis (docs/kv-cache.md).
+"""How short memory is: what other processes took of the device, and a level with hysteresis for KV
+memory (docs/kv-cache.md).
 
 The worker keeps the level, since only it sees every step; the server lowers what new requests ask
 for (`ullage_engine.server.request`) and the scheduler the size of the batch.
 """
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,6 +26,36 @@ def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
     """The level of a number; None for 0, under which nothing is changed."""
     return ordered_levels(section)[number - 1] if number else None
+
+
+_MEASURE_INTERVAL_S = 1.0
+
+
+class FreeMemoryMonitor:
+    """Follows the free memory of a device that other processes may use, too.
+
+    The safety reserve is free when serving starts. What is missing of it later was taken by others,
+    and as much of the KV pool is withheld from new requests: they would push this process or the
+    others over the edge.
+    """
+
+    def __init__(
+        self, measure: Callable[[], int], safety_reserve: int, clock: Callable[[], float]
+    ) -> None:
+        """Measures free bytes, now and then at most once a second; `clock` in seconds."""
+        self._measure = measure
+        self._clock = clock
+        self._measured_at = clock()
+        # A device that was tighter than that when serving started stays usable.
+        self._expected = min(safety_reserve, measure())
+        self._missing = 0
+
+    def missing_bytes(self) -> int:
+        """Returns how much less than expected was free when it was last measured."""
+        if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
+            self._measured_at = self._clock()
+            self._missing = max(0, self._expected - self._measure())
+        return self._missing
 
 
 class PressureController:

@@ -71,12 +71,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     session_id: str = ""
     """Turns of one conversation, whose KV is kept between them; empty: none."""
+    cache_salt: str = ""
+    """Requests share cached KV only with requests of the same salt."""
     min_tokens: int = 0
     """Tokens of output before which no stop token is chosen."""
     grammar: str = ""
     """Grammar that the output must match, in llguidance's form; empty: any text."""
     beam: BeamParams | None = None
     """Parameters of a beam search that replaces sampling."""
+
+    @property
+    def session_key(self) -> str:
+        """The session's name among those of all salts; empty: no session."""
+        return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
 
     def charged_tokens(self, expected_output: int, limit: int) -> int:
         """Returns the tokens it is charged for: its prompt and the output it is expected to have.
@@ -161,6 +168,8 @@ class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     reserved_bytes: int
     allocated_bytes: int
+    on_host: bool = False
+    """Whether it is pinned memory of the host, beside the device's budget."""
 
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +188,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_reclaimable_bytes: int
     """KV bytes kept for reuse and evicted as soon as they are needed."""
     kv_committed_bytes: int
-    """KV bytes that are reserved and not yet allocated."""
+    """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
     kv_used_bytes: int = 0
     """Bytes of the allocated blocks that hold tokens; the rest of the blocks is waste."""
     num_running: int
@@ -237,6 +246,8 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     ledger: list[ReservationState]
     rss_bytes: int
     """Resident bytes of the worker process (device bytes on CUDA)."""
+    kv_withheld_bytes: int = 0
+    """KV that new requests may not take, because other processes took memory of the device."""
 
 
 class Ready(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ together or not at all; a refusal names the first of them.
 
 from collections.abc import Iterable, Iterator
 
-from ullage_common.request_cost import MemoryProfile, sample_blocks
+from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
 from ullage_engine.scheduler.sequence import Sequence, shared_tokens
@@ -20,7 +20,9 @@ _MAX_RELEASES = 32
 def refuse_never_fits(
     requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
 ) -> Rejected | None:
-    """Refuses requests that even an empty engine, which needs `needed_bytes`, could not serve."""
+    """Refuses requests that even an empty engine, which needs `needed_bytes`, could not serve, or
+    that are more than their session may hold."""
+    session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
     length = max(len(request.token_ids) for request in requests)
     reason = ""
     if any(not request.token_ids for request in requests):
@@ -35,6 +37,12 @@ def refuse_never_fits(
             f"{mib(needed_bytes)} of KV, more than the whole pool of "
             f"{mib(profile.kv_pool_bytes)}; {remedy}"
         )
+    elif session_bytes and needed_bytes > session_bytes:
+        reason = (
+            f"prompt: {length} tokens and the first of the output need {mib(needed_bytes)} of KV, "
+            f"more than the {mib(session_bytes)} that one session may hold; shorten it, send it "
+            "without a session, or raise memory.sessionKVLimit"
+        )
     return _never(requests[0], needed_bytes, profile.kv_pool_bytes, reason) if reason else None
 
 
@@ -42,6 +50,7 @@ def refuse_now(
     requests: list[EngineRequest],
     needed_bytes: int,
     available_bytes: int,
+    session_bytes: int | None,
     queue_slots: int,
     releases: Iterable[tuple[float, int]],
 ) -> Rejected | None:
@@ -49,11 +58,18 @@ def refuse_now(
 
     Args:
         available_bytes: KV bytes that nobody holds and nobody has reserved.
+        session_bytes: KV bytes that the session may still take; None without a bound.
         queue_slots: requests that may still be admitted to wait for a slot in the batch.
         releases: (seconds from now, bytes) of expected releases.
     """
     if needed_bytes > available_bytes:
         reason = f"KV memory: {mib(needed_bytes)} needed, {mib(available_bytes)} available"
+    elif session_bytes is not None and needed_bytes > session_bytes:
+        available_bytes = session_bytes
+        reason = (
+            f"session: its other requests leave {mib(available_bytes)} of its KV, and "
+            f"{mib(needed_bytes)} are needed"
+        )
     elif queue_slots < len(requests):
         reason = "the waiting room is full"
     else:
@@ -162,12 +178,19 @@ class AdmissionControl:
         pool_tokens = self._cache.num_blocks * self._cache.block_tokens
         return min(self._limits.max_model_len, pool_tokens)
 
+    def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
+        """Longest that one of so many samples of a request may become, tokens."""
+        longest, limit = self.max_sequence_tokens, self._profile.session_kv_bytes
+        if not (request.session_id and limit):
+            return longest
+        num_prompt = request.num_prompt_tokens
+        return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
+
     def releases(self) -> Iterator[tuple[float, int]]:
         """Yields for each sequence in how many seconds it is expected to release how many bytes."""
         for each in self._sequences:
             # A shared block counts for its holders in equal parts.
-            shares = (1 / self._cache.ref_count(block) for block in each.block_ids)
-            blocks = each.num_reserved + sum(shares)
+            blocks = each.num_reserved + self._num_held(each)
             if blocks:
                 num_prompt = 0 if each.is_decoding else each.num_remaining
                 after = self._throughput.seconds_until(num_prompt, each.expected_remaining)
@@ -184,8 +207,22 @@ class AdmissionControl:
         blocks = sum(self._reservations.cost(each).total for each in group)
         needed = min(blocks, self._cache.num_blocks) * size
         available = self._reservations.num_available * size
+        session = self._session_bytes(requests[0].session_key)
         queue_slots = self._queue_slots(len(group))
-        return refuse_now(requests, needed, available, queue_slots, self.releases())
+        return refuse_now(requests, needed, available, session, queue_slots, self.releases())
+
+    def _session_bytes(self, session: str) -> int | None:
+        """Bytes that the requests of a session leave of its bound; None where it has none."""
+        limit = self._profile.session_kv_bytes if session else 0
+        if not limit:
+            return None
+        own = (each for each in self._sequences if each.request.session_key == session)
+        # A shared block counts for its holders in equal parts.
+        blocks = sum(each.num_reserved + self._num_held(each) for each in own)
+        return max(0, limit - round(blocks * self._profile.block_bytes))
+
+    def _num_held(self, sequence: Sequence) -> float:
+        return sum(1 / self._cache.ref_count(block) for block in sequence.block_ids)
 
     def _queue_slots(self, num_requests: int) -> int:
         """Free slots of the waiting queue; requests that find it empty always fit."""
@@ -206,6 +243,8 @@ class AdmissionControl:
         """Makes sequences of one arrival; children of the first if they have a common prefix."""
         arrival, priority = self._num_submitted, requests[0].priority
         parent, *others = [self.new_sequence(request, priority, arrival) for request in requests]
+        for sequence in (parent, *others):
+            sequence.limit = self.longest(sequence.request, len(requests))
         shared = shared_tokens(requests) if others else 0
         if shared > 0:
             parent.has_children = True
@@ -221,5 +260,5 @@ class AdmissionControl:
         for sequence in group:
             self._sequences.add(sequence)
             self._reservations.defer(sequence)
-            self._cache.sessions.use(sequence.request.session_id)
+            self._cache.sessions.use(sequence.request.session_key)
         self._reservations.grant_deferred(self._sequences)

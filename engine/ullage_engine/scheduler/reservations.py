@@ -45,6 +45,8 @@ class BlockReservations:
         self._cache = cache
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
+        self.num_withheld = 0
+        """Available blocks that no new request may reserve."""
 
     @property
     def num_deferred(self) -> int:
@@ -59,7 +61,7 @@ class BlockReservations:
     @property
     def num_available(self) -> int:
         """Blocks that a new request may reserve."""
-        return max(0, self.num_unreserved - self.num_deferred)
+        return max(0, self.num_unreserved - self.num_deferred - self.num_withheld)
 
     def is_granted(self, sequence: Sequence) -> bool:
         """Whether no part of the sequence's reservation is deferred."""
@@ -67,7 +69,7 @@ class BlockReservations:
 
     def cost(self, sequence: Sequence) -> ReservationCost:
         """Computes what a sequence that holds nothing would have to reserve now."""
-        hits = [] if sequence.parent else self._cache.match(sequence.token_ids)
+        hits = [] if sequence.parent else self._match(sequence)
         num_reserved = self._blocks_needed(sequence) - len(hits)
         return ReservationCost(hits, num_reserved, self._cache.count_reclaimable(hits))
 
@@ -91,7 +93,7 @@ class BlockReservations:
         held = len(sequence.block_ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
-        hits = self._cache.match(sequence.token_ids)
+        hits = self._match(sequence)
         if hits[:held] == sequence.block_ids and len(hits) > held:
             self._reserve(sequence, held - len(hits))
             self._add_hits(sequence, hits[held:])
@@ -184,6 +186,9 @@ class BlockReservations:
             self._add_hits(sequence, cost.hits)
         del self._deferred[sequence.request_id]
         return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        return self._cache.match(sequence.token_ids, sequence.request.cache_salt)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
         self._cache.share(hits)

@@ -178,6 +178,7 @@ class Scheduler:
             return
         child = self._admission.new_sequence(child_request, parent.priority, parent.arrival)
         child.cached_prompt_tokens = parent.cached_prompt_tokens
+        child.limit = parent.limit
         self._sequences.add(child)
         computed = parent.token_ids[: parent.num_computed]
         shared = common_prefix(child_request.token_ids[:-1], computed)
@@ -217,6 +218,10 @@ class Scheduler:
         Sequences that run already go on; none starts until fewer run.
         """
         self._max_running = max(1, int(self._limits.max_sequences * min(1.0, share)))
+
+    def withhold(self, num_bytes: int) -> None:
+        """Withholds so much available KV from new requests; those admitted keep what they have."""
+        self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
     def end_idle_sessions(self) -> None:
         """Ends sessions that were not used for their idle time."""
@@ -406,7 +411,8 @@ class Scheduler:
         if not self._cache.has_cache or full <= first:
             return
         table = list(sequence.block_ids)
-        num_merged = self._cache.insert(sequence.token_ids, table, first, full)
+        salt = sequence.request.cache_salt
+        num_merged = self._cache.insert(sequence.token_ids, table, first, full, salt)
         self._prefix_merged_tokens += num_merged * self._cache.block_tokens
         sequence.block_ids, sequence.num_cached_blocks = table, full
 
@@ -422,7 +428,7 @@ class Scheduler:
         """Whether nothing is left to produce of a request that was admitted before."""
         num_produced = len(request.token_ids) - request.num_prompt_tokens
         was_admitted = resumed or num_produced > 0
-        is_full = len(request.token_ids) >= self._admission.max_sequence_tokens
+        is_full = len(request.token_ids) >= self._admission.longest(request)
         return was_admitted and (num_produced >= request.max_tokens or is_full)
 
     def _append(self, sampled: SampledToken) -> TokenOutput:
@@ -447,13 +453,12 @@ class Scheduler:
             self._output_lengths.observe(sequence.num_output)
 
     def _remove(self, sequence: Sequence) -> None:
-        session, path = sequence.request.session_id, sequence.block_ids
-        # Pinned while the sequence still holds them, so none becomes evictable in between.
-        if session and sequence.num_cached_blocks:
-            self._cache.sessions.keep(session, path[: sequence.num_cached_blocks])
+        path = sequence.block_ids[: sequence.num_cached_blocks]
         orphans = self._fork_groups.remove(sequence)
         self._swap.free_slots(sequence)
         self._reservations.release(sequence)
+        if sequence.request.session_id and path:
+            self._cache.keep_session(sequence.request.session_key, path)
         self._conv_states.release(sequence)
         sequence.is_running = False
         self._sequences.remove(sequence)

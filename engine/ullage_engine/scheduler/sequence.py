@@ -334,6 +334,8 @@ def prefix_under_way(
     for other in running:
         if other.rank > sequence.rank or other.num_remaining <= 1:
             continue
+        if other.request.cache_salt != sequence.request.cache_salt:
+            continue
         common = common_prefix(sequence.token_ids[:-1], other.token_ids)
         whole = common // block_tokens * block_tokens
         if whole > max(sequence.num_computed, other.num_computed):

@@ -219,6 +219,9 @@ class HangDetector:
         return ""
 
 
+_OOM_FACTOR = 0.8
+"""Share of the health that is left by a step that ran out of memory and was computed after all."""
+
 _NO_PROFILE = MemoryProfile(block_tokens=16, groups=())
 
 
@@ -266,7 +269,11 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
+        """Takes a worker's report; steps that ran out of memory since the last lower the health."""
+        num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
+        for _ in range(num_survived):
+            self._health.fault(time.monotonic(), _OOM_FACTOR)
         self._wake()
 
     def worker_lost(self) -> None:

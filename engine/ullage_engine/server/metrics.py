@@ -37,6 +37,11 @@ _GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("kv_pool_bytes", "KV pool", lambda s: s.kv_pool_bytes),
     ("kv_committed_bytes", "Reserved, not allocated yet", lambda s: s.kv_committed_bytes),
     ("memory_headroom_bytes", "What a new request may take", lambda s: s.headroom_bytes),
+    (
+        "memory_withheld_bytes",
+        "Headroom withheld because other processes took memory of the device",
+        lambda s: s.kv_withheld_bytes,
+    ),
     ("worker_resident_bytes", "Resident memory of the worker", lambda s: s.rss_bytes),
     ("sessions", "Sessions that keep KV between requests", lambda s: s.num_sessions),
     ("session_bytes", "KV that sessions keep between requests", lambda s: s.session_bytes),

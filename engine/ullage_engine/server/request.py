@@ -165,6 +165,7 @@ def validated_request(
         stop_token_ids=_stop_token_ids(request.stop, model.eos_token_ids),
         priority=request.priority,
         session_id=request.session_id,
+        cache_salt=request.cache_salt,
         beam=samples.beam,
         grammar=grammar,
     )

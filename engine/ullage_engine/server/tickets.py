@@ -141,6 +141,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     request.priority = claims.priority
     if claims.is_sessionless:
         request.session_id = ""
+        request.cache_salt = claims.cache_salt.hex()
 
 
 def _too_many() -> ServiceError:

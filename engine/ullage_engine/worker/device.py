@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from ullage_common.config.engine import EngineConfig
-from ullage_common.process.memory import container_limit, trim_heap, usable_bytes
+from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
 from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.protocol.messages import usable_cores
@@ -111,6 +111,26 @@ class MemoryMeter:
             free, total = torch.cuda.mem_get_info(self._device)
             return int(total - free)
         return int(self._process.memory_info().rss)
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that are free; on a CPU, those that the container may take."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return free_bytes()
+
+
+def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
+    """Checks that the host has the memory that one rank pins for swapped KV.
+
+    Raises:
+        WorkerStartError: it has not; the kernel would end the pod.
+    """
+    if num_bytes > free_host_bytes:
+        raise WorkerStartError(
+            f"memory.hostKV: {mib(num_bytes * num_ranks)} of pinned host memory are more than the "
+            f"{mib(free_host_bytes * num_ranks)} that this container may still take; raise its "
+            "memory limit or set less"
+        )
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

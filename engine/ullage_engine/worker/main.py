@@ -212,6 +212,7 @@ class Worker:
 
     def _judged(self) -> WorkerState:
         """Returns the present state with its pressure level, which the batch size follows."""
+        self._engine.scheduler.withhold(self._started.free_memory.missing_bytes())
         state = self._pressure.judge(self._state())
         self._engine.scheduler.set_batch_share(self._pressure.batch_share)
         return state
@@ -238,6 +239,7 @@ class Worker:
             releases=scheduler.releases(),
             ledger=started.ledger.states(),
             rss_bytes=started.used_bytes(),
+            kv_withheld_bytes=started.free_memory.missing_bytes(),
         )
 
 

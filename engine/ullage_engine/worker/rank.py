@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ullage_common.config.engine import EngineConfig
+from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import is_emulated, kv_itemsize, resolve_dtype
@@ -36,6 +37,7 @@ from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
     MemoryMeter,
     WorkerStartError,
+    check_pinned,
     give_back_freed,
     open_ledger,
     prepare_device,
@@ -293,6 +295,10 @@ class RankStartup:
             )
         self.ledger.reserve("host_kv", self._host_kv_bytes())
         slots = self.num_host_slots
+        if self.device.type != "cpu":
+            pinned = slots * self.runner.kv_block_bytes
+            check_pinned(pinned, free_bytes() // self.layout.world, self.layout.world)
+            self.ledger.record_on_host("pinned_host_kv", pinned)
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:

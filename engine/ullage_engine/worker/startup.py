@@ -4,6 +4,7 @@ Rank 0 starts the other ranks' processes and commands each phase of their start.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from llguidance import LLTokenizer
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, LedgerError
+from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.parallel.layout import device_map, group_kv_bytes, group_state_bytes
@@ -54,6 +56,8 @@ class Started:
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
     """Memory in use now: resident bytes of all ranks, or used bytes of rank 0's CUDA device."""
+    free_memory: FreeMemoryMonitor
+    """What other processes took of rank 0's device."""
     stop: Callable[[], None]
     """Ends the other ranks."""
     throughput: ThroughputEstimator
@@ -163,7 +167,7 @@ def _started(
     )
     policy = KvPolicy(
         prefix_cache=memory.prefix_cache,
-        session_blocks=memory.session_kv_limit // profile.block_bytes,
+        session_blocks=profile.session_kv_bytes // profile.block_bytes,
         session_idle=memory.session_idle,
         host_slots=own.num_host_slots,
     )
@@ -173,6 +177,7 @@ def _started(
         engine=EngineCore(scheduler, runner, throughput, _grammars(own)),
         ledger=ledger,
         used_bytes=used_bytes,
+        free_memory=FreeMemoryMonitor(own.meter.free_bytes, memory.safety_reserve, time.monotonic),
         stop=stop,
         throughput=throughput,
         profile=profile,
@@ -203,6 +208,9 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
     # A stage may have lines that others lack, such as states.
     for name in dict.fromkeys(entry.name for each in entries for entry in each):
         same = [entry for each in entries for entry in each if entry.name == name]
+        if same[0].on_host:
+            ledger.record_on_host(name, sum(entry.reserved_bytes for entry in same))
+            continue
         ledger.reserve(name, sum(entry.reserved_bytes for entry in same))
         ledger.allocated(name, sum(entry.allocated_bytes for entry in same))
     return ledger
@@ -220,6 +228,7 @@ def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
         sampler_bytes_per_sequence=runner.sampler_arena_bytes // limits.max_sequences,
         prefill_chunk_tokens=limits.prompt_tokens,
         kv_pool_bytes=num_blocks * own.block_bytes,
+        session_kv_bytes=own.config.memory.session_kv_limit,
     )
     assert profile.block_bytes == own.block_bytes, "priced and allocated blocks differ"
     return profile

@@ -252,6 +252,7 @@ class Admission:
             max_tokens=most,
             min_tokens=min_output(most if asked else None, most, rungs.shrink_output),
             samples=num_samples(call.request.samples),
+            has_session=bool(call.request.session_id),
             droppable=prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=request.queue_state if request else QueueState.OPEN,
             ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),

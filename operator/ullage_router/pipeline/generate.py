@@ -251,6 +251,7 @@ def engine_request(call: Call, reservation: Reservation) -> inference_pb2.Genera
         sampling=call.request.sampling,
         stop=call.request.stop,
         session_id=call.tenant.scoped_session(call.request.session_id),
+        cache_salt=call.tenant.cache_salt(call.request.cache_salt),
         priority=call.request.priority,
         output=call.request.output,
         samples=call.request.samples,

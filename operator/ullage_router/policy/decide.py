@@ -280,7 +280,8 @@ class _LadderRun:
     def _most_tokens(self, engine: EngineView) -> int:
         """Returns the length of the longest sequence that fits the engine now."""
         facts = self.facts
-        return most_tokens(engine.profile, engine.available, facts.prompt_tokens, facts.samples)
+        available = min(engine.available, engine.most_bytes(has_session=facts.has_session))
+        return most_tokens(engine.profile, available, facts.prompt_tokens, facts.samples)
 
     def _demand(self, engine: EngineView) -> Demand:
         return _demand(self.facts, engine)
@@ -345,7 +346,8 @@ def _price(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
     """Returns the output tokens that an empty engine would have room for."""
-    return engine.longest(facts.prompt_tokens, facts.samples) - facts.prompt_tokens
+    longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
+    return longest - facts.prompt_tokens
 
 
 def _pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
@@ -396,13 +398,17 @@ def _never_fits(
     engine = max(engines, key=lambda e: room_of(facts, e))
     least = facts.min_tokens
     demand = predict(engine.profile, facts.prompt_tokens, least, least, facts.samples)
+    capacity = engine.most_bytes(has_session=facts.has_session)
+    is_session_short = capacity < engine.capacity
+    holder = "one session may hold" if is_session_short else "the largest pool has"
     message = (
         f"the request needs {demand.kv_bytes} bytes of KV "
-        f"and the largest pool has {engine.capacity}; "
+        f"and {holder} {capacity}; "
         f"shorten the prompt to at most {max(0, longest - facts.min_tokens)} tokens"
         + (" or ask for fewer answers" if facts.samples > 1 else "")
+        + (", send no session, or raise memory.sessionKVLimit" if is_session_short else "")
     )
-    return Refuse("invalid", "KV_NEVER_FITS", message, demand, engine.capacity)
+    return Refuse("invalid", "KV_NEVER_FITS", message, demand, capacity)
 
 
 def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:

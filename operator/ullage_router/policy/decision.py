@@ -235,11 +235,17 @@ class EngineView:
     prefill_speed: float = 0.0
     """Prompt tokens a second; 0 when unknown."""
 
-    def longest(self, prompt_tokens: int, samples: int) -> int:
+    def longest(self, prompt_tokens: int, samples: int, *, has_session: bool = False) -> int:
         """Returns the longest sequence that the engine can ever hold, in tokens of each sample of
         such a prompt."""
-        held = most_tokens(self.profile, self.capacity, prompt_tokens, samples)
+        capacity = self.most_bytes(has_session=has_session)
+        held = most_tokens(self.profile, capacity, prompt_tokens, samples)
         return min(self.max_model_len, held)
+
+    def most_bytes(self, *, has_session: bool) -> int:
+        """Returns the KV bytes that one request may ever take, of a session or without one."""
+        limit = self.profile.session_kv_bytes if has_session else 0
+        return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
         """Returns the work that is computed before a new request's prompt (`credit.work`)."""
@@ -274,6 +280,8 @@ class RequestFacts:
     """Fewest output tokens that still make an answer: shrinking stops here."""
     samples: int = 1
     """Number of answers to generate, each of as many output tokens."""
+    has_session: bool = False
+    """Whether the request is bounded by what one session may hold."""
     droppable: bool = False
     """Whether the conversation has turns that may be dropped."""
     queue: QueueState = QueueState.OPEN

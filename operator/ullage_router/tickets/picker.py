@@ -510,7 +510,7 @@ class TicketIssuer:
             samples=samples,
             priority=pick.priority,
             count=count,
-            is_sessionless=pick.session is not None,
+            tenant=pick.session.name if pick.session else None,
         )
         call.place(number, engine.address, ticket, run, count)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterTickets
-from ullage_common.tickets.tickets import TICKET_KEY, Claims, TicketKeys, engine_tag
+from ullage_common.tickets.tickets import TICKET_KEY, Claims, TicketKeys, cache_salt, engine_tag
 
 MAX_TAGS = 10_000
 """Engines' names come and go with their pods."""
@@ -50,13 +50,18 @@ class TicketSigner:
         samples: int = 1,
         priority: int = 0,
         count: int = 1,
-        is_sessionless: bool = False,
+        tenant: str | None = None,
     ) -> str:
-        """Leave for so many requests, each of at most this size, to this engine."""
+        """Leave for so many requests, each of at most this size, to this engine.
+
+        `tenant`: whose requests they are; None where there are no tenants.
+        """
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self._tags.get(engine_id) or self._tag(engine_id)
         size = (prompt_tokens, max_tokens, samples)
-        claims = Claims(number, expires_ms, tag, *size, priority, count, is_sessionless)
+        claims = Claims(number, expires_ms, tag, *size, priority, count)
+        if tenant is not None:
+            claims = claims._replace(is_sessionless=True, cache_salt=cache_salt(tenant))
         return self.keys.signer.sign(claims)
 
     def sign_request(

@@ -90,13 +90,15 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
 
 class MemorySection(MemoryBudget, frozen=True, kw_only=True):
     session_kv_limit: Bytes = 512 << 20
+    """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
+    is bounded."""
     max_kv: Bytes = 20 << 30
     device_bytes: Bytes | None = None
     """Budget of a CPU device; None is the cgroup's limit."""
     prefix_cache: bool = True
     """Whether computed KV is kept and shared with requests that begin alike."""
     session_idle: Seconds = 300.0
-    """Seconds without a request after which a session's KV may be evicted like any other."""
+    """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
 

@@ -19,6 +19,38 @@ def usable_bytes(cgroup_root: Path = CGROUP) -> int:
     return available if limit is None else min(limit, available)
 
 
+def free_bytes(cgroup_root: Path = CGROUP) -> int:
+    """Bytes that this container may still take: of its limit, and of what the machine has free."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    limit, used = container_limit(cgroup_root), _container_used(cgroup_root)
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used))
+
+
+def _container_used(root: Path) -> int | None:
+    """Bytes of the container without the cached files that the kernel drops when it needs room;
+    None where there is no cgroup."""
+    for current, stat, cached in (
+        (root / "memory.current", root / "memory.stat", "inactive_file"),
+        (
+            root / "memory/memory.usage_in_bytes",
+            root / "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            used = int(current.read_text(encoding="ascii"))
+            lines = stat.read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError):
+            continue
+        stats = dict(line.split() for line in lines)
+        return used - int(stats.get(cached, 0))
+    return None
+
+
 def container_limit(cgroup_root: Path = CGROUP) -> int | None:
     """Bytes above which the kernel kills; None without a limit."""
     for path in (cgroup_root / _CGROUP_V2, cgroup_root / _CGROUP_V1):

@@ -1,6 +1,6 @@
 """Tickets: a router's signed leave to send a request, or several like ones, straight to an engine.
 
-A ticket is 38 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
+A ticket is 54 bytes of claims and their HMAC-SHA256 (RFC 2104) under a key that routers and engines
 share, in URL-safe base64. It names the engine, ends at a time, bounds each request's tokens, and is
 taken as often as it says. The keys are read from a folder at the start and again whenever that
 folder changes.
@@ -25,12 +25,20 @@ MIN_KEY_BYTES = 32
 CLOCK_SKEW_S = 5.0
 """Seconds by which an engine's clock may be ahead of the router's."""
 
-_CLAIMS = struct.Struct(">2sQQ8sIIBbH")
-_VERSION = b"U1"
+_CLAIMS = struct.Struct(">2sQQ8sIIBbH16s")
+_VERSION = b"U2"
 _SESSIONLESS = 1 << 15
 """Bit added to the uses. What older engines know of them is that they are one."""
 _MAC_BYTES = 32
 TICKET_BYTES = _CLAIMS.size + _MAC_BYTES
+
+
+CACHE_SALT_BYTES = 16
+
+
+def cache_salt(tenant: str, salt: str = "") -> bytes:
+    """Returns the cache salt of a tenant's requests that name `salt`."""
+    return hashlib.blake2b(f"{tenant}\0{salt}".encode(), digest_size=CACHE_SALT_BYTES).digest()
 
 
 class TicketError(Exception):
@@ -61,7 +69,10 @@ class Claims(NamedTuple):
     uses: int = 1
     """Requests, each of at most this size; 0, in an older router's ticket, means one."""
     is_sessionless: bool = False
-    """The engine leaves out the session that a request names: tenants' names may be the same."""
+    """The engine leaves out the session that a request names, for tenants' names may be the same,
+    and replaces its cache salt by the ticket's."""
+    cache_salt: bytes = bytes(CACHE_SALT_BYTES)
+    """Cache salt of the tenant that the ticket is for."""
 
 
 def engine_tag(engine_id: str) -> bytes:
@@ -77,8 +88,8 @@ class Signer:
 
     def sign(self, claims: Claims) -> str:
         """The ticket."""
-        *fields, uses, is_sessionless = claims
-        text = _CLAIMS.pack(_VERSION, *fields, uses | is_sessionless * _SESSIONLESS)
+        *fields, uses, is_sessionless, salt = claims
+        text = _CLAIMS.pack(_VERSION, *fields, uses | is_sessionless * _SESSIONLESS, salt)
         mac = self._mac.copy()
         mac.update(text)
         return base64.urlsafe_b64encode(text + mac.digest()).decode()
@@ -104,10 +115,10 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
         hmac.compare_digest(mac, hmac.digest(key, text, "sha256")) for key in keys
     ):
         raise TicketError("BAD_TICKET", "no router of this service signed the ticket; pick again")
-    version, *fields = _CLAIMS.unpack(text)
-    said = Claims(*fields)
-    is_sessionless, uses = divmod(said.uses, _SESSIONLESS)
-    claims = said._replace(uses=uses, is_sessionless=bool(is_sessionless))
+    version, *fields, salt = _CLAIMS.unpack(text)
+    packed = Claims(*fields)
+    is_sessionless, uses = divmod(packed.uses, _SESSIONLESS)
+    claims = packed._replace(uses=uses, is_sessionless=bool(is_sessionless), cache_salt=salt)
     if version != _VERSION or claims.engine != engine:
         raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
     if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:

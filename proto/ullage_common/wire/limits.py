@@ -7,6 +7,7 @@ from types import MappingProxyType
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
+MAX_CACHE_SALT_BYTES = 256
 MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024

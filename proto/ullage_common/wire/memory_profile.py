@@ -17,6 +17,7 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
         sampler_bytes_per_sequence=profile.sampler_bytes_per_sequence,
         prefill_chunk_tokens=profile.prefill_chunk_tokens,
         kv_pool_bytes=profile.kv_pool_bytes,
+        session_kv_bytes=profile.session_kv_bytes,
     )
 
 
@@ -30,4 +31,5 @@ def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
         sampler_bytes_per_sequence=wire.sampler_bytes_per_sequence,
         prefill_chunk_tokens=wire.prefill_chunk_tokens,
         kv_pool_bytes=wire.kv_pool_bytes,
+        session_kv_bytes=wire.session_kv_bytes,
     )

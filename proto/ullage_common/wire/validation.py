@@ -13,6 +13,7 @@ from ullage_common.wire.limits import (
     LOGIT_BIAS,
     MAX_BEAM_STOP_TOKENS,
     MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_BYTES,
     MAX_CALLS,
     MAX_GRAMMAR_BYTES,
     MAX_LENGTH_PENALTY,
@@ -61,6 +62,13 @@ def _check_identity(request: inference_pb2.GenerateRequest) -> None:
         "session_id",
         f"{size} bytes",
         f"at most {MAX_SESSION_ID_BYTES} bytes",
+    )
+    size = len(request.cache_salt.encode())
+    _require(
+        size <= MAX_CACHE_SALT_BYTES,
+        "cache_salt",
+        f"{size} bytes",
+        f"at most {MAX_CACHE_SALT_BYTES} bytes",
     )
     permitted = f"-{MAX_PRIORITY} to {MAX_PRIORITY}"
     _require(abs(request.priority) <= MAX_PRIORITY, "priority", request.priority, permitted)

@@ -34,6 +34,20 @@ def test_usage_tells_the_cached_tokens_of_the_prompt(make_rig: MakeRig) -> None:
     assert [output.num_cached_tokens for output in rig.outputs["b"]] == [96, 96, 96]
 
 
+def test_requests_of_different_salts_share_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for name, salt in (("a", "one"), ("b", "two"), ("c", ""), ("again", "one")):
+        rig.submit(rig.request(name, SYSTEM, max_tokens=3, salt=salt))
+        rig.run()
+        assert rig.tokens(name) == rig.undisturbed(SYSTEM, 0, 3)
+    cached = {name: outputs[-1].num_cached_tokens for name, outputs in rig.outputs.items()}
+    assert cached == {"a": 0, "b": 0, "c": 0, "again": 96}
+    # Nor does one wait for what the other computes at the same moment.
+    for name, salt in (("d", "three"), ("e", "four")):
+        rig.submit(rig.request(name, list(range(40)), salt=salt))
+    assert len(rig.scheduler.schedule().chunks) == 2
+
+
 def test_a_prompt_known_to_its_end_still_computes_its_last_token(make_rig: MakeRig) -> None:
     rig = make_rig()
     for name in ("a", "b"):

@@ -22,9 +22,9 @@ class Turns:
         tokens = [start + at for at in range(2 * blocks)]
         table = self.store.allocate(blocks)
         self.store.insert(tokens, table, 0, blocks)
-        if session:
-            self.store.sessions.keep(session, table)
         self.store.free(table)
+        if session:
+            self.store.keep_session(session, table)
         self.store.check_integrity([])
         return tokens
 
@@ -58,16 +58,34 @@ def test_the_session_used_longest_ago_goes_first() -> None:
     assert turns.kept(second) < 3
 
 
-def test_an_idle_session_is_evicted_like_anything_else() -> None:
-    turns = Turns(blocks=6)
-    idle = turns.turn(0, 2, "idle")
-    turns.now = 6.0
-    turns.turn(100, 2, "busy")
-    turns.now = 10.0
+def test_idle_sessions_are_evicted_before_prefixes_used_since_the_longest_idle_first() -> None:
+    turns = Turns(blocks=8)
+    idle, later = turns.turn(0, 2, "idle"), turns.turn(50, 2, "later")
+    turns.now = 8.0
+    prefix = turns.turn(100, 2)
+    busy = turns.turn(150, 2, "busy")
+    turns.now = 11.0
     turns.store.sessions.end_idle()
     assert len(turns.store.sessions) == 1
-    turns.turn(200, 4)
-    assert turns.kept(idle) == 0
+    turns.turn(200, 2)
+    assert [turns.kept(each) for each in (idle, later, prefix, busy)] == [0, 2, 2, 2]
+    turns.turn(300, 2)
+    assert [turns.kept(each) for each in (idle, later, prefix, busy)] == [0, 0, 2, 2]
+
+
+def test_what_others_used_since_does_not_go_with_an_idle_session() -> None:
+    turns = Turns(blocks=6)
+    idle = turns.turn(0, 4, "idle")
+    turns.now = 5.0
+    turns.turn(0, 2)
+    turns.now = 10.0
+    turns.store.sessions.end_idle()
+    other = turns.turn(100, 2)
+    turns.turn(200, 2)
+    assert (turns.kept(idle), turns.kept(other)) == (2, 2)
+    turns.turn(0, 2)
+    turns.turn(300, 4)
+    assert turns.kept(idle) == 2
 
 
 def test_only_the_beginning_within_the_limit_is_pinned() -> None:
@@ -123,3 +141,41 @@ def test_long_conversations_share_a_small_pool(
         assert rig.scheduler.stats().num_sessions > 0
         assert min(hits[6:18]) > 0.7
     assert sum(hits[6:]) > 0
+
+
+PROMPT = list(range(60))
+
+
+def test_a_session_never_holds_more_than_its_bound_while_it_runs(
+    make_rig: Callable[..., Any],
+) -> None:
+    """60 tokens of prompt and 100 of output are 10 blocks; the session may hold 6."""
+    rig = make_rig(session_blocks=6, policy=KvPolicy(session_blocks=6), expected=100)
+    assert rig.submit(rig.request("a", PROMPT, max_tokens=100, session="s")) is None
+    most = 0
+    while rig.scheduler.has_work:
+        rig.step()
+        most = max(most, rig.held_blocks)
+    assert (most, len(rig.tokens("a")), rig.outputs["a"][-1].finish) == (6, 6 * 16 - 60, "length")
+    assert rig.tokens("a") == rig.undisturbed(PROMPT, 0, 36)
+    rig.submit(rig.request("b", PROMPT, max_tokens=100))
+    assert len(rig.run()["b"]) == 100
+
+
+def test_requests_of_one_session_share_its_bound(make_rig: Callable[..., Any]) -> None:
+    rig = make_rig(session_blocks=8, expected=8)
+    assert rig.submit(rig.request("a", PROMPT, session="s")) is None
+    refused = rig.submit(rig.request("b", [7] * 60, session="s"))
+    assert not refused.never and "session: its other requests leave" in refused.message
+    assert rig.submit(rig.request("other", [7] * 60, session="t")) is None
+    rig.run()
+    assert rig.submit(rig.request("b", [7] * 60, session="s")) is None
+
+
+def test_a_prompt_above_the_bound_of_a_session_is_refused_for_good(
+    make_rig: Callable[..., Any],
+) -> None:
+    rig = make_rig(session_blocks=3)
+    refused = rig.submit(rig.request("a", PROMPT, session="s"))
+    assert refused.never and "raise memory.sessionKVLimit" in refused.message
+    assert rig.submit(rig.request("a", PROMPT)) is None

@@ -73,3 +73,13 @@ def test_what_was_priced_at_nothing_must_be_nothing() -> None:
     error = wrong_price({"arena": 0}, {"arena": 1})
     assert error is not None
     assert "1 bytes, not 0" in error
+
+
+def test_pinned_memory_of_the_host_is_a_line_beside_the_budget() -> None:
+    ledger = Ledger(1000 * MIB, 0.5, configurable=False)
+    ledger.record("weights", 400 * MIB)
+    ledger.record_on_host("pinned_host_kv", 8000 * MIB)
+    assert ledger.available_bytes == 100 * MIB
+    line = ledger.states()[-1]
+    assert (line.name, line.on_host, line.allocated_bytes) == ("pinned_host_kv", True, 8000 * MIB)
+    assert any("pinned_host_kv" in text and "8000 MiB" in text for text in ledger.table())

@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.engine import DegradeLevel, DegradeSection
-from ullage_engine.memory.pressure import PressureController, level_at, ordered_levels
+from ullage_engine.memory.pressure import (
+    FreeMemoryMonitor,
+    PressureController,
+    level_at,
+    ordered_levels,
+)
 
 LEVELS = (
     DegradeLevel(below=0.05, batch_share=0.5),
@@ -104,3 +109,31 @@ def test_the_smallest_level_above_the_headroom_holds_or_a_stricter_one(
             assert held.below <= min(level.below for level in entered)
         elif held is not None:
             assert headroom < min(1.0, held.below + section.hysteresis)
+
+
+def test_what_others_take_is_missing_and_measured_at_a_bounded_rate() -> None:
+    now, free, measured = [0.0], [900], []
+
+    def measure() -> int:
+        measured.append(now[0])
+        return free[0]
+
+    monitor = FreeMemoryMonitor(measure, 200, lambda: now[0])
+    free[0] = 150
+    missing = []
+    for _ in range(41):
+        missing.append(monitor.missing_bytes())
+        now[0] += 0.0625
+    assert (missing[0], missing[-1]) == (0, 50)
+    assert measured == [0.0, 1.0, 2.0]
+    free[0], now[0] = 800, 4.0
+    assert monitor.missing_bytes() == 0
+
+
+def test_a_device_that_was_tight_from_the_beginning_stays_usable() -> None:
+    now, free = [0.0], [120]
+    monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0])
+    now[0] = 1.0
+    assert monitor.missing_bytes() == 0
+    free[0], now[0] = 100, 2.0
+    assert monitor.missing_bytes() == 20

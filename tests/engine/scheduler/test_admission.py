@@ -129,3 +129,18 @@ def test_what_is_priced_is_what_is_allocated(
         allocated = profile.kv_pool_bytes - scheduler.stats().kv_free_bytes
         assert allocated == sequence_bytes(profile, stored)
         scheduler.commit(bench.sample(plan))
+
+
+def test_what_is_withheld_lowers_headroom_and_touches_nobody_admitted(bench: Any) -> None:
+    scheduler = bench.make_scheduler(blocks=10)
+    scheduler.submit(bench.make_request("a", 40, max_tokens=8))
+    before = scheduler.stats().headroom_bytes
+    scheduler.withhold(4 * 160 - 1)
+    assert scheduler.stats().headroom_bytes == before - 4 * 160
+    answer = refused(scheduler, bench.make_request("b", 40, max_tokens=16))
+    assert not answer.never and answer.available_bytes == before - 4 * 160
+    scheduler.withhold(10**9)
+    assert scheduler.stats().headroom_bytes == 0
+    assert len(bench.run(scheduler)["a"]) == 8
+    scheduler.withhold(0)
+    assert scheduler.submit(bench.make_request("b", 40, max_tokens=16)) is None

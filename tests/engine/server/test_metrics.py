@@ -19,6 +19,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -209,3 +210,16 @@ def test_degraded_requests_are_counted_by_what_was_lowered(
             await first
 
     asyncio.run(scenario())
+
+
+def test_steps_that_ran_out_of_memory_lower_the_health_for_a_while() -> None:
+    status = EngineStatus()
+    status.worker_ready(make_ready(make_state(num_oom_events=3)))
+    assert status.health == 1.0
+    status.worker_state(make_state(num_oom_events=4))
+    survived = status.health
+    assert 0.8 <= survived < 0.9
+    status.worker_state(make_state(num_oom_events=4))
+    assert status.health >= survived
+    status.worker_state(make_state(num_oom_events=6))
+    assert status.health < 0.8 * survived

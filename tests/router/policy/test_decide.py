@@ -195,6 +195,24 @@ def test_the_time_of_a_refusal_counts_those_ahead() -> None:
     assert (alone.retry_after_s, behind.retry_after_s) == (1, 4)
 
 
+def test_a_session_gets_no_more_than_it_may_hold() -> None:
+    """A block is 16 tokens; a session may hold 20 of them, any other request 100."""
+    profile = MemoryProfile(16, (CacheGroup(1000),), session_kv_bytes=20 * BLOCK)
+    bound = engine(free=100, profile=profile)
+    whole = decide(facts(prompt=100, most=600), [bound], POLICY)
+    held = decide(facts(prompt=100, most=600, has_session=True), [bound], POLICY)
+    assert isinstance(whole, Run) and isinstance(held, Run)
+    assert (whole.max_tokens, held.max_tokens) == (600, 320 - 100)
+    refused = decide(facts(prompt=400, has_session=True), [bound], POLICY)
+    assert isinstance(refused, Refuse)
+    assert (refused.kind, refused.reason) == ("invalid", "KV_NEVER_FITS")
+    assert f"one session may hold {20 * BLOCK}" in refused.message
+    assert "raise memory.sessionKVLimit" in refused.message
+    shorter = decide(facts(prompt=400, has_session=True, droppable=True), [bound], POLICY)
+    assert isinstance(shorter, ShrinkContext)
+    assert (shorter.reason, shorter.prompt_tokens) == ("CONTEXT_TOO_LONG", 320 - 64)
+
+
 def test_what_can_never_fit_is_invalid_at_once() -> None:
     context = decide(facts(prompt=1590), [engine()], POLICY)
     assert isinstance(context, Refuse)

@@ -66,6 +66,27 @@ def test_engines_get_a_name_of_the_tenants_own(
     asyncio.run(scenario())
 
 
+def test_engines_get_a_cache_salt_of_the_tenants_own(
+    start_service: "StartService", tenants: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with start_service(tenants=tenants) as service:
+            for name in ("alice", "bob", "alice"):
+                await over_grpc(service, name, "")
+            alice, bob, again = (request.cache_salt for request in service.engine.requests)
+            assert alice == again != bob
+            body = {"prompt": "Hi", "cache_salt": "mine"}
+            for name in ("alice", "bob"):
+                await service.http.post("/v1/completions", json=body, headers=dict(proof(name)))
+            named = [request.cache_salt for request in service.engine.requests[-2:]]
+            assert len({alice, bob, "", "mine", *named}) == 6
+        async with start_service() as service:
+            await service.http.post("/v1/completions", json=body)
+            assert [request.cache_salt for request in service.engine.requests] == ["mine"]
+
+    asyncio.run(scenario())
+
+
 def test_without_tenants_names_stay(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:

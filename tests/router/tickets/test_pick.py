@@ -286,9 +286,9 @@ def claims(**more: Any) -> Claims:
     return Claims(**(fields | {"max_tokens": 2, "samples": 1, "priority": -100} | more))
 
 
-@given(st.integers(1, 1024), st.booleans())
-def test_a_ticket_says_what_was_signed(uses: int, is_sessionless: bool) -> None:
-    signed = claims(uses=uses, is_sessionless=is_sessionless)
+@given(st.integers(1, 1024), st.booleans(), st.binary(min_size=16, max_size=16))
+def test_a_ticket_says_what_was_signed(uses: int, is_sessionless: bool, salt: bytes) -> None:
+    signed = claims(uses=uses, is_sessionless=is_sessionless, cache_salt=salt)
     assert verify(sign(signed, KEY), (KEY,), engine_tag("e"), 9.0) == signed
 
 

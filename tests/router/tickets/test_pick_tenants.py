@@ -116,6 +116,7 @@ def test_sessions_of_tenants_are_left_out_by_engines(
                 tag = engine_tag(service.engine.headroom.engine)
                 claims = verify(placed.ticket, (b"k" * 32,), tag, time.time())
                 assert claims.is_sessionless == is_sessionless
+                assert any(claims.cache_salt) == is_sessionless
 
     asyncio.run(scenario())
 

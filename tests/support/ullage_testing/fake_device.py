@@ -237,6 +237,7 @@ class ConvDevice(Device):
 class Rig:
     """Scheduler and device together; the clock is a number.
 
+    `session_blocks`: bound of one session, in blocks; 0: none.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
     """
 
@@ -255,6 +256,7 @@ class Rig:
         decode_tokens: int = 100_000,
         expected: int = 32,
         prefill_rate: float = 0.0,
+        session_blocks: int = 0,
         conv_layers: int = 0,
         replay_tokens: int | None = None,
     ) -> None:
@@ -266,6 +268,7 @@ class Rig:
             sampler_bytes_per_sequence=1,
             prefill_chunk_tokens=prompt_tokens,
             kv_pool_bytes=blocks * BLOCK_BYTES,
+            session_kv_bytes=session_blocks * BLOCK_BYTES,
         )
         replay = conv_layers * (KERNEL - 1) if replay_tokens is None else replay_tokens
         limits = SchedulerLimits(
@@ -299,6 +302,7 @@ class Rig:
         num_prompt_tokens: int | None = None,
         seed: int = 0,
         session: str = "",
+        salt: str = "",
         priority: int = 0,
         stop: list[int] | None = None,
     ) -> EngineRequest:
@@ -310,6 +314,7 @@ class Rig:
             sampling=SamplingParams(seed=seed),
             stop_token_ids=stop or [],
             session_id=session,
+            cache_salt=salt,
             priority=priority,
         )
 

@@ -384,6 +384,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     return Request(
         model=utf8("model", common.model),
         session_id=utf8("session_id", common.session_id or ""),
+        cache_salt=utf8("cache_salt", common.cache_salt or ""),
         sampling=sampling,
         stop=stop,
         output=output,

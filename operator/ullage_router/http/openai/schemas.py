@@ -190,6 +190,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     session_id: str | None = None
     """Session id; the header x-session-id takes precedence."""
+    cache_salt: str | None = None
+    """Requests share cached KV only with the tenant's requests of the same salt."""
 
     @property
     def wants_usage(self) -> bool:
