@@ -4,13 +4,19 @@ Preparing reads the checkpoint once, fuses, converts and quantises it; a worker 
 only maps the file. Engines that share the folder prepare once: a file lock elects who does it.
 
 The file: magic, length and SHA-256 of the header, the header (JSON), then tensors at aligned
-offsets, counted from the file's start.
+offsets, counted from the file's start. The header has a checksum of each tensor, and is compared
+with the tensors when the file is first mapped after a boot or a change.
 """
 
+import contextlib
 import fcntl
 import hashlib
+import logging
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +32,14 @@ from ullage_engine.model_loader.prepare import PreparedForm, PreparedTensor, ope
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.messages import usable_cores
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
+
+log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096
@@ -75,6 +84,12 @@ class StoredTensor(msgspec.Struct, frozen=True):
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    checksum: str = "0" * 64
+    """SHA-256 of the tensor's bytes, in hexadecimal."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + torch.Size(self.shape).numel() * STORED_DTYPES[self.dtype].itemsize
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -150,17 +165,71 @@ def _parse_header(file: BinaryIO, size: int) -> Header | None:
 def _attach(files: ModelFiles, path: Path, form: PreparedForm, progress: Progress) -> Header:
     """Returns the header of the prepared file, which is written first if need be."""
     try:
-        header = read_header(path)
+        header = _verified_header(path, progress)
         if header is not None:
             return header
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, progress):
-            return read_header(path) or _prepare(files, path, form, progress)
+            return _verified_header(path, progress) or _prepare(files, path, form, progress)
     except OSError as error:
         raise WeightsError(
             f"server.weights_dir {path.parent}: {error.strerror or error}; "
             "name a writable folder with room for the weights"
         ) from error
+
+
+def _verified_header(path: Path, progress: Progress) -> Header | None:
+    """Reads the header of a prepared file whose tensors are whole; None if there is none."""
+    header = read_header(path)
+    if header is None or _read_marker(path) == _marker(path):
+        return header
+    name = _damaged_tensor(path, header, progress)
+    if name is not None:
+        log.warning("%s: tensor %s is damaged; preparing the weights again", path, name)
+        return None
+    _mark_verified(path)
+    return header
+
+
+def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
+    """Compares all tensors with their checksums; returns the name of one that differs."""
+
+    def is_whole(stored: StoredTensor) -> bool:
+        with view[stored.offset : stored.end] as data:
+            return hashlib.sha256(data).hexdigest() == stored.checksum
+
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+        ThreadPoolExecutor(usable_cores()) as threads,
+    ):
+        verdicts = threads.map(is_whole, header.tensors)
+        for stored, whole in zip(header.tensors, verdicts, strict=True):
+            if not whole:
+                return stored.name
+            progress(stored.offset, header.nbytes)
+    return None
+
+
+def _marker(path: Path) -> str:
+    """Returns a text that differs after every boot and every change of the file."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    status = path.stat()
+    return f"{boot_id} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _read_marker(path: Path) -> str:
+    try:
+        return path.with_suffix(".verified").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return ""
+
+
+def _mark_verified(path: Path) -> None:
+    # A folder that cannot be written is no fault: its files are verified at every start.
+    with contextlib.suppress(OSError):
+        path.with_suffix(".verified").write_text(_marker(path), encoding="ascii")
 
 
 @contextmanager
@@ -193,40 +262,61 @@ def _prepare(files: ModelFiles, path: Path, form: PreparedForm, progress: Progre
     reader = open_checkpoint(files)
     plans = plan_tensors(reader.model_config)
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
-    header, encoded = _lay_out(reader.model_config, prepared)
+    header = _lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
             file.truncate(header.nbytes)
-            file.write(encoded)
+            written = []
             stored = iter(header.tensors)
             for each in prepared:
                 for piece in each.chunks():
-                    offset = next(stored).offset
-                    progress(offset, header.nbytes)
-                    file.seek(offset)
-                    _write(file, piece)
+                    tensor = next(stored)
+                    progress(tensor.offset, header.nbytes)
+                    file.seek(tensor.offset)
+                    checksum = _write(file, piece)
+                    written.append(msgspec.structs.replace(tensor, checksum=checksum))
+            header = msgspec.structs.replace(header, tensors=written)
+            file.seek(0)
+            file.write(_encode(header))
             file.flush()
+            # On the disk before it has its name: a power loss leaves no file, or a whole one.
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+    _mark_verified(path)
     return header
 
 
-def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> None:
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
+    """Writes tensors one after the other; returns the SHA-256 of all."""
+    digest = hashlib.sha256()
     for tensor in tensors:
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        digest.update(data)
+        file.write(data)
+    return digest.hexdigest()
 
 
-def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> tuple[Header, bytes]:
-    """Returns the header and its encoded form, which takes a whole number of pages."""
+def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
+    """Returns a header, without checksums, behind whose encoded form the first tensor begins."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
-        encoded = _encode(header)
-        if len(encoded) <= room:
-            return header, encoded
-        room = _aligned(len(encoded))
+        size = len(_encode(header))
+        if size <= room:
+            return header
+        room = _aligned(size)
 
 
 def _header(model_config: ModelConfig, prepared: list[PreparedTensor], offset: int) -> Header:
@@ -265,6 +355,5 @@ def _map(path: Path, header: Header, device: torch.device, part: ShardModel | No
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     """Returns a view of the file's bytes."""
-    dtype = STORED_DTYPES[stored.dtype]
-    end = stored.offset + torch.Size(stored.shape).numel() * dtype.itemsize
-    return storage[stored.offset : end].view(dtype).view(stored.shape)
+    data = storage[stored.offset : stored.end]
+    return data.view(STORED_DTYPES[stored.dtype]).view(stored.shape)

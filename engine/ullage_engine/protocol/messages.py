@@ -194,7 +194,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_steps: int
-    """Steps that were committed since the worker started."""
+    """Steps with work that were committed since the worker started."""
     expected_output_tokens: int
     """Output length that blocks are reserved for when a request is admitted."""
     prefill_backlog_tokens: int
@@ -242,6 +242,8 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     """Degrade level that holds, counted from 1, the mildest; 0 is none."""
     num_oom_events: int
     """torch.OutOfMemoryError caught since the worker started."""
+    num_nonfinite_logits: int = 0
+    """Requests that failed since the worker started because their logits were NaN or infinite."""
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int

@@ -87,12 +87,17 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
+NO_TOKEN = -1
+"""Token id of a sequence whose logits are NaN or infinite, so that none was chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """The next token of one sequence."""
 
     request_id: str
     token_id: int
+    """The token; `NO_TOKEN` where there is none."""
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, SampledToken
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -103,14 +103,17 @@ class Row:
 def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
     """Samples a token a row of float32 logits [rows, vocab], which penalties change in place.
 
-    The token is in the vocabulary whatever the logits are: NaN counts as the least likely.
+    A row with a NaN or an infinity, which damaged weights or a wrong kernel give, has `NO_TOKEN`.
     """
     rows = [
         Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens, chunk.end)
         for chunk in chunks
         if chunk.sampling is not None
     ]
-    _make_finite(logits)
+    damaged = _damaged_rows(logits)
+    if damaged:
+        # The rest of the code then need not know of them: zeros are logits like any others.
+        logits[damaged] = 0.0
     raw = _raw_logprobs(logits, rows)
     for index, row in enumerate(rows):
         if row.params.is_penalised:
@@ -120,19 +123,40 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if is_constrained(chunk):
             constrain(row_logits, chunk)
     tokens = choose(logits, rows)
+    for index in damaged:
+        tokens[index] = NO_TOKEN
     return [
         _sampled(chunk.request_id, token, raw.get(index))
         for index, (chunk, token) in enumerate(zip(chunks, tokens, strict=True))
     ]
 
 
+def _damaged_rows(logits: torch.Tensor) -> list[int]:
+    """Lists the rows that have a NaN or an infinity: one of the row's extremes then is."""
+    if logits.device.type == "cpu":
+        # NumPy's reductions over rows take a tenth of torch's time.
+        rows = logits.numpy()
+        is_finite = np.isfinite(rows.min(-1)) & np.isfinite(rows.max(-1))
+    else:
+        least, greatest = torch.aminmax(logits, dim=-1)
+        is_finite = (torch.isfinite(least) & torch.isfinite(greatest)).cpu().numpy()
+    return [int(index) for index in np.flatnonzero(~is_finite)]
+
+
+def _likeliest_ids(logits: torch.Tensor) -> list[int]:
+    """Returns the likeliest token of each row, the first of equals."""
+    if logits.device.type == "cpu":
+        return [int(token) for token in logits.numpy().argmax(-1)]
+    return _ids(logits.argmax(dim=-1))
+
+
 def _make_finite(logits: torch.Tensor) -> None:
-    """Replaces infinities and NaN, which damaged weights or a penalty may cause, in place."""
+    """Replaces infinities that a penalty caused, in place."""
     logits.nan_to_num_(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
 
 
 def _sampled(request_id: str, token: int, raw: "_RawLogprobs | None") -> SampledToken:
-    if raw is None:
+    if raw is None or token == NO_TOKEN:
         return SampledToken(request_id, token, 0.0, [], [])
     logprob = float(raw.logprobs[token])
     return SampledToken(request_id, token, logprob, raw.top_ids, raw.top_logprobs)
@@ -184,8 +208,8 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
     free = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     if len(greedy) == len(rows):
-        return _ids(logits.argmax(dim=-1))
-    tokens = dict(zip(greedy, _ids(logits[greedy].argmax(dim=-1)) if greedy else [], strict=True))
+        return _likeliest_ids(logits)
+    tokens = dict(zip(greedy, _likeliest_ids(logits[greedy]) if greedy else [], strict=True))
     for some in _few(free):
         tokens |= zip(some, _choose_any(logits[some], [rows[i] for i in some]), strict=True)
     for some in _few(filtered):

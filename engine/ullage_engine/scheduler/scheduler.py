@@ -81,6 +81,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return len(self._sequences) > 0
 
+    @property
+    def num_steps(self) -> int:
+        """Steps with work that were committed."""
+        return self._num_steps
+
     def stats(self) -> SchedulerStats:
         """Collects the statistics; walks over every block that sequences hold."""
         cache, size = self._cache, self._cache.block_tokens
@@ -267,8 +272,9 @@ class Scheduler:
         for sequence, _ in self._planned:
             for child in self._fork_groups.take_ready(sequence):
                 self._fork_child(sequence, child)
+        # A step that computes nothing is no progress, or a hang would not be seen.
+        self._num_steps += bool(self._planned)
         self._planned = []
-        self._num_steps += 1
         return [self._append(token) for token in sampled if token.request_id in self._sequences]
 
     def _preempt(self, sequence: Sequence) -> None:

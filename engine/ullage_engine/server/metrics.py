@@ -52,6 +52,11 @@ _COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("swaps", "Preemptions by swapping to host memory", lambda s: s.num_swaps),
     ("oom_events", "Steps that ran out of memory", lambda s: s.num_oom_events),
     (
+        "nonfinite_logits",
+        "Requests failed because their logits were NaN or infinite",
+        lambda s: s.num_nonfinite_logits,
+    ),
+    (
         "prefix_cache_queries_tokens",
         "Prompt tokens looked up in the prefix cache",
         lambda s: s.prefix_lookup_tokens,

@@ -47,11 +47,16 @@ import torch
 
 from ullage_engine.protocol.errors import GroupLostError
 from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
-from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.beam_search import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler
-from ullage_engine.worker.grammar import GrammarError, Grammars, no_vocabulary
+from ullage_engine.worker.grammar import (
+    GrammarError,
+    Grammars,
+    VocabularyError,
+    no_vocabulary,
+)
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -80,7 +85,8 @@ class EngineCore:
     A step that runs out of memory is computed again after freeing what torch caches and with half
     the prompt tokens, then without the newest sequence, and only when a sequence alone still does
     not fit is that one request failed. A step that fails otherwise is computed again chunk by
-    chunk, and only requests whose own chunk fails are given up.
+    chunk, and only requests whose own chunk fails are given up. So is a request whose logits are
+    NaN or infinite.
     """
 
     def __init__(
@@ -93,6 +99,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.grammars = grammars or Grammars(no_vocabulary)
         self.num_oom_events = 0
+        self.num_nonfinite_logits = 0
+        """Requests that failed because their logits were NaN or infinite."""
         self._runner = runner
         self._throughput = throughput
         self._beams = BeamSearches(scheduler)
@@ -135,7 +143,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Computes one step for all sequences that have a part in it."""
         plan = self._constrained(self.scheduler.schedule())
-        outputs = self.scheduler.commit(self._execute(plan))
+        outputs = self.scheduler.commit(self._with_token(self._execute(plan)))
         for output in outputs:
             if output.finish:
                 self.grammars.close(output.request_id)
@@ -153,6 +161,12 @@ class EngineCore:
     ) -> Rejected | list[TokenOutput]:
         try:
             compiled = self.grammars.compile(requests[0].grammar).result()
+        except VocabularyError as error:
+            message = f"{error}; see the engine's log"
+            self._failed += [
+                RequestFailed(request_id=r.request_id, message=message) for r in requests
+            ]
+            return []
         except GrammarError as error:
             self._failed += [_unmatched(request.request_id, str(error)) for request in requests]
             return []
@@ -235,6 +249,25 @@ class EngineCore:
         for chunk, reason in failed:
             self._give_up(chunk.request_id, f"its step cannot be computed: {reason}")
         return sampled
+
+    def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Returns the tokens of the step; gives up requests that have none, before it is committed.
+
+        Their KV may be damaged as well, so what is cached goes with them.
+        """
+        damaged = [each.request_id for each in sampled if each.token_id == NO_TOKEN]
+        for request_id in damaged:
+            log.error("logits are NaN or infinite; failing the request %s", request_id)
+            self._give_up(
+                request_id,
+                "its logits are NaN or infinite, so weights or device may be damaged; send it "
+                "again, and if it fails again restart the engine",
+            )
+        if not damaged:
+            return sampled
+        self.num_nonfinite_logits += len(damaged)
+        self.scheduler.evict_all()
+        return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _give_up(self, request_id: str, message: str) -> None:
         self.scheduler.cancel(request_id)

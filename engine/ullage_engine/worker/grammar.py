@@ -31,6 +31,10 @@ class GrammarError(Exception):
     """The grammar cannot be followed; the message is one line for the client."""
 
 
+class VocabularyError(GrammarError):
+    """The model's vocabulary cannot be loaded, whatever the grammar is."""
+
+
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
     """Builds the model's tokens as grammars need them; takes about 0.5 s for 50,000.
 
@@ -75,7 +79,8 @@ class Grammars:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """`load` makes the vocabulary, in the thread that compiles, when the first grammar comes.
 
-        It raises GrammarError when the model cannot have any.
+        It raises GrammarError when the model cannot have any. Any other error fails the requests
+        with that grammar.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -123,13 +128,23 @@ class Grammars:
 
     def _make(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:
-            self._vocabulary = self._load()
+            self._vocabulary = self._loaded_vocabulary()
             trim_heap()  # the tokenizer that it was made of
             log.info("grammars can be followed")
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_first_line(matcher.get_error()))
         return matcher
+
+    def _loaded_vocabulary(self) -> LLTokenizer:
+        try:
+            return self._load()
+        except GrammarError:
+            raise
+        except Exception as error:
+            log.exception("grammars cannot be followed: the vocabulary cannot be loaded")
+            reason = _first_line(str(error)) if str(error) else type(error).__name__
+            raise VocabularyError(f"the model's vocabulary cannot be loaded: {reason}") from error
 
 
 def no_vocabulary() -> LLTokenizer:

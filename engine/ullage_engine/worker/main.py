@@ -54,6 +54,8 @@ _STATE_INTERVAL_S = 0.1
 _HEARTBEAT_S = 0.5
 _COMPILED_S = 0.005
 """Seconds between an idle worker's looks whether a grammar is compiled."""
+_EMPTY_STEP_S = 0.005
+"""Seconds to sleep after a step in which nothing could be computed."""
 
 
 class ServerGoneError(Exception):
@@ -123,7 +125,10 @@ class Worker:
             self._report()
 
     def _step(self) -> None:
+        num_steps = self._engine.scheduler.num_steps
         outputs = self._engine.step()
+        if self._engine.scheduler.num_steps == num_steps:
+            time.sleep(_EMPTY_STEP_S)
         if outputs:
             self._link.send(StepDone(outputs=outputs))
         self._send_failed()
@@ -236,6 +241,7 @@ class Worker:
             decode_tokens_per_second=started.throughput.decode_tokens_per_second,
             prefill_tokens_per_second=started.throughput.prefill_tokens_per_second,
             num_oom_events=self._engine.num_oom_events,
+            num_nonfinite_logits=self._engine.num_nonfinite_logits,
             releases=scheduler.releases(),
             ledger=started.ledger.states(),
             rss_bytes=started.used_bytes(),

@@ -1,5 +1,6 @@
 """Prepared weights: made once, shared, and made again when they are not whole."""
 
+import os
 import subprocess
 import sys
 import time
@@ -120,6 +121,59 @@ def test_a_changed_header_is_not_believed(save_llama: Save, tmp_path: Path) -> N
     data[100] ^= 1
     path.write_bytes(bytes(data))
     assert read_header(path) is None
+
+
+def overwrite(path: Path, name: str) -> None:
+    """Zeroes a tensor of a prepared file in place, as a lost page of a disk would."""
+    header = read_header(path)
+    assert header is not None
+    [stored] = [each for each in header.tensors if each.name == name]
+    with path.open("r+b") as file:
+        file.seek(stored.offset)
+        file.write(bytes(stored.end - stored.offset))
+
+
+def test_a_damaged_tensor_is_named_and_the_file_is_made_again(
+    save_llama: Save, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    first, _ = load_into(folder, source)
+    expected = {name: tensor.clone() for name, tensor in first.tensors.items()}
+    [path] = prepared_files(folder)
+    overwrite(path, "layers.1.down")
+    again, _ = load_into(folder, source)
+    assert "layers.1.down" in caplog.text
+    assert all(torch.equal(again.tensors[name], expected[name]) for name in expected)
+
+
+def test_tensors_are_compared_once_a_boot(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    load_into(folder, source)
+    [marker] = folder.glob("*.verified")
+    text = marker.read_text()
+    assert len(load_into(folder, source)[1]) == 1
+    marker.write_text("another boot")
+    assert len(load_into(folder, source)[1]) > 10, "nothing was compared"
+    assert marker.read_text() == text
+    assert len(load_into(folder, source)[1]) == 1
+
+
+def test_prepared_weights_are_on_the_disk_before_they_have_their_name(
+    save_llama: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[list[str]] = []
+
+    def fsync(descriptor: int) -> None:
+        names = {path.suffix for path in folder.iterdir()}
+        synced.append([Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix, *sorted(names)])
+
+    _, source = save_llama()
+    folder = tmp_path / "prepared"
+    monkeypatch.setattr(os, "fsync", fsync)
+    load_into(folder, source)
+    assert synced == [[".partial", ".lock", ".partial"], ["", ".lock", ".weights"]]
 
 
 def test_two_processes_prepare_once(save_llama: Save, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Biases and masks: what they leave is sampled as if there were nothing else."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -70,14 +69,6 @@ def test_masks_keep_to_their_rows() -> None:
 def test_a_mask_shorter_than_the_vocabulary_allows_nothing_beyond() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32)[None]
     assert sample(logits, [chunk(4, temperature=0.0, allowed=b"\xff")])[0].token_id == 7
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_damaged_logits_stay_within_the_mask(value: float) -> None:
-    for temperature in (0.0, 2.0):
-        damaged = torch.full((1, VOCAB), value)
-        item = chunk(4, temperature=temperature, allowed=mask_of([11, 12]))
-        assert sample(damaged, [item])[0].token_id in (11, 12)
 
 
 def test_banned_tokens_are_not_chosen_and_biases_add_up() -> None:

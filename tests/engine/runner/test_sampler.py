@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
 from ullage_engine.runner.sampler import Row, likeliest, penalise, sample, uniform
 
 VOCAB = 3000
@@ -205,7 +205,6 @@ def test_noise_is_even_and_uncorrelated() -> None:
     assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.04
 
 
-EXTREME = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 PARAMS = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -215,8 +214,10 @@ PARAMS = [
 ]
 
 
-def test_a_token_is_in_the_vocabulary_whatever_the_logits_are(subtests: pytest.Subtests) -> None:
-    for value, share, params in product(EXTREME, (1, 2, VOCAB), PARAMS):
+def test_a_token_is_in_the_vocabulary_whatever_finite_logits_are(
+    subtests: pytest.Subtests,
+) -> None:
+    for value, share, params in product((3e38, -3e38), (1, 2, VOCAB), PARAMS):
         logits = random_logits(4)
         logits[0, ::share] = value
         for penalty in (0.01, 1.0, 100.0, 1e-38):
@@ -225,3 +226,18 @@ def test_a_token_is_in_the_vocabulary_whatever_the_logits_are(subtests: pytest.S
                 (sampled,) = sample(logits.clone(), [item])
                 assert 0 <= sampled.token_id < VOCAB
                 assert not math.isnan(sampled.logprob)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_with_one_logit_that_is_not_finite_has_no_token_and_its_neighbours_have(
+    value: float, subtests: pytest.Subtests
+) -> None:
+    logits = random_logits(4, rows=3)
+    for params in PARAMS:
+        rows = [chunk([6, 7, 8], seed=seed, top_logprobs=2, **params) for seed in (5, 6, 7)]
+        wanted = [each.token_id for each in sample(logits.clone(), rows)]
+        damaged = logits.clone()
+        damaged[1, 777] = value
+        with subtests.test(params=params):
+            tokens = [each.token_id for each in sample(damaged, rows)]
+            assert tokens == [wanted[0], NO_TOKEN, wanted[2]]

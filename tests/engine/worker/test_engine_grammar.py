@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
@@ -184,6 +184,19 @@ def test_a_request_whose_grammar_fails_leaves_the_others(
     failed = engine.take_failed()
     assert {each.request_id for each in failed} == {"wrong", "broken"}
     assert all(each.field == "grammar" and each.message for each in failed)
+
+
+def test_a_vocabulary_that_cannot_be_loaded_fails_the_request_and_no_other() -> None:
+    def load() -> LLTokenizer:
+        raise OSError("cannot read tokenizer.json")
+
+    engine = make_engine()
+    engine.grammars = Grammars(load)
+    tokens = run(engine, [[make_request("matched", REGEX, 1)], [make_request("free", "", 5)]])
+    assert tokens.keys() == {"free"}
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "matched" and "cannot read tokenizer.json" in failed.message
+    assert not failed.field, "the engine is at fault, not the request"
 
 
 def test_a_cancelled_request_is_forgotten() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
-from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.worker.engine import EngineCore
@@ -20,6 +20,8 @@ class FakeRunner:
         self.plans: list[list[tuple[str, int]]] = []
         self.moves: list[Moves] = []
         self._fails = fails
+        self.damaged = ""
+        """The request whose logits are NaN."""
 
     def move(self, moves: Moves) -> None:
         self.moves.append(moves)
@@ -30,10 +32,13 @@ class FakeRunner:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB\nmore")
         # The token is the position, so that a lost or doubled one is seen.
         return [
-            SampledToken(chunk.request_id, chunk.start + len(chunk.token_ids), 0.0, [], [])
+            SampledToken(chunk.request_id, self.token_after(chunk), 0.0, [], [])
             for chunk in plan.chunks
             if chunk.sampling is not None
         ]
+
+    def token_after(self, chunk: Chunk) -> int:
+        return NO_TOKEN if chunk.request_id == self.damaged else chunk.end
 
 
 def make_engine(
@@ -219,3 +224,32 @@ def test_speed_is_measured() -> None:
         outputs += engine.step()
     assert engine._throughput.decode_tokens_per_second > 0
     assert engine._throughput.prefill_tokens_per_second > 0
+
+
+def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_forgotten() -> None:
+    engine, runner = make_engine(lambda plan: False)
+    runner.damaged = "bad"
+    submit(engine, "good", 20)
+    # Two steps of prompt: the blocks of the first are cached before any logits are seen.
+    submit(engine, "bad", 100)
+    assert run(engine) == {"good": [20, 21, 22, 23]}
+    (failed,) = engine.take_failed()
+    assert failed.request_id == "bad" and "NaN or infinite" in failed.message
+    assert engine.num_nonfinite_logits == 1
+    runner.damaged = ""
+    submit(engine, "again", 100, max_tokens=1)
+    runner.plans.clear()
+    assert run(engine) == {"again": [100]}
+    # All but the block that `good` held when the other one failed.
+    assert sum(count for plan in runner.plans for _, count in plan) == 84
+
+
+def test_a_step_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(lambda plan: False)
+    submit(engine, "a", 8)
+    monkeypatch.setattr(engine.scheduler, "_plan_chunks", lambda *_, **__: [])
+    assert [engine.step() for _ in range(3)] == [[], [], []]
+    assert engine.scheduler.stats().num_steps == 0
+    monkeypatch.undo()
+    assert run(engine) == {"a": [8, 9, 10, 11]}
+    assert engine.scheduler.stats().num_steps == 4
