@@ -8,7 +8,7 @@ client that reads slowly gets it in fewer, larger pieces.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -16,10 +16,8 @@ import msgspec
 
 from ullage_common.wire.errors import ServiceError
 from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs, TokenOutput
-from ullage_engine.server.request import ValidatedRequest
+from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
-
-Reason = Literal["stop", "length", "timeout", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,8 @@ class JournalEntry:
         self.job = job
         self.index = index
         self.output_ids: list[int] = []
+        self.num_restored = 0
+        """Output tokens that came from another engine."""
         self.total_logprob = 0.0
         """Sum of log-probabilities over its tokens; 0 unless they are reported."""
         self.num_cached_tokens = 0
@@ -82,6 +82,8 @@ class JournalEntry:
         self._detokenizer = Detokenizer(token_bytes, job.stop_strings, job.special_tokens)
         self._update = Update(text=prefix)
         self._news = news
+        self._num_received = 0
+        """Characters of the coming text that the client has already, from another engine."""
 
     @property
     def key(self) -> str:
@@ -100,6 +102,22 @@ class JournalEntry:
     @property
     def preemptions(self) -> int:
         return self._preemptions_before + self._preemptions_now
+
+    def restore(self, answer: PartialAnswer) -> None:
+        """Begins with output that the client has from another engine, as if it had come from a
+        worker before; a sample that had ended there has ended."""
+        prefix, self._update = self._update.text, Update()
+        self._num_received = answer.text_length
+        self.num_restored = len(answer.token_ids)
+        self._append_text(prefix)
+        has_stopped = bool(set(answer.token_ids[-1:]) & set(self.job.request.stop_token_ids))
+        finish: Literal["stop", ""] = "stop" if has_stopped else ""
+        self.append_output(
+            TokenOutput(request_id=self.key, token_ids=answer.token_ids, finish=finish)
+        )
+        self._update = Update(text=self._update.text)
+        if answer.reason:
+            self.finish = Finish(answer.reason)
 
     def engine_request(self) -> EngineRequest:
         """Builds the request for a worker: the prompt and all output received so far."""
@@ -139,7 +157,7 @@ class JournalEntry:
         if self.is_over:
             return
         piece = self._detokenizer.flush()
-        self._update.text += piece.text
+        self._append_text(piece.text)
         if piece.stop_string:
             self._finish(Finish("stop", piece.stop_string))
         else:
@@ -169,9 +187,16 @@ class JournalEntry:
         if not is_text:
             return
         piece = self._detokenizer.push(token_id)
-        self._update.text += piece.text
+        self._append_text(piece.text)
         if piece.stop_string:
             self._finish(Finish("stop", piece.stop_string))
+
+    def _append_text(self, text: str) -> None:
+        if self._num_received:
+            num_dropped = min(self._num_received, len(text))
+            self._num_received -= num_dropped
+            text = text[num_dropped:]
+        self._update.text += text
 
     def _finish(self, finish: Finish) -> None:
         self.finish = finish
@@ -184,6 +209,22 @@ class Submission(NamedTuple):
     entries: list[JournalEntry]
     resumed: bool
     """Whether a former worker had admitted them."""
+
+
+def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
+    """Lists those of the entries that the present worker has not been sent and that need one.
+
+    Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
+    which nothing is known before its end. Others have parted: each goes by itself.
+    """
+    waiting = (entry for entry in entries if not (entry.submitted or entry.is_over))
+    for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
+        together = list(some)
+        resumed = any(entry.admitted for entry in together)
+        if resumed and together[0].job.samples.beam is None:
+            yield from (Submission([entry], resumed) for entry in together)
+        else:
+            yield Submission(together, resumed)
 
 
 class Journal:
@@ -212,24 +253,13 @@ class Journal:
         tokens."""
         return self._entries.get(key)
 
+    def submissions(self) -> Iterator[Submission]:
+        """Lists all that the present worker has not been sent, oldest first."""
+        return submissions(self._entries.values())
+
     def unfinished(self) -> list[JournalEntry]:
         """Lists the entries that still need a worker, oldest first."""
         return [entry for entry in self._entries.values() if not entry.is_over]
-
-    def submissions(self) -> Iterator[Submission]:
-        """Lists all that the present worker has not been sent, oldest first.
-
-        Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
-        which nothing is known before its end. Others have parted: each goes by itself.
-        """
-        waiting = (entry for entry in self.unfinished() if not entry.submitted)
-        for _, some in itertools.groupby(waiting, lambda entry: entry.request_key):
-            entries = list(some)
-            resumed = any(entry.admitted for entry in entries)
-            if resumed and entries[0].job.samples.beam is None:
-                yield from (Submission([entry], resumed) for entry in entries)
-            else:
-                yield Submission(entries, resumed)
 
     def end_all(self, end: Callable[[JournalEntry], None]) -> None:
         for entry in self.unfinished():

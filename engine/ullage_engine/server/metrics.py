@@ -220,7 +220,7 @@ class EngineMetrics:
             return
         took = entry.last_token_at - entry.accepted_at
         self._e2e.observe(took)
-        self._per_token.observe(took / len(entry.output_ids))
+        self._per_token.observe(took / (len(entry.output_ids) - entry.num_restored))
 
     def refused(self, outcome: str) -> None:
         """Counts a request that never had a journal entry."""

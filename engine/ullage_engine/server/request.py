@@ -10,7 +10,9 @@ words: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import grpc
 import msgspec
@@ -18,6 +20,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, LimitsSection
 from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.limits import SAMPLING_RANGES
 from ullage_common.wire.validation import (
     check_prompt_tokens,
     check_vocabulary,
@@ -77,6 +80,26 @@ def sample_plan(samples: pb.Samples) -> SamplePlan:
     return SamplePlan(n, n, BeamParams(width=beam.width, length_penalty=penalty))
 
 
+Reason = Literal["stop", "length", "timeout", "cancelled"]
+
+_REASONS: dict[int, Reason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TIMEOUT: "timeout",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PartialAnswer:
+    """One answer as far as its client has it from another engine."""
+
+    token_ids: list[int]
+    text_length: int
+    """Characters of text."""
+    reason: Reason | None
+    """Why it ended; None while it had not, as far as the client knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """Facts of the loaded model that bound a request."""
@@ -96,12 +119,21 @@ class ValidatedRequest:
     request: EngineRequest
     stop_strings: tuple[str, ...]
     return_token_ids: bool
+    """Whether Accepted has the prompt's token ids."""
     echo: bool
     special_tokens: bool = False
     """Whether special tokens appear in the text."""
     samples: SamplePlan = field(default_factory=SamplePlan)
     degraded: tuple[str, ...] = ()
     """Limits that were lowered because memory is short, as `name=value`."""
+    delta_token_ids: bool = False
+    """Whether deltas have token ids."""
+    received: tuple[PartialAnswer, ...] = ()
+    """What its client has of each answer already; empty of a request that begins here."""
+
+    @property
+    def num_received_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.received)
 
 
 def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
@@ -174,9 +206,14 @@ def validated_request(
         request=engine_request,
         stop_strings=tuple(request.stop.stop_strings),
         return_token_ids=request.output.return_token_ids,
+        delta_token_ids=request.output.return_token_ids or request.output.delta_token_ids,
         echo=request.output.echo,
         special_tokens=request.output.special_tokens,
         samples=samples,
+        received=tuple(
+            PartialAnswer(list(one.token_ids), one.text_length, _REASONS.get(one.reason))
+            for one in request.continuation.answers
+        ),
     )
 
 
@@ -216,6 +253,8 @@ def _check_vocabulary(request: pb.GenerateRequest, vocab_size: int) -> None:
         check_prompt_tokens(request.token_ids.ids, vocab_size)
     check_vocabulary("logit_bias", request.sampling.logit_bias, vocab_size)
     check_vocabulary("stop_token_ids", request.stop.stop_token_ids, vocab_size)
+    for answer in request.continuation.answers:
+        check_vocabulary("continuation", answer.token_ids, vocab_size)
 
 
 def _check_support(request: pb.GenerateRequest, model: ModelLimits) -> None:
@@ -235,6 +274,35 @@ def degrade(
         return job
     request = lowered(job.request, level, change_sampling=section.change_sampling)
     return dataclasses.replace(job, request=request, degraded=changes(job.request, request))
+
+
+def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedRequest:
+    """Lowers limits as the engine did that accepted the request first.
+
+    Raises:
+        ServiceError: they are none that an engine lowers.
+    """
+    request, sampling = job.request, job.request.sampling
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise _unknown_change(change) from error
+        if name == "max_tokens" and value >= 1:
+            limit = min(request.max_tokens, int(value))
+            request = msgspec.structs.replace(request, max_tokens=limit)
+        elif name in ("temperature", "top_p") and value in SAMPLING_RANGES[name]:
+            sampling = msgspec.structs.replace(sampling, **{name: value})
+        else:
+            raise _unknown_change(change)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    return dataclasses.replace(job, request=request, degraded=tuple(changes))
+
+
+def _unknown_change(change: str) -> ServiceError:
+    permitted = "max_tokens=N, temperature=X and top_p=X, as Accepted has them"
+    return invalid_value("continuation.degraded", change, permitted)
 
 
 def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:

@@ -13,8 +13,8 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire import memory_profile
 from ullage_engine.server.health import EngineStatus
-from ullage_engine.server.journal import Finish, JournalEntry, Reason, Update
-from ullage_engine.server.request import ValidatedRequest, sample_seed
+from ullage_engine.server.journal import Finish, JournalEntry, Update
+from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 
@@ -40,8 +40,16 @@ class SampleGroup:
             JournalEntry(_sample_job(job, i), token_bytes, index=i, news=self._news, prefix=prefix)
             for i in range(job.samples.num_generated)
         ]
+        for entry, answer in zip(self.entries, job.received, strict=bool(job.received)):
+            entry.restore(answer)
         self._returned = self.entries
-        self._unfinished = list(self.entries)
+        self._unfinished = [entry for entry in self.entries if not self._is_end_received(entry)]
+        if not self._unfinished:
+            self._news.set()
+
+    def _is_end_received(self, entry: JournalEntry) -> bool:
+        received = self.job.received
+        return bool(received) and received[entry.index].reason is not None
 
     @property
     def is_over(self) -> bool:
@@ -163,6 +171,7 @@ def accepted(job: ValidatedRequest, engine: str, predicted_bytes: int) -> pb.Gen
         max_tokens=request.max_tokens,
         degraded=job.degraded,
         seed=request.sampling.seed,
+        continued_tokens=job.num_received_tokens,
         prompt_token_ids=request.token_ids if job.return_token_ids else (),
     )
     return pb.GenerateResponse(accepted=message)
@@ -172,7 +181,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
     message = pb.Delta(
         text=update.text,
         num_tokens=len(update.token_ids),
-        token_ids=update.token_ids if job.return_token_ids else (),
+        token_ids=update.token_ids if job.delta_token_ids else (),
         logprobs=_logprobs(update, token_bytes),
         sample=update.sample,
     )

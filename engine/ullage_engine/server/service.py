@@ -28,14 +28,16 @@ from ullage_engine.protocol.messages import WorkerState
 from ullage_engine.server import responses
 from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
-from ullage_engine.server.journal import Finish, Journal, Reason, Update
+from ullage_engine.server.journal import Finish, Journal, Update
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.request import (
     ModelLimits,
+    Reason,
     ValidatedRequest,
     check_model,
     check_request,
     degrade,
+    keep_degraded,
     validated_request,
 )
 from ullage_engine.server.responses import SampleGroup
@@ -184,6 +186,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         prompt_ids = await _prompt_ids(request, tokenizer_bundle)
         key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
         job = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
+        if request.HasField("continuation"):  # it keeps what was granted
+            return keep_degraded(job, request.continuation.degraded)
         return degrade(job, self._config.degrade, self._engine_status.state)
 
     async def _stream(

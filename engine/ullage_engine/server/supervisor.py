@@ -32,7 +32,7 @@ from ullage_engine.protocol.messages import (
     ToServer,
 )
 from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
-from ullage_engine.server.journal import Journal, JournalEntry, Submission
+from ullage_engine.server.journal import Journal, JournalEntry, Submission, submissions
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.worker_process import (
     ChildProcess,
@@ -101,7 +101,8 @@ class WorkerSupervisor:
     def submit(self, entries: list[JournalEntry]) -> None:
         """Sends a request's open entries to the worker, now or when the next one is ready."""
         if self._worker and self._worker.ready_at is not None and self._suspect is None:
-            self._send(self._worker, Submission(entries, resumed=False))
+            for submission in submissions(entries):
+                self._send(self._worker, submission)
 
     def cancel(self, entry: JournalEntry) -> None:
         """Cancels an entry in the worker, since its client has gone or has its answer."""

@@ -43,6 +43,8 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_samples(request.samples)
     if request.samples.HasField("beam"):
         _check_beam(request)
+    if request.HasField("continuation"):
+        _check_continuation(request)
     if request.output.HasField("top_logprobs"):
         top = request.output.top_logprobs
         _require(top <= MAX_TOP_LOGPROBS, "top_logprobs", top, f"0 to {MAX_TOP_LOGPROBS}")
@@ -181,6 +183,25 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
     count = len(request.stop.stop_token_ids)
     permitted = f"at most {MAX_BEAM_STOP_TOKENS} in a beam search"
     _require(count <= MAX_BEAM_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
+
+
+def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
+    field, answers = "continuation", request.continuation.answers
+    is_known = request.WhichOneof("input") == "token_ids"
+    _require(is_known, field, "set", "nothing without token_ids")
+    _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
+    n = num_answers(request.samples)
+    _require(len(answers) == n, f"{field}.answers", len(answers), f"{n}, one for each answer")
+    most = request.stop.max_tokens if request.stop.HasField("max_tokens") else MAX_PROMPT_TOKENS
+    for i, answer in enumerate(answers):
+        count, permitted = len(answer.token_ids), f"at most max_tokens, {most}"
+        _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
+
+
+def is_growing(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether the answers arrive while they grow; otherwise all is known only at the end."""
+    samples = request.samples
+    return not samples.HasField("beam") and samples.best_of <= num_answers(samples)
 
 
 def num_answers(samples: inference_pb2.Samples) -> int:

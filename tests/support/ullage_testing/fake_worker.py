@@ -204,6 +204,9 @@ class FakeWorker:
             time.sleep(3600)
         elif first == Script.NONSENSE_ONCE and self._once():
             self._socket.send(b"nonsense")
+        elif len(request.token_ids) - request.num_prompt_tokens >= request.max_tokens:
+            done = TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
+            self._send(StepDone(outputs=[done]))
         elif first != Script.SILENT:
             self._sequences[request.request_id] = Sequence(request)
             self._send(StateReport(state=self._state()))

@@ -1,0 +1,171 @@
+"""What was received of an answer, so that another engine can go on with it.
+
+Whoever reads an answer from an engine, a router or a client with tickets, keeps this beside it. A
+beam search and the best of several answers are known only at their end: nothing of them is kept,
+and one that is lost begins anew.
+"""
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import is_growing, num_answers
+
+MAX_STALLED_LOSSES = 3
+"""Losses in a row without a new token between them at which a request is given up: it is their
+likely cause."""
+MAX_LOSSES = 16
+"""Losses altogether at which a request is given up."""
+MAX_BREAKAGES = 2
+"""Engines whose own verdict is that the request breaks them: one more is not tried."""
+BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
+CONTINUABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+"""Status codes with which an answer breaks off on an engine that another one can go on with."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text_length: int = 0
+    """Unicode code points."""
+    reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
+
+
+class Progress:
+    """The output of one request so far.
+
+    Args:
+        request: as it came; its continuation, if it has one, is where it begins.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self.num_tokens = 0
+        """Output tokens of all answers."""
+        self.has_begun = False
+        """Whether an engine accepted the request."""
+        self.max_tokens = 0
+        """Output limit of each answer that was granted; 0 before the request is accepted."""
+        self._seed = 0
+        self._degraded: tuple[str, ...] = ()
+        self._is_growing = is_growing(request)
+        self._answers = [_Answer() for _ in range(num_answers(request.samples))]
+        if request.HasField("continuation"):
+            self._restore(request)
+
+    def _restore(self, request: pb.GenerateRequest) -> None:
+        continuation = request.continuation
+        self._answers = [
+            _Answer(list(answer.token_ids), answer.text_length, answer.reason)
+            for answer in continuation.answers
+        ]
+        self.num_tokens = sum(len(answer.token_ids) for answer in self._answers)
+        self._seed = request.sampling.seed
+        self._degraded = tuple(continuation.degraded)
+        self.max_tokens = request.stop.max_tokens
+        self.has_begun = True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return max(len(answer.token_ids) for answer in self._answers)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token is known by its id, so that another engine can go on."""
+        return self.num_tokens == sum(len(answer.token_ids) for answer in self._answers)
+
+    def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
+        """Keeps what the first engine granted.
+
+        Args:
+            max_tokens: the output limit that it was sent.
+
+        Raises:
+            ServiceError: UNIMPLEMENTED, a later one would begin anew.
+        """
+        if self.has_begun and accepted.continued_tokens != self.num_tokens:
+            raise _begins_anew(accepted.engine)
+        if not self.has_begun:
+            self.has_begun = True
+            self._seed = accepted.seed
+            self._degraded = tuple(accepted.degraded)
+            self.max_tokens = min(max_tokens, accepted.max_tokens or max_tokens)
+
+    def on_delta(self, delta: pb.Delta) -> None:
+        self.num_tokens += delta.num_tokens
+        if self._is_growing:
+            answer = self._answers[delta.sample]
+            answer.token_ids.extend(delta.token_ids)
+            answer.text_length += len(delta.text)
+
+    def on_sample_finished(self, finished: pb.SampleFinished) -> None:
+        if self._is_growing:
+            self._answers[finished.sample].reason = finished.reason
+
+    def on_loss(self) -> None:
+        """Forgets what cannot be gone on with: it comes again from its beginning."""
+        if not self._is_growing:
+            self.num_tokens = 0
+
+    def write(self, request: pb.GenerateRequest) -> None:
+        """Makes the request go on with the answer, with what the first engine granted."""
+        request.sampling.seed = self._seed
+        request.stop.max_tokens = self.max_tokens
+        request.stop.min_tokens = min(request.stop.min_tokens, self.max_tokens)
+        request.ClearField("continuation")
+        if not self._is_growing:
+            return
+        request.continuation.degraded.extend(self._degraded)
+        for answer in self._answers:
+            request.continuation.answers.add(
+                token_ids=answer.token_ids, text_length=answer.text_length, reason=answer.reason
+            )
+
+
+class Losses:
+    """The engines that one request lost after its first token."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._stalled = 0
+        self._num_breakages = 0
+        self._num_tokens = 0
+
+    def add(self, error: ServiceError, progress: Progress) -> None:
+        """Counts an engine that was lost with this error."""
+        has_grown = progress.num_tokens > self._num_tokens
+        self._stalled = 1 if has_grown else self._stalled + 1
+        self._num_tokens = progress.num_tokens
+        self._num_breakages += error.reason in BREAKAGES
+        self.total += 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether engines may break over the request; it then runs its next prompt alone."""
+        return self._stalled >= MAX_STALLED_LOSSES - 1
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the request is given up."""
+        is_cause = self._stalled >= MAX_STALLED_LOSSES or self._num_breakages >= MAX_BREAKAGES
+        return is_cause or self.total >= MAX_LOSSES
+
+
+def _begins_anew(engine: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "CONTINUATION_UNKNOWN",
+        f"engine {engine} cannot go on with another one's answer; update it",
+    )

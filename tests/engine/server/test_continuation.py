@@ -1,0 +1,208 @@
+"""An answer that another engine began goes on here as if it had begun here."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+
+from ullage.admin.v1 import admin_pb2
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire.continuation import Progress
+from ullage_common.wire.errors import from_rpc_error
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+MAX_TOKENS = 16
+
+
+def ask(*prompt: int, **fields: Any) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt or (1, 2, 3)),
+        sampling=pb.SamplingParams(seed=9),
+        stop=pb.StopConditions(max_tokens=MAX_TOKENS),
+        output=pb.OutputOptions(delta_token_ids=True),
+    )
+    request.MergeFrom(pb.GenerateRequest(**fields))
+    return request
+
+
+async def responses(engine: Any, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [response async for response in engine.inference.Generate(request)]
+
+
+def text(parts: list[pb.GenerateResponse], sample: int = 0) -> str:
+    return "".join(part.delta.text for part in parts if part.delta.sample == sample)
+
+
+def tokens(parts: list[pb.GenerateResponse], sample: int = 0) -> list[int]:
+    return [t for part in parts if part.delta.sample == sample for t in part.delta.token_ids]
+
+
+def continued(request: pb.GenerateRequest, parts: list[pb.GenerateResponse]) -> pb.GenerateRequest:
+    """The request after so much of its answer was received."""
+    progress = Progress(request)
+    progress.on_accepted(parts[0].accepted, request.stop.max_tokens)
+    for part in parts[1:]:
+        if part.HasField("sample_finished"):
+            progress.on_sample_finished(part.sample_finished)
+        else:
+            progress.on_delta(part.delta)
+    later = pb.GenerateRequest()
+    later.CopyFrom(request)
+    progress.write(later)
+    return later
+
+
+async def check_every_cut(
+    engine: Any, request: pb.GenerateRequest, num_samples: int = 1
+) -> list[pb.GenerateResponse]:
+    """Cuts the answer before every response and goes on; returns the whole answer."""
+    whole = await responses(engine, request)
+    for cut in range(2, len(whole)):
+        first, later = whole[:cut], continued(request, whole[:cut])
+        rest = await responses(engine, later)
+        assert rest[0].accepted.continued_tokens == sum(p.delta.num_tokens for p in first)
+        for sample in range(num_samples):
+            assert text(first, sample) + text(rest, sample) == text(whole, sample), cut
+            assert tokens(first, sample) + tokens(rest, sample) == tokens(whole, sample), cut
+        before, after = whole[-1].finished, rest[-1].finished
+        assert (after.reason, after.stop_string) == (before.reason, before.stop_string)
+        assert after.usage.prompt_tokens == before.usage.prompt_tokens
+        assert after.usage.completion_tokens == before.usage.completion_tokens
+    return whole
+
+
+def test_an_answer_goes_on_from_any_token(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            whole = await check_every_cut(engine, ask())
+            assert tokens(whole) == [fake.token_at(place, 9) for place in range(3, 3 + MAX_TOKENS)]
+            assert len(whole) > MAX_TOKENS // 2  # or nothing was cut
+
+    asyncio.run(scenario())
+
+
+def test_text_that_waits_for_a_stop_string_is_neither_lost_nor_repeated(
+    serve: Serve, fake: ModuleType
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            plain = text(await responses(engine, ask()))
+            ends, almost = plain[30:36], plain[12:16] + "\0"
+            request = ask(stop=pb.StopConditions(stop_strings=[ends, almost]))
+            whole = await check_every_cut(engine, request)
+            assert whole[-1].finished.stop_string == ends
+            unfinished = ask(stop=pb.StopConditions(stop_strings=[plain[-3:] + "\0"]))
+            whole = await check_every_cut(engine, unfinished)
+            assert whole[-1].finished.reason == pb.FINISH_REASON_LENGTH
+            assert text(whole) == plain
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_had_ended_ends(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            whole = await check_every_cut(engine, ask(fake.Script.ENDS_AFTER_FIVE, 2, 3))
+            assert whole[-1].finished.reason == pb.FINISH_REASON_STOP
+            assert whole[-1].finished.usage.completion_tokens == 6
+
+    asyncio.run(scenario())
+
+
+def test_each_of_several_answers_goes_on(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            request = ask(samples=pb.Samples(n=3), stop=pb.StopConditions(max_tokens=6))
+            await check_every_cut(engine, request, num_samples=3)
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_are_sent_once(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            request = ask(output=pb.OutputOptions(top_logprobs=2))
+            whole = await check_every_cut(engine, request)
+            rest = await responses(engine, continued(request, whole[:9]))
+            entries = [e.token_id for part in whole[:9] + rest for e in part.delta.logprobs]
+            assert entries == tokens(whole)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_is_no_end_of_a_continued_answer(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            whole = await responses(engine, ask())
+            later = continued(ask(), whole[:6])
+            rest = []
+            async for response in engine.inference.Generate(later):
+                rest.append(response)
+                if len(rest) == 3:
+                    kill = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
+                    await engine.admin.InjectFault(kill)
+            assert tokens(whole[:6]) + tokens(rest) == tokens(whole)
+            assert text(whole[:6]) + text(rest) == text(whole)
+            assert rest[-1].finished.resumes == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_was_granted_holds(serve: Serve, fake: ModuleType) -> None:
+    """Neither lowers this engine's pressure more, nor does it give back what another took."""
+
+    async def scenario() -> None:
+        request = ask()
+        async with serve(step_s=0.002) as engine:
+            whole = await responses(engine, request)
+            accepted = pb.Accepted()
+            accepted.CopyFrom(whole[0].accepted)
+            accepted.degraded.extend(["max_tokens=12", "temperature=0", "top_p=0.7"])
+            accepted.max_tokens = 12
+            first = [pb.GenerateResponse(accepted=accepted), *whole[1:5]]
+            rest = await responses(engine, continued(request, first))
+            assert list(rest[0].accepted.degraded) == list(accepted.degraded)
+            assert tokens(first) + tokens(rest) == tokens(whole)[:12]
+            assert rest[-1].finished.reason == pb.FINISH_REASON_LENGTH
+
+    asyncio.run(scenario())
+
+
+def with_answers(*counts: int, **fields: Any) -> pb.GenerateRequest:
+    answers = [pb.PartialAnswer(token_ids=[300] * count) for count in counts]
+    return ask(continuation=pb.Continuation(answers=answers), **fields)
+
+
+WRONG = (
+    (with_answers(), "continuation.answers is 0; possible: 1"),
+    (with_answers(1, 1), "continuation.answers is 2; possible: 1"),
+    (with_answers(MAX_TOKENS + 1), "continuation.answers[0].token_ids is 17 tokens"),
+    (with_answers(1, samples=pb.Samples(best_of=2)), "best_of above n"),
+    (with_answers(1, samples=pb.Samples(beam=pb.BeamSearch(width=2))), "nothing in a search"),
+    (with_answers(1, text="Hi"), "nothing without token_ids"),
+    (
+        ask(continuation=pb.Continuation(answers=[pb.PartialAnswer(token_ids=[60_000])])),
+        "continuation is token 60000",
+    ),
+    (
+        ask(continuation=pb.Continuation(answers=[pb.PartialAnswer()], degraded=["top_p=much"])),
+        "continuation.degraded is top_p=much; possible: max_tokens=N",
+    ),
+)
+
+
+def test_wrong_continuations_are_refused(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.002) as engine:
+            for request, words in WRONG:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await responses(engine, request)
+                error = from_rpc_error(raised.value)
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT, words
+                assert words in error.message
+
+    asyncio.run(scenario())
