@@ -38,6 +38,8 @@ MAX_MODEL_LEN = 4096
 HEARTBEAT_S = 1.0
 PUSH_INTERVAL_S = 0.1
 TOKENS_A_MESSAGE = 8
+A = 64
+"""The token of the letter a: where it is in the tokenizer's order."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -168,9 +170,12 @@ class KVEngine(
             full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "no blocks left")
             await abort(context, full)
         try:
-            accepted = pb.Accepted(request_id=request.request_id, engine=self._name)
+            received = sum(len(answer.token_ids) for answer in request.continuation.answers)
+            accepted = pb.Accepted(
+                request_id=request.request_id, engine=self._name, continued_tokens=received
+            )
             yield pb.GenerateResponse(accepted=accepted)
-            async for delta in self._deltas(tokens):
+            async for delta in self._deltas(tokens - received):
                 yield pb.GenerateResponse(delta=delta)
         except (asyncio.CancelledError, GeneratorExit):
             self.pool.cancelled += 1
@@ -186,7 +191,7 @@ class KVEngine(
         for start in range(0, tokens, TOKENS_A_MESSAGE):
             count = min(TOKENS_A_MESSAGE, tokens - start)
             await asyncio.sleep(count * self._token_s)
-            yield pb.Delta(text="a" * count, num_tokens=count)
+            yield pb.Delta(text="a" * count, num_tokens=count, token_ids=[A] * count)
 
 
 async def serve(options: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ class Engine(
 
     def __init__(self, tokens: int, interval_s: float) -> None:
         self._interval_s = interval_s
-        deltas = [pb.Delta(text="word ", num_tokens=1) for _ in range(tokens)]
+        deltas = [pb.Delta(text="word ", num_tokens=1, token_ids=[1000]) for _ in range(tokens)]
         usage = pb.Usage(prompt_tokens=5, completion_tokens=tokens)
         finished = pb.Finished(reason=pb.FINISH_REASON_STOP, usage=usage)
         self._responses = [

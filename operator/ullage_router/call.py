@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.continuation import Progress
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants import TenantSession, anonymous_session
 
 Event = inference_pb2.GenerateResponse
+NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class PausableDeadline:
@@ -110,6 +112,8 @@ class Call:
     refused_by: dict[str, int] = field(default_factory=dict)
     """Addresses of engines that refused or failed the request, each with its number of reports by
     then."""
+    progress: Progress = NO_PROGRESS
+    """What was received of the answer; where engines are chosen it gets one of its own."""
     deadline: PausableDeadline = field(init=False)
     prompt: Prompt = field(init=False)
     """The prompt; set where it is rendered."""
@@ -122,6 +126,28 @@ class Call:
     def token_timeout_s(self) -> float:
         """Seconds within which the first token must come, and every other after the one before."""
         return min(self.timeout_s, self.stall_s)
+
+
+class EngineStream(Protocol):
+    """The part of an answer that one engine generates; it has its first token."""
+
+    @property
+    def accepted(self) -> inference_pb2.Accepted:
+        """The engine's acceptance."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was read."""
+
+    async def read(self) -> Event:
+        """The next event; the last is Finished.
+
+        Raises:
+            ServiceError: the engine failed.
+        """
+
+    def close(self) -> None:
+        """Ends the engine's work on the answer; harmless when it has ended."""
 
 
 class ResponseStream(Protocol):

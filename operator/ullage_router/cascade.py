@@ -257,6 +257,8 @@ class Cascade:
             ServiceError: the last step refused or failed, or the request came round in a circle.
         """
         _check_path(call.path, self.policy.name)
+        if call.request.HasField("continuation"):  # no other model goes on with an answer
+            return await proceed(call)
         chosen = plan(features(call.request), self._load(), self.policy)
         run = _Run(self, call, proceed, chosen)
         answer: BufferedAnswer | None = None

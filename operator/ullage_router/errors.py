@@ -125,10 +125,13 @@ def is_failure(error: ServiceError) -> bool:
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
 
+ENGINE_SILENT = "ENGINE_SILENT"
+
+
 def silent_engine(engine: str, silent_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
-        "ENGINE_SILENT",
+        ENGINE_SILENT,
         f"engine {engine} has said nothing for {silent_s:.1f} s; retry, another one will answer",
         retry_after_s=1,
     )
@@ -143,9 +146,18 @@ def no_stream(engine: str) -> ServiceError:
 def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        "ENGINE_SILENT",
+        ENGINE_SILENT,
         f"the answer broke off: engine {engine} has said nothing for {silent_s:.1f} s and the time "
         f"limit of {timeout_s:g} s has passed; retry",
+    )
+
+
+def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "ENGINE_LOST",
+        f"the answer broke off: engine {engine} was lost ({cause.message}) and no other could go "
+        f"on with it within the time limit of {timeout_s:g} s; retry",
     )
 
 
@@ -205,6 +217,15 @@ def unknown_model(name: str, served: str) -> ServiceError:
 
 def broken_stream(reason: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")
+
+
+def cancelled_by_engine() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "DRAINING",
+        "the answer broke off: the engine stops and cancelled it",
+        retry_after_s=1,
+    )
 
 
 def unauthenticated(message: str) -> ServiceError:

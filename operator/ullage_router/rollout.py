@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ from ullage_common.process.config_file import ConfigError, Strict, Text, read_fi
 from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import NotOnCanary, Reservation
-from ullage_router.call import Call, Event, Handler, ResponseStream
+from ullage_router.call import Call, EngineStream, Event, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import LEAVING, is_failure
 from ullage_router.policy.decision import Side
@@ -177,7 +177,7 @@ def trial(canary: CanarySection | None) -> str:
     return f"{canary.revision}/{canary.step}" if canary and canary.weight else ""
 
 
-Send = Callable[[Call, Reservation], Awaitable[ResponseStream]]
+Send = Callable[[Call, Reservation], Awaitable[EngineStream]]
 """Sends a request to the engine that is reserved and waits for its first token."""
 
 BOUNDS_S = tuple(round(0.01 * 2 ** (n / 2), 4) for n in range(28))
@@ -335,25 +335,26 @@ class TrialCollector(Collector):
 
 
 class ObservedStream:
-    """An answer of an engine whose end is counted."""
+    """The part of an answer that one engine generates, whose end is counted."""
 
-    def __init__(self, stream: ResponseStream, observation: Observation) -> None:
+    def __init__(self, stream: EngineStream, observation: Observation) -> None:
         self.accepted = stream.accepted
         self._stream = stream
         self._observation = observation
 
     @property
-    def output_tokens(self) -> int:
-        return self._stream.output_tokens
+    def is_over(self) -> bool:
+        return self._stream.is_over
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def read(self) -> Event:
         try:
-            async for event in self._stream.events():
-                yield event
+            event = await self._stream.read()
         except ServiceError as error:
             self._observation.on_failure(error)
             raise
-        self._observation.on_success()
+        if self._stream.is_over:
+            self._observation.on_success()
+        return event
 
     def close(self) -> None:
         self._stream.close()
@@ -422,7 +423,7 @@ class Rollout:
         call.decision = call.decision.after("stable", "CANARY")
         return call
 
-    async def observe(self, call: Call, reservation: Reservation, send: Send) -> ResponseStream:
+    async def observe(self, call: Call, reservation: Reservation, send: Send) -> EngineStream:
         """Counts what becomes of a request on the engine that it is sent to."""
         side = reservation.engine.side
         call.decision = replace(call.decision, revision=self.canary.revision(side))

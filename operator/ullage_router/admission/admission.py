@@ -43,6 +43,7 @@ from ullage_router.policy.decision import (
     QueueState,
     RequestFacts,
     RoutingPolicy,
+    Side,
 )
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.truncate import truncate
@@ -234,6 +235,17 @@ class Admission:
         finally:
             request.leave_queue()
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine takes requests."""
+        return self._engines.is_ready
+
+    def has_stable_engine(self, prompt: Prompt) -> bool:
+        """Whether a stable engine takes requests with the prompt's tokens."""
+        model = self._engines.model_of(Side.STABLE)
+        is_same = model is not None and model.fingerprint == prompt.model.fingerprint
+        return is_same and self._engines.is_ready_on(Side.STABLE)
+
     def facts(self, call: Call, request: AdmissionRequest | None = None) -> RequestFacts:
         """Returns the request as `decide` sees it at this moment.
 
@@ -247,13 +259,18 @@ class Admission:
             call.tenant.rules.max_tokens or self._max_output_tokens, self._max_output_tokens
         )
         most = min(asked or limit, limit)
+        least, received = min_output(most if asked else None, most, rungs.shrink_output), 0
+        progress = call.progress
+        if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
+            received = progress.longest
+            most = least = max(1, min(progress.max_tokens, limit) - received)
         return RequestFacts(
-            prompt_tokens=len(prompt.token_ids),
+            prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
-            min_tokens=min_output(most if asked else None, most, rungs.shrink_output),
+            min_tokens=least,
             samples=num_samples(call.request.samples),
             has_session=bool(call.request.session_id),
-            droppable=prompt.can_shrink(rungs.shrink_context.keep_turns),
+            droppable=not received and prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=request.queue_state if request else QueueState.OPEN,
             ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
@@ -331,6 +348,8 @@ class Admission:
             request.queue_state = QueueState.FULL
             return
         allowed_s = self._queue_timeout_s - call.decision.queued_s
+        if call.progress.has_begun:
+            allowed_s = call.deadline.first_token_remaining_s
         useful_s = math.inf
         if wait.least_s:
             useful_s = call.deadline.first_token_at - wait.least_s - started

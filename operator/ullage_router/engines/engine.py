@@ -29,8 +29,8 @@ from ullage_router.tokenizer import Model
 CHECK_INTERVAL_S = 1.0
 
 
-class FirstTokenWatchdog:
-    """Ends the streams of one engine that wait for their first token when the engine falls silent.
+class StreamWatchdog:
+    """Ends the streams of one engine when it falls silent.
 
     Args:
         is_silent: whether the engine has missed so many heartbeats that it must be given up.
@@ -49,7 +49,7 @@ class FirstTokenWatchdog:
         self._arm()
 
     def forget(self, stream: Source) -> None:
-        """Stops watching a stream: its first token came, or never will."""
+        """Stops watching a stream, which has ended or is read no more."""
         self._open.discard(stream)
 
     def _arm(self) -> None:
@@ -68,6 +68,7 @@ class FirstTokenWatchdog:
         if not was_asleep and self._is_silent():
             for stream in self._open:
                 stream.end(self._error())
+            self._open.clear()
         else:
             self._arm()
 
@@ -220,7 +221,7 @@ class Engine:
         self._owner = owner
         self.breaker = Breaker(breaker)
         self.order = ReportSequence(side is Side.CANARY)
-        self.first_token_watchdog = FirstTokenWatchdog(
+        self.watchdog = StreamWatchdog(
             lambda: self.is_silent and owner.has_another(self),
             lambda: silent_engine(self.id, self.age_s),
         )

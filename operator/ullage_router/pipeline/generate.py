@@ -1,12 +1,18 @@
-"""The end of the chain: a request on an engine, and on another one where the first fails it.
+"""The end of the chain: a request on an engine, and on another one where that fails it.
 
-The first token decides: an engine that fails before it is replaced by another, unseen by the
-client; one that fails after it ends the answer with an error, never silently. When no token
-comes in time after the first, or the time of the whole is over, the answer ends there with the
-reason TIMEOUT.
+An engine that fails before the first token is replaced by another as long as that may help. One
+that is lost after it costs the client a pause: another engine goes on with what was received, or
+the stream waits until one is there, as long as it may be without a token. Credit follows the
+engines; quota, limits and metrics count the request once. When no token comes in time after the
+first, or the time of the whole is over, the answer ends there with the reason TIMEOUT.
 """
 
-from collections.abc import AsyncGenerator
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import grpc
@@ -15,20 +21,27 @@ from msgspec.structs import replace
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
+from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Losses, Progress
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import is_growing
 from ullage_router import errors
 from ullage_router.admission.admission import Admission, Reservation
 from ullage_router.admission.load_balancer import LoadBalancer
-from ullage_router.call import Call, Event, ResponseStream, timed_out
+from ullage_router.call import (
+    Call,
+    EngineStream,
+    Event,
+    PausableDeadline,
+    ResponseStream,
+    timed_out,
+)
 from ullage_router.engines.flow_control import Source, flow_of, for_unary, rate_limited
+from ullage_router.policy.decision import Side
 from ullage_router.prompts.tool_use import read_calls
 from ullage_router.rollout import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
-# A request at which engines break may be the cause, and must not go on to break them all.
-MAX_BREAKAGES = 2
-BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
 # Failures that another engine may not have; anything else is the request's own.
 ANOTHER_ENGINE_MAY = frozenset(
     {
@@ -41,10 +54,20 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
+# An engine that knows no continuations is one more that cannot go on with an answer.
+_ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
 # Failures that say nothing of the request: it may come back.
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+OnResumption = Callable[[str, str], None]
+"""Called with why an engine was lost after the first token, and what became of the answer: resumed
+or lost."""
 
 
 class EngineStages:
@@ -57,6 +80,7 @@ class EngineStages:
         balancer: whether a request may be tried again.
         signer: signs what is sent to engines, where they want that; None: they do not.
         rollout: counts what becomes of requests by side; None: there is never a canary.
+        on_resumption: called whenever an answer lost its engine.
     """
 
     def __init__(
@@ -67,10 +91,15 @@ class EngineStages:
         balancer: LoadBalancer,
         signer: TicketSigner | None,
         rollout: Rollout | None,
+        on_resumption: OnResumption,
     ) -> None:
         self._admission = admission
         self._balancer = balancer
         self._signer = signer if signer and signer.is_required else None
+        self._on_resumption = on_resumption
+        self._suspects = asyncio.Lock()
+        """Held by a request over which engines may break, until it has a token: so that others
+        beside it are not blamed."""
         self._flow = flow_of(streaming, limits.request_timeout)
         self._unary_flow = for_unary(self._flow)
         self._send: Send = self._send_to_engine
@@ -85,11 +114,12 @@ class EngineStages:
             ServiceError: the request is not admitted, or its own failure, or the last engine's.
         """
         self._balancer.budget.on_request()
+        call.progress = Progress(call.request)
         failures: list[ServiceError] = []
         while True:
             reservation = await self._admission.admit(call)
             try:
-                return await self._send(call, reservation)
+                return Generation(call, reservation, await self._send(call, reservation), self)
             except ServiceError as refusal:
                 error = reservation.prompt.tool_use.explain(refusal)
                 if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -108,7 +138,81 @@ class EngineStages:
             ServiceError: the request is not admitted, or the engine's failure.
             NotOnCanary: the stable engines should have it.
         """
-        return await self._send(call, await self._admission.admit(call))
+        call.progress = Progress(call.request)
+        reservation = await self._admission.admit(call)
+        return Generation(call, reservation, await self._send(call, reservation), self)
+
+    async def resume(
+        self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
+    ) -> tuple[Reservation, EngineStream]:
+        """Goes on with an answer on another engine, as soon as one can take it.
+
+        Args:
+            call: with the answer's progress; it is changed.
+            lost: where the answer was; its credit was given back.
+            losses: engines that the answer lost before.
+            error: with which it broke off.
+
+        Raises:
+            ServiceError: it is given up; the last error of an engine.
+        """
+        cause, began = _cause_of(error), time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
+                with call.deadline.pauses(timeout):
+                    taken = await self._take_over(call, lost, losses, error)
+        except (ServiceError, TimeoutError) as failure:
+            self._on_resumption(cause, "lost")
+            _log_resumption(call, logging.WARNING, "answer lost", cause, lost.engine.id)
+            if isinstance(failure, TimeoutError):
+                raise errors.not_resumed(lost.engine.id, call.token_timeout_s, error) from error
+            raise
+        self._on_resumption(cause, "resumed")
+        engines = f"{lost.engine.id} -> {taken[0].engine.id}"
+        paused_s = time.monotonic() - began
+        _log_resumption(call, logging.INFO, "answer resumed", cause, engines, paused_s)
+        return taken
+
+    async def _take_over(
+        self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
+    ) -> tuple[Reservation, EngineStream]:
+        while True:
+            losses.add(error, call.progress)
+            is_whole = call.progress.is_whole
+            if losses.are_too_many or not is_whole or error.code not in _ANOTHER_MAY_GO_ON:
+                raise error
+            call.progress.on_loss()
+            if self._admission.has_stable_engine(call.prompt):
+                call.side = Side.STABLE  # what a canary lost is not for the canary again
+            call.refused_by[lost.engine.address] = lost.engine.reports
+            try:
+                if not losses.is_suspect:
+                    return await self._on_next_engine(call)
+                async with self._suspects:
+                    return await self._on_next_engine(call)
+            except _EngineLost as another:
+                lost, error = another.reservation, another.error
+
+    async def _on_next_engine(self, call: Call) -> tuple[Reservation, EngineStream]:
+        """Waits for an engine that takes the rest.
+
+        Raises:
+            _EngineLost: it failed before it sent any of it.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            # Refusals are waited out, whatever they say: the request could be served before.
+            with contextlib.suppress(ServiceError):
+                if self._admission.has_engine:
+                    reservation = await self._admission.admit(call)
+                    try:
+                        return reservation, await self._send(call, reservation)
+                    except ServiceError as error:
+                        if not _is_refusal(error):
+                            raise _EngineLost(reservation, error) from error
+                        call.refused_by[reservation.engine.address] = reservation.engine.reports
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Whether another engine is tried; a retry after an engine's fault costs budget."""
@@ -118,38 +222,40 @@ class EngineStages:
             return False
         return not errors.is_engine_fault(error) or self._balancer.may_retry()
 
-    async def _send_to_engine(self, call: Call, reservation: Reservation) -> ResponseStream:
+    async def _send_to_engine(self, call: Call, reservation: Reservation) -> EngineStream:
         """Sends the request and waits for its first token.
 
         Raises:
             ServiceError: the engine refused or failed.
         """
         engine, source = reservation.engine, None
+        request = engine_request(call, reservation)
         try:
-            source = self._open(call, reservation)
-            engine.first_token_watchdog.watch(source)
-            accepted = await _expect(source)
+            source = self._open(call, reservation, request)
+            engine.watchdog.watch(source)
+            accepted = (await _expect(source)).accepted
             engine.on_accepted(reservation.credit)
+            call.progress.on_accepted(accepted, request.stop.max_tokens)
             first = await _expect(source)
             if first.HasField("finished"):
                 _check_ending(first.finished)
         except BaseException as error:
             if source:
+                engine.watchdog.forget(source)
                 source.cancel()
             if isinstance(error, ServiceError):
                 engine.on_failure(reservation.credit, error)
             engine.release(reservation.credit)
             raise
-        finally:
-            if source:
-                engine.first_token_watchdog.forget(source)
         engine.on_first_token(reservation.credit)
-        if accepted.accepted.degraded:
-            call.decision = call.decision.lowered(accepted.accepted.degraded)
-        return Generation(call, reservation, source, accepted.accepted, first)
+        if accepted.degraded:
+            call.decision = call.decision.lowered(accepted.degraded)
+        return OnEngine(call, reservation, source, accepted, first)
 
-    def _open(self, call: Call, reservation: Reservation) -> Source:
-        engine, request = reservation.engine, engine_request(call, reservation)
+    def _open(
+        self, call: Call, reservation: Reservation, request: inference_pb2.GenerateRequest
+    ) -> Source:
+        engine = reservation.engine
         flow = self._unary_flow
         if call.is_streamed:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
@@ -159,8 +265,17 @@ class EngineStages:
         return engine.generate(request, max(0.001, call.deadline.remaining_s), metadata, flow)
 
 
-class Generation:
-    """An engine's answer that has its first token."""
+class _EngineLost(Exception):
+    """An engine failed the rest of an answer before it sent any of it."""
+
+    def __init__(self, reservation: Reservation, error: ServiceError) -> None:
+        super().__init__(error.message)
+        self.reservation = reservation
+        self.error = error
+
+
+class OnEngine:
+    """The part of an answer that one engine generates; it has its first token."""
 
     def __init__(
         self,
@@ -170,76 +285,149 @@ class Generation:
         accepted: inference_pb2.Accepted,
         first: Event,
     ) -> None:
-        self.accepted = _complete(accepted, call, reservation)
-        self.output_tokens = 0
-        self._call = call
+        self.accepted = accepted
+        self.is_over = False
+        self._progress = call.progress
+        self._timeout_s = call.token_timeout_s
+        output = call.request.output
+        self._hides_ids = not (output.return_token_ids or output.delta_token_ids)
         self._reservation = reservation
         self._source = source
-        self._first = first
+        self._first: Event | None = first
         self._is_closed = False
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Yields the events; raises ServiceError when the engine fails after tokens were sent."""
-        tool_use, samples = self._reservation.prompt.tool_use, self._call.request.samples
-        events = self._events()
-        return read_calls(events, tool_use, max(1, samples.n)) if tool_use.new_reader else events
+    async def read(self) -> Event:
+        """The next event; the last is Finished.
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
-        engine, credit = self._reservation.engine, self._reservation.credit
-        event: Event | None = self._first
+        Raises:
+            ServiceError: the engine failed.
+        """
         try:
-            if self._call.request.output.echo:
-                text = self._prompt_text()
-                for sample in range(max(1, self._call.request.samples.n)):
-                    yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
-            while event is not None:
-                is_last = self._count(event)
-                yield event
-                if is_last:
-                    break
-                event = await self._next()
-            else:
-                raise errors.broken_stream("the engine ended it without a last word")
+            event = self._first or await self._next()
+            self._first = None
+            self._take(event)
         except ServiceError as error:
-            engine.on_failure(credit, error)
+            self._reservation.engine.on_failure(self._reservation.credit, error)
             raise
-        engine.breaker.on_success(credit)
+        return event
 
-    def _count(self, event: Event) -> bool:
-        """Counts an event and returns whether it is the last one; raises ServiceError where the
-        engine cut the answer off."""
+    def _take(self, event: Event) -> None:
+        """Notes an event; raises ServiceError where the engine cut the answer off."""
         match event.WhichOneof("event"):
+            case "delta":
+                delta = event.delta
+                self._progress.on_delta(delta)
+                if self._hides_ids:
+                    delta.ClearField("token_ids")
             case "finished":
                 _check_ending(event.finished)
-                self.output_tokens = event.finished.usage.completion_tokens
-                return True
+                self.is_over = True
+                self._reservation.engine.breaker.on_success(self._reservation.credit)
             case "sample_finished":
                 _check_ending(event.sample_finished)
-            case _:
-                self.output_tokens += event.delta.num_tokens
-        return False
+                self._progress.on_sample_finished(event.sample_finished)
 
-    def _prompt_text(self) -> str:
-        prompt = self._reservation.prompt
-        return self._call.request.text or prompt.model.decode(prompt.token_ids)
-
-    async def _next(self) -> Event | None:
+    async def _next(self) -> Event:
         try:
-            return await self._source.read()
+            event = await self._source.read()
         except ServiceError as error:
             if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
-        engine = self._reservation.engine
-        if engine.is_silent:
-            raise errors.cut_off(engine.id, engine.age_s, self._call.token_timeout_s)
-        return timed_out(self.accepted.prompt_tokens, self.output_tokens)
+            engine = self._reservation.engine
+            if engine.is_silent:
+                raise errors.cut_off(engine.id, engine.age_s, self._timeout_s) from error
+            event = timed_out(len(self._reservation.prompt.token_ids), self._progress.num_tokens)
+        if event is None:
+            raise errors.broken_stream("the engine ended it without a last word")
+        return event
 
     def close(self) -> None:
         """Ends the engine's work on the answer; harmless when it has ended."""
         if not self._is_closed:
             self._is_closed = True
+            engine = self._reservation.engine
+            engine.watchdog.forget(self._source)
             self._source.cancel()
-            self._reservation.engine.release(self._reservation.credit)
+            engine.release(self._reservation.credit)
+
+
+class Generation:
+    """An answer that has its first token, on one engine after another."""
+
+    def __init__(
+        self, call: Call, reservation: Reservation, stream: EngineStream, stages: EngineStages
+    ) -> None:
+        self.accepted = _complete(stream.accepted, call, reservation)
+        self._call = call
+        self._reservation = reservation
+        self._stream = stream
+        self._stages = stages
+        self._losses: Losses | None = None
+        self._resumed_on: list[str] = []
+        self._num_counted: int | None = None
+        """Output tokens by the engine's own count; None before the end."""
+
+    @property
+    def output_tokens(self) -> int:
+        return self._call.progress.num_tokens if self._num_counted is None else self._num_counted
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        """Yields the events; raises ServiceError when the answer is lost after tokens were sent."""
+        tool_use, samples = self._reservation.prompt.tool_use, self._call.request.samples
+        events = self._events()
+        return read_calls(events, tool_use, max(1, samples.n)) if tool_use.new_reader else events
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        request = self._call.request
+        if request.output.echo and not request.HasField("continuation"):
+            text = self._prompt_text()
+            for sample in range(max(1, request.samples.n)):
+                yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
+        # Answers that are known only at the end begin anew where they are lost.
+        held: list[Event] | None = None if is_growing(request) else []
+        while not self._stream.is_over:
+            try:
+                event = await self._stream.read()
+            except ServiceError as error:
+                await self._resume(error)
+                if held:
+                    held.clear()
+                continue
+            if self._stream.is_over:
+                self._finish(event.finished)
+            if held is None:
+                yield event
+            else:
+                held.append(event)
+        for event in held or ():
+            yield event
+
+    def _finish(self, finished: inference_pb2.Finished) -> None:
+        self._num_counted = finished.usage.completion_tokens
+        finished.resumes += len(self._resumed_on)
+        finished.resumed_on.extend(self._resumed_on)
+
+    def _prompt_text(self) -> str:
+        prompt = self._reservation.prompt
+        return self._call.request.text or prompt.model.decode(prompt.token_ids)
+
+    async def _resume(self, error: ServiceError) -> None:
+        self._stream.close()
+        if self._losses is None:
+            self._losses = Losses()
+            self._call = copy.copy(self._call)  # the record keeps how it began
+            self._call.refused_by = {}
+            self._call.is_trial = False
+        next_token_at = time.monotonic() + self._call.stall_s
+        self._call.deadline = PausableDeadline(self._call.deadline.at, next_token_at)
+        self._reservation, self._stream = await self._stages.resume(
+            self._call, self._reservation, self._losses, error
+        )
+        self._resumed_on.append(self._reservation.engine.id)
+
+    def close(self) -> None:
+        """Ends the engine's work on the answer; harmless when it has ended."""
+        self._stream.close()
 
 
 def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
@@ -260,7 +448,11 @@ def engine_request(call: Call, reservation: Reservation) -> inference_pb2.Genera
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
     request.output.echo = False  # the router has the prompt's text and prepends it itself
+    request.output.delta_token_ids = True  # another engine can go on with them
     reservation.prompt.tool_use.ask(request)
+    if call.progress.has_begun:
+        request.stop.max_tokens += call.progress.longest
+        call.progress.write(request)
     return request
 
 
@@ -298,7 +490,7 @@ async def _expect(source: Source) -> Event:
 def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
     """Raises where a draining engine cut an answer off, which no client asked for."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
-        raise errors.broken_stream("the engine cancelled it")
+        raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
@@ -313,3 +505,33 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
             retry_after_s=error.retry_after_s or 1,
         )
     return error
+
+
+def _is_refusal(error: ServiceError) -> bool:
+    """Whether the engine takes nothing now, and did not fail."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
+
+
+def _cause_of(error: ServiceError) -> str:
+    """Why an engine was lost, in one of few words for metrics."""
+    if error.reason in BREAKAGES:
+        return "worker"
+    if error.reason in errors.LEAVING:
+        return "leaving"
+    if error.reason == errors.ENGINE_SILENT:
+        return "silent"
+    return "connection" if error.code is grpc.StatusCode.UNAVAILABLE else "error"
+
+
+def _log_resumption(
+    call: Call, level: int, message: str, cause: str, engine: str, paused_s: float | None = None
+) -> None:
+    extra: dict[str, object] = {
+        "request_id": call.record.request_id,
+        "reason": cause,
+        "engine": engine,
+        "output_tokens": call.progress.num_tokens,
+    }
+    if paused_s is not None:
+        extra["seconds"] = round(paused_s, 3)
+    log.log(level, message, extra=extra)

@@ -95,7 +95,13 @@ class RouterService:
         config, common = self.config, CommonStages(self.config, self.engines, self._prompts)
         rollout = self.rollout if config.rollout_file else None
         last = EngineStages(
-            config.streaming, config.limits, self.admission, self.balancer, self.signer, rollout
+            config.streaming,
+            config.limits,
+            self.admission,
+            self.balancer,
+            self.signer,
+            rollout,
+            self.metrics.on_resumption,
         )
         stages: list[Stage] = []
         if self.replacer:

@@ -54,6 +54,12 @@ class Metrics:
         )
         self._coalesced = self._counter("coalesced", "Requests that shared another's generation")
         self._replaced = self._counter("replaced", "Requests that a later one replaced")
+        self._resumptions = Counter(
+            "ullage_router_resumptions",
+            "Answers that lost their engine after the first token, by why, and what became of them",
+            ["cause", "outcome"],
+            registry=self.registry,
+        )
         self._add_cascade()
         self._compressions = Counter(
             "ullage_router_compressions",
@@ -127,6 +133,10 @@ class Metrics:
         if attempt.confidence is not None:
             self._confidence.labels(attempt.step).observe(attempt.confidence)
         self._discarded.labels(attempt.step).inc(attempt.discarded_tokens)
+
+    def on_resumption(self, cause: str, outcome: str) -> None:
+        """An answer lost its engine, and was resumed on another one or lost."""
+        self._resumptions.labels(cause, outcome).inc()
 
     def on_summary(self, method: str, saved_tokens: int) -> None:
         """A long conversation was summed up, or that was refused."""

@@ -21,16 +21,6 @@ MAX_LOSSES = 16
 MAX_BREAKAGES = 2
 """Engines whose own verdict is that the request breaks them: one more is not tried."""
 BREAKAGES = frozenset({"WORKER_LOST", "REQUEST_FAILED"})
-CONTINUABLE = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-    }
-)
-"""Status codes with which an answer breaks off on an engine that another one can go on with."""
 
 
 @dataclass(slots=True)
@@ -84,7 +74,8 @@ class Progress:
     @property
     def is_whole(self) -> bool:
         """Whether every token is known by its id, so that another engine can go on."""
-        return self.num_tokens == sum(len(answer.token_ids) for answer in self._answers)
+        num_ids = sum(len(answer.token_ids) for answer in self._answers)
+        return not self._is_growing or self.num_tokens == num_ids
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
         """Keeps what the first engine granted.
@@ -122,8 +113,9 @@ class Progress:
     def write(self, request: pb.GenerateRequest) -> None:
         """Makes the request go on with the answer, with what the first engine granted."""
         request.sampling.seed = self._seed
-        request.stop.max_tokens = self.max_tokens
-        request.stop.min_tokens = min(request.stop.min_tokens, self.max_tokens)
+        max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
+        request.stop.max_tokens = max_tokens
+        request.stop.min_tokens = min(request.stop.min_tokens, max_tokens)
         request.ClearField("continuation")
         if not self._is_growing:
             return

@@ -192,7 +192,8 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
     n = num_answers(request.samples)
     _require(len(answers) == n, f"{field}.answers", len(answers), f"{n}, one for each answer")
-    most = request.stop.max_tokens if request.stop.HasField("max_tokens") else MAX_PROMPT_TOKENS
+    most = request.stop.max_tokens
+    _require(most > 0, "max_tokens", "unset", "what Accepted has, with a continuation")
     for i, answer in enumerate(answers):
         count, permitted = len(answer.token_ids), f"at most max_tokens, {most}"
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)

@@ -177,12 +177,18 @@ def with_answers(*counts: int, **fields: Any) -> pb.GenerateRequest:
     return ask(continuation=pb.Continuation(answers=answers), **fields)
 
 
+def without_limit(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    request.stop.ClearField("max_tokens")
+    return request
+
+
 WRONG = (
     (with_answers(), "continuation.answers is 0; possible: 1"),
     (with_answers(1, 1), "continuation.answers is 2; possible: 1"),
     (with_answers(MAX_TOKENS + 1), "continuation.answers[0].token_ids is 17 tokens"),
     (with_answers(1, samples=pb.Samples(best_of=2)), "best_of above n"),
     (with_answers(1, samples=pb.Samples(beam=pb.BeamSearch(width=2))), "nothing in a search"),
+    (without_limit(with_answers(1)), "max_tokens is unset; possible: what Accepted has"),
     (with_answers(1, text="Hi"), "nothing without token_ids"),
     (
         ask(continuation=pb.Continuation(answers=[pb.PartialAnswer(token_ids=[60_000])])),

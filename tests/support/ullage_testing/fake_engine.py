@@ -77,6 +77,7 @@ class FakeEngine(
         self.cancelled: list[str] = []
         self.active = 0
         self.has_multiplex = True
+        self.knows_continuations = True
         self.streams = 0
         self.max_model_len = max_model_len
         self.grid = (2, 2) if pool == "large" else (1, 1)
@@ -200,6 +201,7 @@ class FakeEngine(
                     seed=7,
                     degraded=self.script.degraded,
                     max_tokens=self.script.max_tokens,
+                    continued_tokens=sum(self._received(request)),
                 )
             )
             async for response in self._tell(request, context):
@@ -210,6 +212,18 @@ class FakeEngine(
             raise
         finally:
             self.active -= 1
+
+    def _received(self, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Words of each sample that the client has from another engine."""
+        if not (self.knows_continuations and request.HasField("continuation")):
+            return [0] * _num_samples(request)
+        counts = []
+        for sample, answer in enumerate(request.continuation.answers):
+            counts.append(len(answer.token_ids))
+            assert list(answer.token_ids) == list(range(counts[-1])), "the tokens that were sent"
+            text = "".join(f"{word}{sample or ''}" for word in self.script.words[: counts[-1]])
+            assert answer.text_length == len(text), "the text that was sent"
+        return counts
 
     async def _wait_to_prefill(self, hold: asyncio.Event, tokens: int) -> None:
         self.headroom.prefill_backlog_tokens += tokens
@@ -224,11 +238,13 @@ class FakeEngine(
         script = self.script
         if script.hold:
             await self._wait_to_prefill(script.hold, len(request.token_ids.ids))
-        words = script.words[: request.stop.max_tokens]
+        words, received = script.words[: request.stop.max_tokens], self._received(request)
         for i, word in enumerate(words):
-            if script.fail_after == i:
+            if script.fail_after == i >= min(received):
                 await abort(context, script.failure)
             for sample in range(_num_samples(request)):
+                if i < received[sample]:
+                    continue
                 told = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
                 told.sample = sample
                 yield inference_pb2.GenerateResponse(delta=told)
@@ -241,6 +257,8 @@ class FakeEngine(
             completion_tokens=len(words) * _num_samples(request),
         )
         for sample in range(_num_samples(request)) if _num_samples(request) > 1 else ():
+            if request.HasField("continuation") and request.continuation.answers[sample].reason:
+                continue
             end = inference_pb2.SampleFinished(sample=sample, reason=script.reason)  # type: ignore[arg-type]
             yield inference_pb2.GenerateResponse(sample_finished=end)
         yield inference_pb2.GenerateResponse(
@@ -256,7 +274,7 @@ def delta(
     i: int, word: str, output: inference_pb2.OutputOptions, logprob: float = -0.5
 ) -> inference_pb2.Delta:
     made = inference_pb2.Delta(text=word, num_tokens=1)
-    if output.return_token_ids:
+    if output.return_token_ids or output.delta_token_ids:
         made.token_ids.append(i)
     if output.HasField("top_logprobs"):
         top = [

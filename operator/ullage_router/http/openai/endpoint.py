@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -89,9 +89,14 @@ class Writer:
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def whole(self, answer: JSON) -> None:
-        """A complete answer."""
-        await self._body(200, _encode(answer), [])
+    async def whole(self, answer: JSON, resumed_on: Sequence[str] = ()) -> None:
+        """A complete answer.
+
+        Args:
+            resumed_on: engines that went on with it after the first one.
+        """
+        later = [(b"x-ullage-resumed-on", ", ".join(resumed_on).encode())] if resumed_on else []
+        await self._body(200, _encode(answer), later)
 
     def start_stream(self) -> None:
         headers = [
@@ -249,7 +254,7 @@ async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -
                 parts[event.sample_finished.sample].end = event.sample_finished
             case _:
                 parts[event.delta.sample].add(event.delta)
-    await writer.whole(form.whole(stream.accepted, parts, finished))
+    await writer.whole(form.whole(stream.accepted, parts, finished), finished.resumed_on)
 
 
 def request_id(headers: Mapping[str, str]) -> str:

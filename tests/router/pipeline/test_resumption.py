@@ -1,0 +1,291 @@
+"""An answer whose engine is lost after its first token goes on with another engine."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from ullage_testing.fake_engine import Script
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire.errors import ServiceError
+
+StartService = Callable[..., AbstractAsyncContextManager[Any]]
+WORDS = ("One", " two", " three", " four", " five")
+TEXT = "".join(WORDS)
+
+
+def broken() -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "the connection broke")
+
+
+def script(service: Any, **fields: Any) -> None:
+    for engine in service.engines:
+        engine.script = Script(words=WORDS, **fields)
+
+
+def text_of(answer: httpx.Response, index: int = 0) -> str:
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines]
+    assert not [chunk for chunk in chunks if "error" in chunk], answer.text
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    return "".join(
+        choice.get("text") or ""
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice["index"] == index
+    )
+
+
+def usage_of(answer: httpx.Response) -> dict[str, Any]:
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return dict(json.loads(lines[-1])["usage"])
+
+
+async def resumptions(service: Any) -> dict[tuple[str, str], float]:
+    """Counts by cause and outcome."""
+    lines = (await service.monitoring.get("/metrics")).text.splitlines()
+    counts = {}
+    for line in lines:
+        if line.startswith("ullage_router_resumptions_total{"):
+            labels, value = line.partition("{")[2].split("} ")
+            found = dict(pair.split("=") for pair in labels.split(","))
+            counts[found["cause"].strip('"'), found["outcome"].strip('"')] = float(value)
+    return counts
+
+
+async def is_free(service: Any) -> None:
+    """Waits until no engine has credit of the router or a call under way."""
+    known = service.router.service.engines.all
+    await service.until(lambda: all(not e.inflight and not e.credit_bytes for e in known()))
+
+
+async def first_word(service: Any) -> Any:
+    """Waits until the router has the first word of one answer; the engine that sent it."""
+    known = service.router.service.engines.all
+    await service.until(lambda: any(e.inflight and not e.backlog_tokens for e in known()))
+    return next(engine for engine in service.engines if engine.active)
+
+
+async def lose(service: Any, task: "asyncio.Task[Any]", **later: Any) -> tuple[Any, Any]:
+    """Stops the engine of a paused answer; returns it and the answer."""
+    lost = await first_word(service)
+    script(service, **later)
+    await lost.stop()
+    return lost, await task
+
+
+def other(service: Any, lost: Any) -> Any:
+    return next(engine for engine in service.engines if engine is not lost)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_engine_that_is_gone_is_replaced(start_service: StartService, is_streamed: bool) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            more = {"stream_options": {"include_usage": True}} if is_streamed else {}
+            task = asyncio.ensure_future(service.complete(stream=is_streamed, **more))
+            lost, answer = await lose(service, task)
+            assert answer.status_code == 200
+            later = other(service, lost)
+            assert list(later.requests[-1].continuation.answers[0].token_ids) == [0]
+            assert later.requests[-1].sampling.seed == 7
+            assert (await resumptions(service)) == {("connection", "resumed"): 1.0}
+            if is_streamed:
+                assert text_of(answer) == TEXT
+                assert usage_of(answer)["completion_tokens"] == len(WORDS)
+            else:
+                assert answer.json()["choices"][0]["text"] == TEXT
+                assert answer.json()["usage"]["completion_tokens"] == len(WORDS)
+                assert answer.headers["x-ullage-engine"] == lost.headroom.engine
+                assert answer.headers["x-ullage-resumed-on"] == later.headroom.engine
+            latest = (await service.stats())["latest"][0]
+            assert (latest["status"], latest["output_tokens"]) == (200, len(WORDS))
+            await is_free(service)
+
+    asyncio.run(scenario())
+
+
+def test_several_answers_go_on_each_by_itself(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(stream=True, n=2))
+            lost, answer = await lose(service, task)
+            assert text_of(answer, 0) == TEXT
+            assert text_of(answer, 1) == "".join(f"{word}1" for word in WORDS)
+            continuation = other(service, lost).requests[-1].continuation
+            assert [len(one.token_ids) for one in continuation.answers] == [1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_the_best_of_several_answers_begins_anew(start_service: StartService) -> None:
+    """Nothing of it was sent, so nothing can be repeated."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(best_of=2))
+            lost, answer = await lose(service, task)
+            assert answer.json()["choices"][0]["text"] == TEXT
+            assert not other(service, lost).requests[-1].HasField("continuation")
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_falls_silent_is_left(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(stream=True))
+            lost = await first_word(service)
+            script(service)
+            lost.is_mute = True
+            assert text_of(await task) == TEXT
+            assert (await resumptions(service)) == {("silent", "resumed"): 1.0}
+            await service.until(lambda: not lost.active)  # its work was cancelled
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_is_held_until_an_engine_is_there(start_service: StartService) -> None:
+    async def scenario() -> None:
+        streaming = {"coalesce_tokens": 1, "keepalive": 0.2}
+        async with start_service(single=(100,), streaming=streaming) as service:
+            script(service, pause=asyncio.Event())
+            seen: list[str] = []
+
+            async def read() -> None:
+                body = {"model": "tiny", "prompt": "Hi", "stream": True}
+                async with service.http.stream("POST", "/v1/completions", json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        seen.append(line)
+
+            task = asyncio.ensure_future(read())
+            lost = await first_word(service)
+            script(service)
+            await lost.stop()
+            await service.until(lambda: ": keepalive" in seen)
+            await lost.restart()
+            await task
+            answer = httpx.Response(200, text="\n".join(seen))
+            assert text_of(answer) == TEXT
+            assert (await resumptions(service)) == {("connection", "resumed"): 1.0}
+
+    asyncio.run(scenario())
+
+
+def test_a_held_stream_ends_with_its_time(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(limits={"request_timeout": 2.0}) as service:
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(stream=True))
+            _, answer = await lose(service, task)
+            assert "ENGINE_LOST" in answer.text
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            assert (await resumptions(service)) == {("connection", "lost"): 1.0}
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_breaks_one_engine_after_the_other_is_stopped(
+    start_service: StartService,
+) -> None:
+    """It gets no further on any: the third loss is the last, and others are still served."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100,) * 5) as service:
+            script(service, fail_after=1, failure=broken())
+            answer = await service.complete(stream=True)
+            assert "the connection broke" in answer.text
+            assert sum(len(engine.requests) for engine in service.engines) == 3
+            assert (await resumptions(service)) == {("connection", "lost"): 1.0}
+            script(service)
+            assert text_of(await service.complete(stream=True)) == TEXT
+
+    asyncio.run(scenario())
+
+
+def test_an_engines_own_verdict_counts_more(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100,) * 5) as service:
+            failure = ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", "no memory for it")
+            script(service, fail_after=1, failure=failure)
+            answer = await service.complete(stream=True)
+            assert "no memory for it" in answer.text
+            assert sum(len(engine.requests) for engine in service.engines) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_lives_through_many_losses_as_long_as_it_grows(
+    start_service: StartService,
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100,) * 5) as service:
+            script(service)
+            for number, engine in enumerate(service.engines[:-1], start=1):
+                engine.script = Script(words=WORDS, fail_after=number, failure=broken())
+            answers = [await service.complete(stream=True) for _ in range(8)]
+            assert {text_of(answer) for answer in answers} == {TEXT}
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_knows_no_continuations_repeats_nothing(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.knows_continuations = False
+            script(service, pause=asyncio.Event())
+            task = asyncio.ensure_future(service.complete(stream=True))
+            _, answer = await lose(service, task)
+            assert answer.text.count(WORDS[0]) == 1
+            assert "CONTINUATION_UNKNOWN" in answer.text
+
+    asyncio.run(scenario())
+
+
+def test_over_grpc_only_what_was_asked_for_arrives(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event())
+            events: list[pb.GenerateResponse] = []
+
+            async def read() -> None:
+                async for event in service.grpc.Generate(pb.GenerateRequest(text="Hi")):
+                    events.append(event)
+
+            task = asyncio.ensure_future(read())
+            lost, _ = await lose(service, task)
+            assert [e.WhichOneof("event") for e in events].count("accepted") == 1
+            assert "".join(e.delta.text for e in events) == TEXT
+            assert not [e for e in events if e.delta.token_ids]
+            finished = events[-1].finished
+            assert finished.resumes == 1
+            assert list(finished.resumed_on) == [other(service, lost).headroom.engine]
+            assert finished.usage.completion_tokens == len(WORDS)
+
+    asyncio.run(scenario())
+
+
+def test_a_shared_generation_goes_on_for_all(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(
+            single=(100, 100), routing={"coalesce": {"enabled": True}}
+        ) as service:
+            script(service, pause=asyncio.Event())
+            ask = {"stream": True, "temperature": 0}
+            tasks = [asyncio.ensure_future(service.complete(**ask)) for _ in range(2)]
+            both = asyncio.gather(*tasks)
+            _, answers = await lose(service, both)
+            assert [text_of(answer) for answer in answers] == [TEXT, TEXT]
+            assert (await resumptions(service)) == {("connection", "resumed"): 1.0}
+
+    asyncio.run(scenario())
