@@ -2,7 +2,7 @@
 
 Ready        every pool serves through a router, and nothing but a canary crash-loops
 Available    at least one router and one engine serve
-Progressing  a change is being rolled out, or replicas are on their way
+Progressing  a change is being rolled out, or replicas are on their way; true until they were ready
 Degraded     something is wrong that waiting alone may not mend
 
 A service that serves stays Ready while it rolls, scales or lacks one replica of several: that is
@@ -72,6 +72,7 @@ def service_conditions(
     troubles: Sequence[PodProblem],
     trying: Sequence[PodProblem] = (),
     change: Condition | None = None,
+    was_progressing: bool = True,
 ) -> list[Condition]:
     """The four conditions of a service whose spec is valid.
 
@@ -79,9 +80,10 @@ def service_conditions(
         troubles: of its pods, what blocks first.
         trying: of a canary's pods, which block nothing.
         change: how far a rollout is that is not over, as Progressing says.
+        was_progressing: what Progressing said last; True for a new service.
     """
     available = available_condition(router, pools)
-    progressing = progressing_condition([router, *pools], change)
+    progressing = progressing_condition([router, *pools], change, was_progressing)
     degraded = degraded_condition([*troubles, *trying])
     ready = ready_condition(router, pools, available, troubles)
     return [ready, available, progressing, degraded]
@@ -100,13 +102,17 @@ def available_condition(router: Workload, pools: Sequence[Workload]) -> Conditio
 
 
 def progressing_condition(
-    workloads: Sequence[Workload], change: Condition | None = None
+    workloads: Sequence[Workload], change: Condition | None = None, was_progressing: bool = True
 ) -> Condition:
+    """A change goes on until its pods have been ready once: one that falls later is no change."""
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
         return change
     if rolling:
         return Condition(PROGRESSING, True, "RollingOut", f"rolling out {', '.join(rolling)}")
+    starting = [workload for workload in workloads if workload.desired and not workload.ready]
+    if was_progressing and starting:
+        return Condition(PROGRESSING, True, "Starting", f"waiting until {counts(starting)}")
     return Condition(PROGRESSING, False, "Settled", "every pod is of the newest configuration")
 
 

@@ -9,6 +9,7 @@ refuses them, are problems too.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ullage_operator.api import naming
@@ -25,7 +26,11 @@ RECENT_S = 600.0
 STABLE_S = 60.0
 """A pod that has been ready for this long does not crash-loop any more."""
 CREATING_S = 600.0
-"""Time to pull an image and mount volumes, after which it is worth a word."""
+"""Time to pull an image, after which it is worth a word."""
+MOUNTING_S = 20.0
+"""Time to mount a pod's volumes and to set up its network, which usually takes seconds."""
+EVENTS_S = 30.0
+"""Time after which the Events of a pod that still does not start are read again."""
 _ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -48,17 +53,37 @@ class PodProblem:
         return f"pod {self.pod}: {self.message}" if self.pod else self.message
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectWarning:
+    """The newest Event of type Warning about a pod or a workload."""
+
+    reason: str
+    """Reason in CamelCase, such as FailedMount."""
+    message: str
+
+
+Warnings = Mapping[str, ObjectWarning]
+"""By uid of the pod or workload."""
+
+
 def diagnose(
-    pods: Iterable[Pod], now: datetime, lost_nodes: frozenset[str] = frozenset()
+    pods: Iterable[Pod],
+    now: datetime,
+    lost_nodes: frozenset[str] = frozenset(),
+    warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
     """What is wrong, what blocks first, then by pod name.
 
     Args:
         now: in UTC.
         lost_nodes: that are known not to answer.
+        warnings: Events about pods that do not start.
     """
     ordered = sorted(filter(is_counted, pods), key=lambda pod: str(pod["metadata"]["name"]))
-    problems = [_on_lost_node(p, lost_nodes) or diagnose_pod(p, now) for p in ordered]
+    problems = [
+        _on_lost_node(pod, lost_nodes) or diagnose_pod(pod, now) or _unmounted(pod, now, warnings)
+        for pod in ordered
+    ]
     return sorted((each for each in problems if each), key=lambda trouble: not trouble.blocks)
 
 
@@ -282,7 +307,63 @@ def _creating(pod: Pod, now: datetime) -> PodProblem | None:
     return None
 
 
-WAIT_S = 60.0
+def is_unmounted(pod: Pod, now: datetime) -> bool:
+    """Whether a pod lacks its volumes or its network for longer than usual, so that its Events
+    are worth reading."""
+    return _is_mounting(pod) and age_s(pod, now) >= MOUNTING_S
+
+
+def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
+    """Seconds until a pod that is being created should be looked at again; None for any other."""
+    if not _is_mounting(pod):
+        return None
+    return max(0.0, MOUNTING_S - age_s(pod, now)) or EVENTS_S
+
+
+def _is_mounting(pod: Pod) -> bool:
+    """Whether a pod has a node, and neither volumes nor a network there: its images are pulled only
+    then."""
+    if "deletionTimestamp" in pod["metadata"] or not node_of(pod):
+        return False
+    if _condition(pod, "PodReadyToStartContainers").get("status") != "False":
+        return False
+    reasons = [each.get("state", {}).get("waiting", {}).get("reason") for each in _containers(pod)]
+    return any(reason in ("ContainerCreating", "PodInitializing") for reason in reasons)
+
+
+def _unmounted(pod: Pod, now: datetime, warnings: Warnings) -> PodProblem | None:
+    if not is_unmounted(pod, now):
+        return None
+    name = pod["metadata"]["name"]
+    if warning := warnings.get(str(pod["metadata"].get("uid", ""))):
+        remedy = "make what it names in this namespace, or correct its name in the spec"
+        if warning.reason not in ("FailedMount", "FailedAttachVolume"):
+            remedy = f"kubectl describe pod {name}"
+        return _problem(pod, warning.reason, f"{warning.message}; {remedy}")
+    listed = ", ".join(_mounted_objects(pod)) or "no Secret, ConfigMap or claim"
+    message = (
+        f"has neither its volumes nor its network after {age_s(pod, now):.0f} s; it mounts {listed}"
+        f"; kubectl describe pod {name}"
+    )
+    return _problem(pod, "ContainerCreating", message)
+
+
+def _mounted_objects(pod: Pod) -> list[str]:
+    """Returns the objects that a pod's volumes are made of, as `Secret NAME`."""
+    sources = (
+        ("Secret", "secret", "secretName"),
+        ("ConfigMap", "configMap", "name"),
+        ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
+    )
+    return [
+        f"{kind} {volume[source][key]}"
+        for volume in pod.get("spec", {}).get("volumes", ())
+        for kind, source, key in sources
+        if key in volume.get(source, {})
+    ]
+
+
+WAIT_S = 30.0
 """Controllers need a moment, and a webhook that restarts is back by then."""
 
 
@@ -297,16 +378,28 @@ class WorkloadPods(NamedTuple):
 
 
 def missing_pods(
-    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+    workloads: Iterable[WorkloadPods],
+    status: Mapping[str, Any],
+    now: datetime,
+    warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
     """Workloads that have lacked pods for too long.
 
     Args:
         status: of the service, as it is.
+        warnings: Events about such workloads.
     """
-    if _progressing_s(status, now) < WAIT_S:
-        return []
-    return [PodProblem("", "PodsNotMade", _message(e), False) for e in workloads if _lacks(e)]
+    return [
+        PodProblem("", "PodsNotMade", _message(each, warnings), False)
+        for each in lacking_workloads(workloads, status, now)
+    ]
+
+
+def lacking_workloads(
+    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+) -> list[WorkloadPods]:
+    """Returns those that have lacked pods for too long."""
+    return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
 
 
 def missing_pods_due_s(
@@ -339,12 +432,14 @@ def _exist(live: Mapping[str, Any]) -> int:
     return int(live.get("status", {}).get("replicas", 0))
 
 
-def _message(workload: WorkloadPods) -> str:
+def _message(workload: WorkloadPods, warnings: Warnings) -> str:
     """Words the problem with the API server's message, which a Deployment hands on and a
-    StatefulSet does not."""
+    StatefulSet tells in an Event."""
     kind, name = workload.live["kind"], workload.live["metadata"]["name"]
     look = f"kubectl describe {kind.lower()} {name}"
-    why = _failure(workload.live) or f"a quota or an admission policy may refuse them; {look}"
+    warning = warnings.get(str(workload.live["metadata"].get("uid", "")))
+    why = _failure(workload.live) or (warning.message if warning else "")
+    why = why or f"a quota or an admission policy may refuse them; {look}"
     return f"{kind} {name} has {workload.pods} of {_desired(workload.live)} pods: {why}"
 
 

@@ -177,6 +177,7 @@ class Controller:
         self._scaler = Autoscaler[ServiceKey](self._wake)
         applier = Applier(self._cluster, self.cache, recorder)
         self._reconciler = Reconciler(
+            self._cluster,
             self.cache,
             applier,
             self._healer,

@@ -33,14 +33,18 @@ from ullage_operator.conditions.conditions import (
 from ullage_operator.conditions.pod_problems import (
     PROGRESSING,
     PodProblem,
+    Warnings,
     WorkloadPods,
     diagnose,
     is_counted,
+    is_unmounted,
+    lacking_workloads,
     missing_pods,
     missing_pods_due_s,
     pool_of,
     restart_count,
     stable_in_s,
+    unmounted_recheck_s,
 )
 from ullage_operator.healing import (
     EngineHealth,
@@ -97,6 +101,8 @@ class Observed:
     """Pods of the service, for the reasons why they are stuck."""
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
+    warnings: Warnings = field(default_factory=dict)
+    """Newest warnings about pods that do not start and workloads without pods, by uid."""
     headroom: Headroom = field(default_factory=dict)
     """Headroom of the engines that report to the operator, by pool."""
     engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
@@ -191,8 +197,9 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     lacking for too long, or a node is to be asked for."""
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
+    unmounted = (unmounted_recheck_s(pod, observed.now) for pod in observed.pods)
     unmade_s = missing_pods_due_s(workload_pods(service, observed), observed.status, observed.now)
-    waits = (healing.recheck_s, unmade_s, *stable, *nodes)
+    waits = (healing.recheck_s, unmade_s, *stable, *nodes, *unmounted)
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
@@ -246,7 +253,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
     """Returns what the plan of a rollout depends on."""
     kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
     pods = canary_pods(observed)
-    wrong = diagnose(pods, observed.now, observed.lost_nodes)
+    wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
     counts: dict[str, int] = {}
     for pod in pods:
         if "deletionTimestamp" not in pod["metadata"]:
@@ -296,13 +303,20 @@ def status_of(
     router = workload_of("router", service.spec.router.replicas, router_live)
     pools = workloads(service, observed)
     wrong = [*observed.unapplied]
-    wrong += diagnose(stable_pods(observed), observed.now, observed.lost_nodes)
+    about_pods = (observed.now, observed.lost_nodes, observed.warnings)
+    wrong += diagnose(stable_pods(observed), *about_pods)
     wrong += deferred_problems(healing.deferred)
-    wrong += missing_pods(workload_pods(service, observed), observed.status, observed.now)
-    trying = diagnose(canary_pods(observed), observed.now, observed.lost_nodes)
+    pods = workload_pods(service, observed)
+    wrong += missing_pods(pods, observed.status, observed.now, observed.warnings)
+    trying = diagnose(canary_pods(observed), *about_pods)
     serving = [with_canary_engines(service, pool, rollout, observed) for pool in pools.values()]
     conditions = service_conditions(
-        router, serving, wrong, trying, rollout_progress_condition(rollout)
+        router,
+        serving,
+        wrong,
+        trying,
+        rollout_progress_condition(rollout),
+        was_progressing(observed.status),
     )
     conditions.append(rollout_condition(rollout))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
@@ -325,6 +339,22 @@ def status_of(
             conditions, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def warned_objects(service: Service, observed: Observed) -> list[str]:
+    """Returns the uids of the pods and workloads whose Events may say why pods do not start."""
+    pods = [pod for pod in observed.pods if is_unmounted(pod, observed.now)]
+    workloads = workload_pods(service, observed)
+    lacking = lacking_workloads(workloads, observed.status, observed.now)
+    objects = [*pods, *(each.live for each in lacking)]
+    return [str(obj["metadata"]["uid"]) for obj in objects if obj["metadata"].get("uid")]
+
+
+def was_progressing(status: Mapping[str, Any]) -> bool:
+    """Returns what a service's status says of Progressing; True for one without a status."""
+    listed = status.get("conditions", ())
+    found = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
+    return next(found, True)
 
 
 def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:

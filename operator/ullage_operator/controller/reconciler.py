@@ -6,9 +6,18 @@ import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Permanent, Temporary
+from ullage_operator.api.errors import (
+    ClusterDenied,
+    InvalidManifest,
+    OperatorError,
+    OutdatedDefinition,
+    Permanent,
+    Temporary,
+)
+from ullage_operator.api.naming import EVENT
 from ullage_operator.api.spec import Service, Settings, parse_stored
 from ullage_operator.autoscaling import own_policies, with_replicas
+from ullage_operator.conditions.pod_problems import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.healer import Healer
@@ -18,15 +27,19 @@ from ullage_operator.controller.plan import (
     observe_rollout,
     plan,
     status_after,
+    warned_objects,
 )
 from ullage_operator.controller.router_client import RouterClient, router_addresses
 from ullage_operator.healing import silent_pools
-from ullage_operator.kube.cache import Cache, ServiceKey
+from ullage_operator.kube.cache import Cache, Denied, ServiceKey
+from ullage_operator.kube.client import Cluster
 from ullage_operator.rollout.state import is_canary_running
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
 _MIN_WAIT_S = 1.0
+_MAX_WARNED = 3
+"""Pods and workloads of a service whose Events are read in one reconciliation."""
 _MAX_COUNTED_TRIES = 7
 """Number of tries that lengthen the backoff; after them it is about a minute."""
 
@@ -58,6 +71,7 @@ class Reconciler:
 
     def __init__(
         self,
+        cluster: Cluster,
         cache: Cache,
         applier: Applier,
         healer: Healer,
@@ -65,6 +79,7 @@ class Reconciler:
         settings: Settings,
         times: ReconcileTimes,
     ) -> None:
+        self._cluster = cluster
         self._cache = cache
         self._applier = applier
         self._healer = healer
@@ -156,6 +171,24 @@ class Reconciler:
         )
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
+    async def _with_warnings(
+        self, key: ServiceKey, service: Service, observed: Observed
+    ) -> Observed:
+        """Adds what Events say about pods that do not start to `observed`."""
+        warnings = {}
+        missing_rights = observed.missing_rights
+        try:
+            for uid in warned_objects(service, observed)[:_MAX_WARNED]:
+                if event := await self._cluster.warning(key.namespace, uid):
+                    reason, note = str(event.get("reason", "")), str(event.get("note", ""))
+                    warnings[uid] = ObjectWarning(reason, note.strip())
+        except ClusterDenied as error:
+            denied = Denied(error.verb, EVENT.qualified, key.namespace)
+            missing_rights = (*missing_rights, str(denied))
+        except OperatorError as error:
+            _logger.warning("%s: its pods' Events cannot be read: %s", key, error)
+        return dataclasses.replace(observed, warnings=warnings, missing_rights=missing_rights)
+
     async def close(self) -> None:
         await self._router_client.close()
 
@@ -168,6 +201,7 @@ class Reconciler:
             service = self._service(key, manifest)
             observed = await self._healer.observe(key, service, observed)
             observed = await self._with_router_view(service, observed)
+            observed = await self._with_warnings(key, service, observed)
             observed = self._with_replicas(key, service, observed)
             planned = plan(service, observed, self._settings)
             applied = await self._applier.apply(key, manifest, planned, observed)

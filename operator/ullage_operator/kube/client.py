@@ -27,6 +27,7 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import (
     API_VERSION,
+    EVENT,
     FIELD_MANAGER,
     KIND,
     NODE,
@@ -111,6 +112,16 @@ class Cluster:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """One object, or None."""
         return await self._ask("get", kind, namespace, name)
+
+    async def warning(self, namespace: str, uid: str) -> Object | None:
+        """The newest Event of type Warning about the object with that uid, or None.
+
+        Raises:
+            ClusterDenied: the operator may not list Events.
+        """
+        selector = f"regarding.uid={uid},type=Warning"
+        answer = await self._ask("get", EVENT, namespace, field_selector=selector)
+        return max((answer or {}).get("items") or (), key=_seen_at, default=None)
 
     async def check(self, kind: Kind, namespace: str) -> None:
         """Looks whether a kind can be watched.
@@ -407,6 +418,14 @@ def resource_of(kind: Kind) -> Resource:
     status = Subresource(resource, kind=kind.name, name=f"{kind.plural}/status", namespaced=True)
     resource.subresources["status"] = status
     return resource
+
+
+def _seen_at(event: Mapping[str, Any]) -> str:
+    """Returns when an Event was last seen, as Kubernetes writes times; it has four fields for it,
+    of which its writer chose some."""
+    last = (event.get("series") or {}).get("lastObservedTime")
+    times = (last, event.get("deprecatedLastTimestamp"), event.get("eventTime"))
+    return next(filter(None, times), None) or str(event["metadata"].get("creationTimestamp", ""))
 
 
 def _kind(obj: Mapping[str, Any]) -> Kind:

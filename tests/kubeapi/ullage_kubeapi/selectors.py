@@ -48,7 +48,15 @@ def _field_test(text: str) -> Selector:
     negative = "!=" in text
     key, _, value = text.partition("!=" if negative else "=")
     path = key.strip().split(".")
-    if path[0] not in ("metadata", "involvedObject", "status", "spec", "type", "reason"):
+    if path[0] not in (
+        "metadata",
+        "involvedObject",
+        "regarding",
+        "status",
+        "spec",
+        "type",
+        "reason",
+    ):
         raise bad_request(f'field label not supported: "{key}"')
     return lambda obj: (_dig(obj, path) == value.lstrip("=")) is not negative
 

@@ -207,6 +207,7 @@ async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
         for kind in WATCHED:
             relist(cache, Scope(kind, ""), given.get(kind, []), 1)
         reconciler = Reconciler(
+            cluster,
             cache,
             Applier(cluster, cache, EventRecorder(cluster)),
             cast(Healer, healer),

@@ -52,6 +52,17 @@ def test_a_service_that_serves_stays_ready_while_it_rolls() -> None:
     assert found["Progressing"] == (True, "RollingOut")
 
 
+def test_a_new_service_progresses_until_it_was_ready_once() -> None:
+    unready = Workload("single", 2, 2, 0, settled=True)
+    progressing = service_conditions(ROUTER, [unready], [])[2]
+    assert (progressing.holds, progressing.reason) == (True, "Starting")
+    assert progressing.message == "waiting until single 0/2 ready"
+    ready = service_conditions(ROUTER, [SINGLE], [])[2]
+    assert (ready.holds, ready.reason) == (False, "Settled")
+    fallen = service_conditions(ROUTER, [unready], [], was_progressing=False)[2]
+    assert (fallen.holds, fallen.reason) == (False, "Settled")
+
+
 def test_a_service_is_never_ready_while_a_pod_crash_loops() -> None:
     assert by_type(ROUTER, [SINGLE, LARGE], [LOOP])["Ready"] == (False, "CrashLoopBackOff")
 

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from ullage_operator.conditions.pod_problems import (
+    ObjectWarning,
     PodProblem,
     diagnose,
     diagnose_pod,
     restart_count,
     stable_in_s,
+    unmounted_recheck_s,
 )
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -163,6 +165,33 @@ def test_an_evicted_pod_and_one_that_cannot_be_made() -> None:
     assert "a volume cannot be mounted" in found(creating).message
     creating["metadata"]["creationTimestamp"] = ago(60)
     assert diagnose_pod(creating, NOW) is None
+
+
+def unmounted(age: float, **conditions: str) -> dict[str, Any]:
+    made = waiting("ContainerCreating")
+    made["metadata"] |= {"creationTimestamp": ago(age), "uid": "uid-7"}
+    given = {"PodReadyToStartContainers": "False"} | conditions
+    made["status"]["conditions"] = [{"type": t, "status": s} for t, s in given.items()]
+    made["spec"]["volumes"] = [{"name": "keys", "secret": {"secretName": "team-keys"}}]
+    return made
+
+
+def test_a_missing_secret_is_named_before_a_minute_is_over() -> None:
+    note = 'MountVolume.SetUp failed for volume "keys" : secret "team-keys" not found'
+    warnings = {"uid-7": ObjectWarning("FailedMount", note)}
+    [trouble] = diagnose([unmounted(20)], NOW, warnings=warnings)
+    assert trouble.reason == "FailedMount"
+    assert trouble.message.startswith(f"{note}; make what it names")
+    [unread] = diagnose([unmounted(20)], NOW)
+    assert "it mounts Secret team-keys" in unread.message
+
+
+def test_a_pod_that_pulls_its_image_or_was_just_made_is_in_no_trouble() -> None:
+    assert diagnose([unmounted(19)], NOW) == []
+    assert unmounted_recheck_s(unmounted(19), NOW) == 1.0
+    assert unmounted_recheck_s(unmounted(50), NOW) == 30.0
+    pulling = unmounted(300, PodReadyToStartContainers="True")
+    assert diagnose([pulling], NOW) == [] and unmounted_recheck_s(pulling, NOW) is None
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
+from ullage_operator.conditions.pod_problems import ObjectWarning
+from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -43,11 +44,11 @@ def pod(name: str, **labels: str) -> dict[str, Any]:
 ROUTERS = [pod(name, **{"app.kubernetes.io/component": "router"}) for name in ("r1", "r2")]
 
 
-def test_pods_that_nobody_makes_degrade_a_service_after_a_minute(make_plan: MakePlan) -> None:
+def test_pods_that_nobody_makes_degrade_a_service_within_a_minute(make_plan: MakePlan) -> None:
     first = make_plan()
     soon = make_plan(observed(first, 20))
     assert degraded(soon) == ("False", "AsExpected", "no pod is stuck")
-    assert soon.recheck_s == 40
+    assert soon.recheck_s == 10
     late = make_plan(observed(soon, 600))
     status, reason, message = degraded(late)
     assert (status, reason) == ("True", "PodsNotMade")
@@ -64,6 +65,14 @@ def test_a_statefulset_hands_on_no_reason_so_the_message_says_where_to_look(
         "StatefulSet demo-single has 0 of 1 pods: a quota or an admission policy may refuse them; "
         "kubectl describe statefulset demo-single"
     )
+
+
+def test_the_event_of_a_statefulset_says_why(make_plan: MakePlan) -> None:
+    soon = make_plan(observed(make_plan(), 20))
+    why = 'create Pod demo-single-0 failed: no PriorityClass with name "gold" was found'
+    late = observed(soon, 40, pods=ROUTERS, warnings={"uid-9": ObjectWarning("FailedCreate", why)})
+    late.objects[ObjectKey("StatefulSet", "demo-single")]["metadata"]["uid"] = "uid-9"
+    assert degraded(make_plan(late))[2] == f"StatefulSet demo-single has 0 of 1 pods: {why}"
 
 
 @pytest.mark.parametrize("phase", ["Running", "Pending"])

@@ -62,6 +62,40 @@ def test_a_quota_or_webhook_is_told_and_waits_for_nothing_else(world, played, st
     assert ("poddisruptionbudgets", "s-single") in world.owned()
 
 
+def test_a_missing_secret_is_named_by_the_pods_events(world, played, start) -> None:
+    start()
+    world.create(router={"replicas": 1})
+    owned = converged(world)
+    labels = owned["statefulsets", "s-single"]["spec"]["template"]["metadata"]["labels"]
+    container = {"name": "engine", "image": "x"}
+    body = {
+        "metadata": {"name": "s-single-0", "labels": labels},
+        "spec": {"nodeName": "node-a", "containers": [container]},
+    }
+    pods = world.path("pods", "")
+    made = world.client.post(pods, json=body).json()
+    state = {"waiting": {"reason": "ContainerCreating"}}
+    status = {
+        "conditions": [{"type": "PodReadyToStartContainers", "status": "False"}],
+        "containerStatuses": [container | {"restartCount": 0, "ready": False, "state": state}],
+    }
+    assert world.patch(f"{pods}/s-single-0/status", {"status": status}).status_code == 200
+    note = 'MountVolume.SetUp failed for volume "keys" : secret "team-keys" not found'
+    for name, written, kind in (("e1", note, "Warning"), ("e2", "Pulled", "Normal")):
+        event = {
+            "metadata": {"name": name},
+            "reason": "FailedMount",
+            "note": written,
+            "type": kind,
+            "regarding": {"kind": "Pod", "name": "s-single-0", "uid": made["metadata"]["uid"]},
+        }
+        answer = world.client.post(world.path("events", "events.k8s.io"), json=event)
+        assert answer.status_code == 201, answer.text
+    until(lambda: degraded(world) == "FailedMount", "the condition says so", SOON)
+    assert note in world.condition("Degraded")["message"]
+    assert world.condition("Progressing")["status"] == "True"
+
+
 def test_pods_wait_for_their_configuration(world, played, start) -> None:
     fault = played.inject("PATCH", "/configmaps/s-single", 500, times=10_000)
     start()
@@ -155,7 +189,7 @@ async def reconciling(cluster: Cluster, cache: Cache) -> AsyncIterator[Reconcile
     )
     applier = Applier(cluster, cache, recorder)
     times = ReconcileTimes(resync_s=3000.0)
-    made = Reconciler(cache, applier, healer, scaler, Settings(), times)
+    made = Reconciler(cluster, cache, applier, healer, scaler, Settings(), times)
     try:
         yield made
     finally:

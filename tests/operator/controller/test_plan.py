@@ -173,7 +173,7 @@ def test_one_pool_without_engines_is_not_ready_but_available() -> None:
     router = Workload("router", 1, 1, 1, settled=True)
     serving = Workload("single", 1, 1, 1, settled=True)
     lost = Workload("large", 1, 1, 0, settled=True)
-    assert reasons(router, serving, lost) == ["PodsNotReady", "Serving", "Settled", "AsExpected"]
+    assert reasons(router, serving, lost) == ["PodsNotReady", "Serving", "Starting", "AsExpected"]
 
 
 def test_without_a_router_nothing_is_available() -> None:
