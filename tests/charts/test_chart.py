@@ -286,7 +286,12 @@ def test_only_those_named_may_read_the_metrics(render):
     (deployment,) = by_kind(render(), "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
-    assert policy["spec"]["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    (rule,) = policy["spec"]["ingress"]
+    named = {"kubernetes.io/metadata.name": "monitoring"}
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": named}}]
+    assert {"name": "ULLAGE_METRICS_NAMESPACE", "value": "monitoring"} in container["env"]
+    (closed,) = by_kind(render("metricsNamespace="), "NetworkPolicy")
+    assert closed["spec"]["ingress"] == []
     assert "metrics" in {port["name"] for port in container["ports"]}
     peer = "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.a=b"
     (policy,) = by_kind(render(peer), "NetworkPolicy")

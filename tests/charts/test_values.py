@@ -76,6 +76,7 @@ SAMPLES: dict[str, Any] = {
     "podDisruptionBudget.enabled": False,
     "podDisruptionBudget.maxUnavailable": "50%",
     "networkPolicy.enabled": False,
+    "metricsNamespace": "observability",
     "networkPolicy.metricsFrom": [{"namespaceSelector": RANDOM_SELECTOR}],
     "networkPolicy.egress.enabled": True,
     "networkPolicy.egress.apiServerPorts": [16443],

@@ -5,7 +5,7 @@ Every default comes from the CRD (`ullage_operator.api.schema`), so none is spel
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -45,6 +45,7 @@ from ullage_operator.api.sections import (
     ServiceAccount,
     amount,
     camel,
+    parse_bytes,
     section_reader,
 )
 
@@ -150,8 +151,8 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     log_level: LogLevel | None = None
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
-    metrics_from: list[dict[str, Any]]
-    """Peers of a NetworkPolicy."""
+    metrics_from: list[dict[str, Any]] | None = None
+    """Peers of a NetworkPolicy; None: the operator's choice."""
 
 
 class Spec(Strict, frozen=True, kw_only=True):
@@ -202,7 +203,7 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
         InvalidManifest: the API server would refuse it, or an unknown field was written.
     """
     stored, problems = schema.complete(schema.load_schema(), manifest)
-    if problems := problems or excesses(stored["spec"]):
+    if problems := problems or contradictions(stored["spec"]):
         raise InvalidManifest(problems)
     return service_of(stored["metadata"], to_spec(stored["spec"]), default_namespace)
 
@@ -215,10 +216,10 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
 
     Raises:
         OutdatedDefinition: a field is missing to which the definition gives a default.
-        InvalidManifest: a value cannot be read, or a request exceeds its limit.
+        InvalidManifest: a value cannot be read, or contradicts another.
     """
     spec = to_spec(manifest["spec"])
-    if problems := excesses(manifest["spec"]):
+    if problems := contradictions(manifest["spec"]):
         raise InvalidManifest(problems)
     return service_of(manifest["metadata"], spec)
 
@@ -260,6 +261,52 @@ def service_of(
         generation=metadata.get("generation", 1),
         spec=spec,
     )
+
+
+MIN_BYTES = 2**20
+"""Below this much memory no model runs."""
+MAX_BYTES = 2**46
+"""64 TiB: no machine has more memory."""
+
+
+def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
+    """Values of a complete spec that fit the definition and cannot hold together."""
+    complete = with_pool_defaults(spec)
+    pools = complete["pools"].items()
+    return excesses(spec) + [each for name, pool in pools for each in _memory(spec, name, pool)]
+
+
+def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
+    """Amounts of memory that no machine has, or with which no engine of a pool could start.
+
+    Args:
+        spec: as it was written.
+        pool: with its defaults.
+    """
+    memory = pool["memory"]
+    limit = pool.get("resources", {}).get("limits", {}).get("memory", MAX_BYTES)
+    own = spec["pools"][name].get("memory", {})
+
+    def path(key: str) -> str:
+        return f"spec.pools.{name}.memory.{key}" if key in own else f"spec.memory.{key}"
+
+    if "maxKV" in memory and parse_bytes(memory["maxKV"]) < MIN_BYTES:
+        yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
+    asked = {key: parse_bytes(memory[key]) for key in ("deviceBytes", "hostKV") if memory.get(key)}
+    ranks = {"deviceBytes": pool["gpus"]}
+    for key, amount_ in asked.items():
+        if amount_ * ranks.get(key, 1) > amount(limit):
+            each = f" for each of {pool['gpus']} workers" if ranks.get(key, 1) > 1 else ""
+            most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
+            yield Problem(path(key), f"{memory[key]}{each} is more than {most}; lower it")
+    if "deviceBytes" in asked and spec.get("device") != "cuda":
+        share, reserve = memory["threshold"], memory["safetyReserve"]
+        if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:
+            yield Problem(
+                path("deviceBytes"),
+                f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
+                f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
+            )
 
 
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:
@@ -322,6 +369,7 @@ def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 VERSION = version("ullage")
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""
+METRICS_NAMESPACE = "monitoring"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,6 +394,9 @@ class Settings:
     namespace: str = ""
     """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
     headroom and measures; empty: in any namespace."""
+    metrics_namespace: str = METRICS_NAMESPACE
+    """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read the metrics of services that do not
+    say who may; empty: no pod may."""
     on_kubernetes: bool = True
     """Whether pods have the devices that they ask for, and not all of the machine's."""
 
@@ -364,6 +415,7 @@ class Settings:
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
         return cls(
             **given,
+            metrics_namespace=environ.get("ULLAGE_METRICS_NAMESPACE", METRICS_NAMESPACE),
             dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
             image_pull_secrets=tuple(name for name in secrets if name),
         )

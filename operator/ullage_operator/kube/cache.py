@@ -329,9 +329,8 @@ def slim(kind: Kind, obj: Object) -> Object:
     kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}
     if kind == POD:
         kept["spec"] = _slim_pod(obj.get("spec") or {})
-        if (obj.get("status") or {}).get(
-            "phase"
-        ) == "Pending":  # a volume may keep it from starting
+        # A volume may be what keeps it from starting.
+        if (obj.get("status") or {}).get("phase") == "Pending":
             kept["spec"]["volumes"] = (obj.get("spec") or {}).get("volumes") or []
     return kept
 

@@ -45,7 +45,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         "ingress": [
             {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},  # to anybody
             from_operator(naming.METRICS_PORT, settings),  # what it scales and judges canaries by
-            *from_scrapers(service),
+            *from_scrapers(service, settings),
         ]
     }
     build = Builder(service, naming.ROUTER)
@@ -68,7 +68,7 @@ def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
     asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     operator = from_operator(naming.PROBE_PORT, settings)
-    policy = {"ingress": [asking, operator, *from_scrapers(service)]}
+    policy = {"ingress": [asking, operator, *from_scrapers(service, settings)]}
     build = Builder(service, naming.ENGINE)
     return [build.account(name), build.network_policy(name, match, policy)]
 
@@ -209,10 +209,13 @@ def from_operator(number: int, settings: Settings) -> Manifest:
     }
 
 
-def from_scrapers(service: Service) -> list[Manifest]:
+def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
     """Allows those who may read metrics; no rule where that is nobody, for an empty list is
     everybody."""
     peers = service.spec.observability.metrics_from
+    if peers is None and settings.metrics_namespace:
+        labels = {naming.NAMESPACE_LABEL: settings.metrics_namespace}
+        peers = [{"namespaceSelector": {"matchLabels": labels}}]
     return [{"from": peers, "ports": [policy_port(naming.METRICS_PORT)]}] if peers else []
 
 

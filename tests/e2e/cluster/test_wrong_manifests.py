@@ -18,7 +18,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"pools": {"single": {"gpus": 3, "parallelism": {"tensor": 2, "pipeline": 1}}}},
         "gpus",
     ),
-    ("spec.pools", {"pools": {"large": {"replicas": 1}}}, "single"),
+    ("spec.pools", {"pools": {"huge": {"replicas": 1}}}, "single"),
     ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
     (
         "spec.router.topologySpreadConstraints",

@@ -194,7 +194,12 @@ RULES = [
         "a pool's name must have at most 46",
         {"metadata.name": "d" * 40, "pools.huge123": {}},
     ),
-    rule("pools", "pools must have the pool single", {"pools": {"large": {}}}),
+    rule("pools", "pools must have the pool single", {"pools": {"huge": {}}}),
+    rule(
+        "pools.single.resources",
+        "must not name gpuResourceName",
+        value={"limits": {"nvidia.com/gpu": 2}},
+    ),
     rule("pools", "names of pools must be at most 20", {"pools.a-b": {}}),
     rule("pools", "are names of the operator's own objects", {"pools.engine": {}}),
     rule("pools", "name the pool otherwise", {"pools.next": {}}),

@@ -26,6 +26,7 @@ def test_every_setting_can_be_given():
             "ULLAGE_LOG_LEVEL": "debug",
             "ULLAGE_OPERATOR_NAMESPACE": "n",
             "ULLAGE_DNS_LAG": "2.5",
+            "ULLAGE_METRICS_NAMESPACE": "m",
         }
     )
     assert given == Settings(
@@ -36,6 +37,7 @@ def test_every_setting_can_be_given():
         log_level="debug",
         dns_lag_s=2.5,
         namespace="n",
+        metrics_namespace="m",
     )
 
 
@@ -44,7 +46,9 @@ def test_only_operators_of_the_own_namespace_are_let_in(manifest):
         made = plan(parse(manifest()), Observed(now=datetime.now(UTC)), settings).apply
         rules = [r for o in made if o["kind"] == "NetworkPolicy" for r in o["spec"]["ingress"]]
         found = [peer for rule in rules for peer in rule.get("from", ())]
-        return [p for p in found if operator_selector() == p["podSelector"].get("matchLabels")]
+        return [
+            p for p in found if operator_selector() == p.get("podSelector", {}).get("matchLabels")
+        ]
 
     own = {"matchLabels": {"kubernetes.io/metadata.name": "ullage-system"}}
     inside = peers(Settings(namespace="ullage-system"))

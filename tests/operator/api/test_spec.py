@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from ullage_operator.api import schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import parse, parse_stored
+from ullage_operator.api.spec import Settings, parse, parse_stored
+from ullage_operator.controller.plan import Observed, plan
 
 Make = Callable[..., dict[str, Any]]
 
@@ -127,6 +129,18 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
     assert made == manifest()
 
 
+def test_a_service_may_consist_of_its_large_pool_alone(
+    manifest: Make,
+) -> None:
+    model = {"source": "hf://a/b", "name": "big", "maxModelLen": 4096}
+    made = manifest(model=model)
+    made["spec"]["pools"] = {"large": {}}
+    planned = plan(parse(made), Observed(now=datetime(2026, 1, 2, tzinfo=UTC)), Settings())
+    names = [o["metadata"]["name"] for o in planned.apply if o["kind"] == "StatefulSet"]
+    assert names == ["demo-large"]
+    assert planned.status["engines"] == "0/1"
+
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"treshold": 1}}, "spec.memory.treshold: unknown field; did you mean thresh"),
     (
@@ -159,6 +173,31 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"pools": {"engine": {}}},
         "spec.pools: router, engine, canary, rollout and next are names",
+    ),
+    (
+        {"device": "cpu", "memory": {"deviceBytes": "1Ei"}},
+        "spec.memory.deviceBytes: 1Ei is more than any machine has",
+    ),
+    (
+        {"device": "cpu", "memory": {"deviceBytes": 1}},
+        "spec.memory.deviceBytes: 1 leaves an engine nothing",
+    ),
+    (
+        {"pools": {"small": {"memory": {"deviceBytes": "2Gi"}}}},
+        "spec.pools.small.memory.deviceBytes: 2Gi leaves an engine nothing: of threshold 0.85",
+    ),
+    (
+        {
+            "memory": {"deviceBytes": "4Gi"},
+            "pools": {"single": {"resources": {"limits": {"memory": "4G"}}}},
+        },
+        "spec.memory.deviceBytes: 4Gi is more than resources.limits.memory 4G",
+    ),
+    ({"memory": {"hostKV": "9Ei"}}, "spec.memory.hostKV: 9Ei is more than any machine has"),
+    ({"memory": {"maxKV": "1k"}}, "spec.memory.maxKV: 1k holds no request"),
+    (
+        {"pools": {"single": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}},
+        "spec.pools.single.resources: resources must not name gpuResourceName",
     ),
     ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
     ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),

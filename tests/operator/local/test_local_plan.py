@@ -118,7 +118,7 @@ def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
 
 
 def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path) -> None:
-    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    large = LARGE | {"memory": {"deviceBytes": "1Gi", "safetyReserve": "64Mi"}}
     plan = local(manifest(pools={"single": {"replicas": 2}, "large": large}), tmp_path)
     assert read(plan, "demo-large-0", EngineConfig).memory.device_bytes == 1 << 30
     shares = [read(plan, f"demo-single-{i}", EngineConfig).memory.device_bytes for i in range(2)]
@@ -128,7 +128,7 @@ def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path)
 
 def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) -> None:
     ranks = {"gpus": 3, "parallelism": {"pipeline": 3}}
-    large = LARGE | {"memory": {"deviceBytes": "1Gi"}}
+    large = LARGE | {"memory": {"deviceBytes": "1Gi", "safetyReserve": "64Mi"}}
     plan = local(manifest(pools={"single": ranks, "large": large}), tmp_path)
     share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
     assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.spec import Settings, parse
 from ullage_operator.conditions.conditions import MONITORING, cluster_conditions
-from ullage_operator.controller.plan import Observed
+from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.manifests.manifests import from_operator
 from ullage_router.telemetry.metrics import Metrics
 
@@ -118,6 +118,16 @@ def test_only_who_is_named_may_scrape(make_plan):
         found = scraping(make_plan(observability={"metricsFrom": named}))
         assert set(found) == {"demo-router", "demo-engine"}
         assert all([rule["from"] for rule in rules] == [named] for rules in found.values())
+
+
+def test_by_default_the_operators_metrics_namespace_may_scrape(make_plan, manifest):
+    label = {"kubernetes.io/metadata.name": "monitoring"}
+    peers = [{"namespaceSelector": {"matchLabels": label}}]
+    for rules in scraping(make_plan()).values():
+        assert [rule["from"] for rule in rules] == [peers]
+    nowhere = Settings.from_env({"ULLAGE_METRICS_NAMESPACE": ""})
+    found = scraping(plan(parse(manifest()), observed(), nowhere))
+    assert found == {"demo-router": [], "demo-engine": []}
 
 
 def test_where_nobody_is_named_nobody_may_scrape(make_plan):

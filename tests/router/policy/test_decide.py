@@ -68,6 +68,13 @@ def facts(prompt: int = 100, most: int = 64, **more: Any) -> RequestFacts:
     return RequestFacts(prompt, most, more.pop("least", min_output(most, most, SHRINK)), **more)
 
 
+def test_a_large_pool_alone_is_everybodys_home() -> None:
+    alone = replace(POLICY, pools=("large",))
+    for prompt in (100, 1500):
+        found = decide(facts(prompt), [large()], alone)
+        assert isinstance(found, Run) and (found.pool, found.step) == ("large", "accept")
+
+
 def ladder(*rungs: Rung) -> RoutingPolicy:
     return replace(POLICY, ladder=rungs)
 
