@@ -1,7 +1,7 @@
 """Things break under streams: a worker process, a pod, the operator. Clients get whole answers."""
 
-from ullage_cluster.client import Client
-from ullage_cluster.faults import kill_worker
+from ullage_cluster.client import Answer, Client
+from ullage_cluster.faults import exhaust_memory, force_delete, kill_worker
 from ullage_cluster.kubectl import Kubectl, names, restarts, until
 from ullage_cluster.release import Release
 from ullage_cluster.service import Service
@@ -19,30 +19,70 @@ def test_a_killed_worker_process_is_only_a_pause(
         for engine in set(streams.started(len(PROMPTS))):
             kill_worker(kubectl, engine)
         answers = streams.answers()
-    assert [(a.status, a.error, a.text) for a in answers] == [
-        (200, "", a.text) for a in undisturbed
-    ]
+    assert outcomes(answers) == outcomes(undisturbed)
     assert restarts(service.pods()) == before
     service.settle()
 
 
-def test_a_pod_that_is_gone_at_once_comes_back(
+def test_streams_outlive_a_pod_that_is_gone_at_once(
     kubectl: Kubectl, service: Service, client: Client
 ) -> None:
+    undisturbed = client.ask(service, PROMPTS, max_tokens=160)
     with client.streams(service, PROMPTS, max_tokens=160) as streams:
         victim = streams.started(len(PROMPTS))[0]
         was = kubectl.uid("pod", victim)
-        kubectl("delete", "pod", victim, "--grace-period=0", "--force", "--wait=false")
+        force_delete(kubectl, victim)
         [asked] = client.ask(service, ["Name a colour."], max_tokens=8)
         # The router may not know yet that the engine is lost: then it says to try again.
         assert asked.is_whole or asked.status == 503, asked
         answers = streams.answers()
-    # The other engine's streams go on; those of the lost one end with an error, not with silence.
-    assert all(a.is_whole or a.error for a in answers), answers
-    assert all(a.is_whole for a in answers if a.engine != victim), answers
+    assert outcomes(answers) == outcomes(undisturbed)
     until(lambda: kubectl.uid("pod", victim) not in ("", was), "the pod is made anew")
     service.settle()
-    assert all(a.is_whole for a in client.ask(service, PROMPTS, max_tokens=8))
+
+
+def test_streams_outlive_an_engine_that_is_killed_for_memory(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    undisturbed = client.ask(service, PROMPTS, max_tokens=160)
+    with client.streams(service, PROMPTS, max_tokens=160) as streams:
+        victim = streams.started(len(PROMPTS))[0]
+        before = restarts([kubectl.get("pod", victim)])
+        exhaust_memory(kubectl, victim)
+        answers = streams.answers()
+    assert outcomes(answers) == outcomes(undisturbed)
+    until(lambda: restarts([kubectl.get("pod", victim)]) > before, "the container is started anew")
+    [status] = kubectl.get("pod", victim)["status"]["containerStatuses"]
+    assert status["lastState"]["terminated"]["reason"] == "OOMKilled", status
+    service.settle()
+
+
+def test_streams_outlive_a_rollout_that_does_not_drain(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    """Every engine is gone in the moment in which it should begin to drain."""
+    texts = {answer.text for answer in client.ask(service, PROMPTS, max_tokens=96)}
+    before = {kubectl.uid("pod", name) for name in names(service.pods())}
+
+    def are_replaced() -> bool:
+        pods = service.pods()
+        for pod in pods:
+            if "deletionTimestamp" in pod["metadata"]:
+                force_delete(kubectl, pod["metadata"]["name"])
+        return not before & {pod["metadata"]["uid"] for pod in pods}
+
+    with client.streams(service, PROMPTS, max_tokens=96, seconds=900, stop=True) as streams:
+        streams.started(len(PROMPTS))
+        service.edit(batching={"maxSequences": 12})
+        until(are_replaced, "every engine is replaced")
+        answers = streams.stop()
+    assert [answer for answer in answers if not answer.is_whole] == []
+    assert {answer.text for answer in answers} == texts
+    service.settle()
+
+
+def outcomes(answers: list[Answer]) -> list[tuple[int, str, str]]:
+    return [(answer.status, answer.error, answer.text) for answer in answers]
 
 
 def test_an_operator_that_dies_changes_nothing_and_another_takes_over(

@@ -15,3 +15,22 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 def kill_worker(kubectl: Kubectl, pod: str) -> None:
     """SIGKILL for the process that computes; the pod's server lives on."""
     assert "killed" in kubectl("exec", pod, "--", "python3", "-c", _KILL_WORKER)
+
+
+_TAKE_MEMORY = """
+taken = []
+while True:
+    taken.append(b"x" * (64 << 20))
+"""
+
+
+def exhaust_memory(kubectl: Kubectl, pod: str) -> None:
+    """Takes memory beside the engine until the kernel kills all of the container."""
+    done = kubectl.run("exec", pod, "--", "python3", "-c", _TAKE_MEMORY)
+    assert done.returncode != 0
+
+
+def force_delete(kubectl: Kubectl, pod: str) -> None:
+    """Ends a pod without a word to it; one that is gone already is no error."""
+    now = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
+    kubectl("delete", "pod", pod, *now)
