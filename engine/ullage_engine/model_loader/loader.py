@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 import torch
@@ -52,12 +52,20 @@ STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 Progress = Callable[[int, int], None]
 """Callback with (done_bytes, total_bytes)."""
 
-ShardTensor = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""Function from a tensor's name and values to what one of several ranks needs of it; None:
-nothing."""
 
-ShardModel = Callable[[ModelConfig], ShardTensor]
-"""Function from a model's configuration to how the model is cut for one rank."""
+class Shard(Protocol):
+    """One rank's part of a model."""
+
+    encodings: dict[str, Encoding]
+    """Encodings of its quantised matrices, by name."""
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the rank needs of a stored tensor; None: nothing."""
+        ...
+
+
+ShardModel = Callable[[ModelConfig, dict[str, Encoding]], Shard]
+"""Function from a model's configuration and encodings to how it is cut for one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +116,12 @@ def load_weights(
     dtype: torch.dtype,
     weights_dir: Path,
     progress: Progress,
-    part: ShardModel | None = None,
+    shard: ShardModel | None = None,
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
     On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
-    the other. With `part` only what it cuts is; all else said of the model is said of the whole.
+    the other. With `shard` only a rank's part is; the configuration and the size are the whole's.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -123,7 +131,7 @@ def load_weights(
     path = weights_dir / f"{content_key(files, form)}.weights"
     header = _attach(files, path, form, progress)
     progress(header.nbytes, header.nbytes)
-    return _map(path, header, device, part)
+    return _map(path, header, device, shard)
 
 
 def content_key(files: ModelFiles, form: PreparedForm) -> str:
@@ -338,19 +346,19 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _map(path: Path, header: Header, device: torch.device, part: ShardModel | None) -> LoadedModel:
+def _map(path: Path, header: Header, device: torch.device, shard: ShardModel | None) -> LoadedModel:
     # Private and never written: pages stay shared with every other process that maps the file.
     storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
-    cut: ShardTensor = (
-        part(header.model_config) if part is not None else lambda name, tensor: tensor
-    )
+    own = shard(header.model_config, header.encodings) if shard is not None else None
     placed = {}
     for stored in header.tensors:
         # Cut and placed before the next one, so that copies of parts never fill host memory.
-        own = cut(stored.name, _stored(storage, stored))
-        if own is not None:
-            placed[stored.name] = own.to(device)
-    return LoadedModel(header.model_config, placed, header.nbytes, header.encodings)
+        tensor = _stored(storage, stored)
+        part = tensor if own is None else own.part(stored.name, tensor)
+        if part is not None:
+            placed[stored.name] = part.to(device)
+    encodings = header.encodings if own is None else own.encodings
+    return LoadedModel(header.model_config, placed, header.nbytes, encodings)
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -4,27 +4,40 @@ Matrices that widen (qkv, gate_up, conv_in) are cut by output, head by head or c
 those that narrow (output, down, conv_out) by the same inputs, so that a layer needs one sum over
 its ranks after each. Norms and the router are small and whole; so is the vocabulary, which only the
 first and the last stage hold.
+
+One rule cuts a plain matrix and the tensors of a quantised one: along its rows or its columns, of
+which each tensor says where they lie and how many lie together (`quantization.formats.Piece`).
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import msgspec
 import torch
 
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.parallel.layout import (
+    LayoutError,
     RankLayout,
     Share,
+    check_model,
     kv_heads,
     query_heads,
     rank_layers,
     share,
 )
+from ullage_engine.quantization.formats import Encoding, encoding_of_one, piece_of, pieces_of
 
 ROW_PARALLEL = ("output", "down", "conv_out")
 """Matrices whose products are partial sums, one a tensor rank."""
 
 ADDED_ONCE = ("experts_down_bias",)
 """Biases that go into a partial sum: all tensor ranks but the first have zeros for them."""
+
+
+ROWS, COLUMNS = -2, -1
+"""Axes of matrices [..., out, in]; the only axis of a vector is the last, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +54,28 @@ WHOLE = Cut(0, ())
 class Slicer:
     """The parts of one rank."""
 
-    def __init__(self, model_config: ModelConfig, layout: RankLayout, rank: int) -> None:
-        """`model_config` is the whole model's."""
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        layout: RankLayout,
+        rank: int,
+        encodings: Mapping[str, Encoding] = MappingProxyType({}),
+    ) -> None:
+        """`model_config` and the encodings of quantised matrices are the whole model's; ranks cut
+        these between groups (`check_groups`)."""
         self._layers = rank_layers(model_config, layout, rank)
         self._is_first, self._is_last = layout.is_first(rank), layout.is_last(rank)
         self._tensor_rank = layout.tensor_rank(rank)
         self._tied = model_config.tied
         self._cuts = _cuts(model_config, layout, rank) if layout.tensor > 1 else {}
+        self._counts = {name: _num_matrices(model_config, name) for name in encodings}
+        self._whole = encodings
+        self.encodings = {
+            name: self._cut_encoding(name, each)
+            for name, each in encodings.items()
+            if self.holds(name)
+        }
+        """Encodings of the rank's parts of quantised matrices, by name."""
 
     def holds(self, name: str) -> bool:
         """Whether the rank computes with any of a tensor."""
@@ -59,18 +87,106 @@ class Slicer:
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the rank's part: a view where the part lies in one piece, else a copy."""
-        kind = name.rpartition(".")[2]
+        matrix, _, kind = name.rpartition(".")
+        if matrix in self.encodings:
+            return self._cut_piece(matrix, kind, tensor)
         if kind in ADDED_ONCE and self._tensor_rank > 0:
             return torch.zeros_like(tensor)
         cut = self._cuts.get(kind, WHOLE)
-        if not cut.runs:
+        return _joined(tensor, cut.axis, cut.runs) if cut.runs else tensor
+
+    def _cut_piece(self, matrix: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Cuts one tensor of a quantised matrix."""
+        cut, count = self._cut_of(matrix), self._counts[matrix]
+        piece = piece_of(encoding_of_one(self._whole[matrix], count), kind)
+        axis = piece.axis(cut.axis == ROWS)
+        if not cut.runs or axis is None:
             return tensor
-        pieces = [tensor.narrow(cut.axis, run.start, run.count) for run in cut.runs]
-        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, cut.axis)
+        runs = [Share(run.start // axis.unit, run.end // axis.unit) for run in cut.runs]
+        part = _joined(tensor.view(count, *piece.shape), 1 + axis.dim, runs)
+        return part.view(piece_of(self.encodings[matrix], kind).shape)
+
+    def _cut_encoding(self, matrix: str, encoding: Encoding) -> Encoding:
+        cut, (rows, columns), group = self._cut_of(matrix), encoding.shape, encoding.group
+        size = sum(run.count for run in cut.runs)
+        if cut.runs and cut.axis == ROWS:
+            rows = self._counts[matrix] * size
+        elif cut.runs:
+            columns, group = size, size if encoding.is_scaled_by_row else group
+        return msgspec.structs.replace(encoding, shape=(rows, columns), group=group)
+
+    def _cut_of(self, matrix: str) -> Cut:
+        return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the rank's part of a tensor; None where it computes with none of it."""
         return self.cut(name, tensor) if self.holds(name) else None
+
+
+def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
+    """Returns runs of an axis, one after another: a view where they lie in one piece."""
+    parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def check_groups(
+    pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
+) -> None:
+    """Makes sure that ranks cut quantised matrices between groups of numbers that lie together.
+
+    Raises:
+        LayoutError: some rank would get a part of a group.
+    """
+    broken = next(_broken_groups(model_config, encodings, layout), None)
+    if broken is None:
+        return
+    world, fitting = layout.world, []
+    for tensor in (each for each in range(1, world + 1) if world % each == 0):
+        other = RankLayout(tensor, world // tensor)
+        if _is_possible(pool, model_config, encodings, other):
+            fitting.append(str(tensor))
+    remedy = f"set {' or '.join(fitting)} and let pipeline make up the rest"
+    raise LayoutError(
+        f"pools.{pool}.parallelism.tensor: {layout.tensor} ranks would cut {broken}; "
+        f"{remedy if fitting else 'set gpus, tensor and pipeline to 1'}"
+    )
+
+
+def _is_possible(
+    pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
+) -> bool:
+    try:
+        check_model(pool, model_config, layout)
+    except LayoutError:
+        return False
+    return next(_broken_groups(model_config, encodings, layout), None) is None
+
+
+def _broken_groups(
+    model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
+) -> Iterator[str]:
+    """Says of every group of numbers that ranks would share what it is."""
+    for rank in range(layout.tensor if layout.tensor > 1 else 0):
+        cuts = _cuts(model_config, layout, rank)
+        for name, encoding in encodings.items():
+            cut = cuts.get(name.rpartition(".")[2], WHOLE)
+            one = encoding_of_one(encoding, _num_matrices(model_config, name))
+            is_of_rows = cut.axis == ROWS
+            total, kind = one.shape[0 if is_of_rows else 1], "outputs" if is_of_rows else "inputs"
+            axes = [piece.axis(is_of_rows) for piece in pieces_of(one, torch.float32)]
+            units = {axis.unit for axis in axes if axis is not None}
+            for edge in (edge for run in cut.runs for edge in (run.start, run.end)):
+                for unit in (unit for unit in units if edge % unit):
+                    yield (
+                        f"the {total} {kind} of {name} at {edge}, but {encoding.format} keeps "
+                        f"{unit} of them together"
+                    )
+
+
+def _num_matrices(model_config: ModelConfig, name: str) -> int:
+    """Returns the number of matrices, one above the other, that a tensor is made of."""
+    experts = model_config.experts
+    return experts.num_experts if experts is not None and ".experts_" in name else 1
 
 
 def _cuts(model_config: ModelConfig, layout: RankLayout, rank: int) -> dict[str, Cut]:
@@ -79,17 +195,17 @@ def _cuts(model_config: ModelConfig, layout: RankLayout, rank: int) -> dict[str,
     dense = share(model_config.intermediate, tensor, index)
     channels = share(model_config.conv_channels, tensor, index)
     query_columns = _scaled(queries, model_config.head_dim)
-    qkv = Cut(0, _qkv_rows(model_config, queries, keys))
+    qkv = _qkv_rows(model_config, queries, keys)
     return {
-        "qkv": qkv,
-        "qkv_bias": qkv,
-        "sinks": Cut(0, (queries,)),
-        "output": Cut(1, (query_columns,)),
-        "gate_up": Cut(0, _repeated(dense, model_config.intermediate, 2)),
-        "down": Cut(1, (dense,)),
-        "conv_in": Cut(0, _repeated(channels, model_config.conv_channels, 3)),
-        "conv": Cut(0, (channels,)),
-        "conv_out": Cut(1, (channels,)),
+        "qkv": Cut(ROWS, qkv),
+        "qkv_bias": Cut(COLUMNS, qkv),
+        "sinks": Cut(COLUMNS, (queries,)),
+        "output": Cut(COLUMNS, (query_columns,)),
+        "gate_up": Cut(ROWS, _repeated(dense, model_config.intermediate, 2)),
+        "down": Cut(COLUMNS, (dense,)),
+        "conv_in": Cut(ROWS, _repeated(channels, model_config.conv_channels, 3)),
+        "conv": Cut(ROWS, (channels,)),
+        "conv_out": Cut(COLUMNS, (channels,)),
         **_expert_cuts(model_config, tensor, index),
     }
 
@@ -99,11 +215,11 @@ def _expert_cuts(model_config: ModelConfig, tensor: int, index: int) -> dict[str
         return {}
     width = model_config.experts.intermediate
     held = share(width, tensor, index)
-    halves = Cut(1, _repeated(held, width, 2))
+    halves = _repeated(held, width, 2)
     return {
-        "experts_gate_up": halves,
-        "experts_gate_up_bias": halves,
-        "experts_down": Cut(2, (held,)),
+        "experts_gate_up": Cut(ROWS, halves),
+        "experts_gate_up_bias": Cut(COLUMNS, halves),
+        "experts_down": Cut(COLUMNS, (held,)),
     }
 
 

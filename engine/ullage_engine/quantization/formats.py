@@ -66,6 +66,12 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     def num_groups(self) -> int:
         return self.shape[1] // self.group
 
+    @property
+    def is_scaled_by_row(self) -> bool:
+        """Whether a row has one scale and the kernels take any number of its columns."""
+        is_any_group = self.format != "mxfp4" and not self.is_tiled
+        return is_any_group and self.num_groups == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
@@ -179,12 +185,26 @@ PIECES = (VALUES, SCALES, ZEROS)
 _HALF = TILE_ROWS // 2
 
 
+class Axis(NamedTuple):
+    """An axis of a stored tensor along which a matrix's rows or columns lie."""
+
+    dim: int
+    unit: int = 1
+    """Number of rows or columns that lie together in one element, or share it."""
+
+
 class Piece(NamedTuple):
     """One tensor of a stored matrix."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rows: Axis = Axis(0)
+    columns: Axis | None = Axis(1)
+    """None: the tensor says the same of every column."""
+
+    def axis(self, is_of_rows: bool) -> Axis | None:
+        return self.rows if is_of_rows else self.columns
 
 
 class Packed(NamedTuple):
@@ -211,8 +231,7 @@ class Packed(NamedTuple):
     def split(self, count: int) -> "list[Packed]":
         """Returns so many matrices that lie one above the other, all of them this one's memory."""
         assert not self.encoding.is_tiled or self.encoding.count == count, "scales lie together"
-        rows, columns = self.encoding.shape
-        part = msgspec.structs.replace(self.encoding, shape=(rows // count, columns), count=1)
+        part = encoding_of_one(self.encoding, count)
         chunks = {
             name: tensor if self._is_apart(name) else tensor.view(count, -1, *tensor.shape[1:])
             for name, tensor in self.pieces.items()
@@ -227,17 +246,35 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
     """Lists the tensors that a matrix is stored in; `dtype` is that of the computation."""
     rows, columns = encoding.shape
     scale_type = _scale_type(encoding, dtype)
-    scales = Piece(SCALES, (rows, encoding.num_groups), scale_type)
+    per_group = None if encoding.is_scaled_by_row else Axis(1, encoding.group)
+    scales = Piece(SCALES, (rows, encoding.num_groups), scale_type, columns=per_group)
     if encoding.is_tiled:
         tiles = (rows // TILE_ROWS, columns, _HALF)
         pairs: tuple[int, ...] = (encoding.num_groups, rows, 2)
         if encoding.count > 1:
             pairs = (encoding.count, encoding.num_groups, rows // encoding.count, 2)
-        return [Piece(VALUES, tiles, torch.uint8), Piece(SCALES, pairs, scale_type)]
-    width = columns // 2 if encoding.format in ("int4", "mxfp4") else columns
+        first = len(pairs) - 3
+        per_group = Axis(first, encoding.group)
+        return [
+            Piece(VALUES, tiles, torch.uint8, rows=Axis(0, TILE_ROWS)),
+            Piece(SCALES, pairs, scale_type, rows=Axis(first + 1), columns=per_group),
+        ]
+    per_byte = 2 if encoding.format in ("int4", "mxfp4") else 1
     byte = torch.int8 if encoding.format in ("int8", "w8a8") else torch.uint8
     zeros = [scales._replace(name=ZEROS)] if encoding.has_zeros else []
-    return [Piece(VALUES, (rows, width), byte), scales, *zeros]
+    values = Piece(VALUES, (rows, columns // per_byte), byte, columns=Axis(1, per_byte))
+    return [values, scales, *zeros]
+
+
+def piece_of(encoding: Encoding, name: str) -> Piece:
+    """Returns the tensor of `pieces_of` that has this name; its type may be another."""
+    return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
+
+
+def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
+    """Returns the encoding of each of `count` matrices that lie one above the other."""
+    rows, columns = encoding.shape
+    return msgspec.structs.replace(encoding, shape=(rows // count, columns), count=1)
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, ShardTensor, load_weights
+from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, load_weights
 from ullage_engine.parallel.layout import (
     LayoutError,
     RankLayout,
@@ -30,8 +30,9 @@ from ullage_engine.parallel.layout import (
     transfer_bytes,
 )
 from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
-from ullage_engine.parallel.slices import Slicer
+from ullage_engine.parallel.slices import Slicer, check_groups
 from ullage_engine.protocol.messages import Loading
+from ullage_engine.quantization.formats import Encoding
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
@@ -223,34 +224,27 @@ class RankStartup:
             self._group.close()
 
     def _load(self) -> LoadedModel:
-        config, part = self.config, None if self.layout.world == 1 else self._part
+        config, shard = self.config, None if self.layout.world == 1 else self._shard
         folder, progress = Path(config.server.weights_dir), self._progress("weights")
-        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, part)
+        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, shard)
         self._whole = loaded.model_config
-        return loaded if part is None else self._shard(loaded)
-
-    def _part(self, model_config: ModelConfig) -> ShardTensor:
-        """Returns how this rank's part is cut from the whole model."""
-        try:
-            check_model(self.config.server.pool, model_config, self.layout)
-        except LayoutError as error:
-            raise WorkerStartError(str(error)) from error
-        return Slicer(model_config, self.layout, self.rank).part
-
-    def _shard(self, loaded: LoadedModel) -> LoadedModel:
-        """Returns the model as this rank has it."""
-        layout, slicer = self.layout, Slicer(loaded.model_config, self.layout, self.rank)
-        if loaded.encodings and layout.tensor > 1:
-            raise WorkerStartError(
-                f"pools.{self.config.server.pool}.parallelism.tensor: {layout.tensor} ranks cannot "
-                "share quantised matrices; set tensor 1 and let pipeline be the number of GPUs"
-            )
+        if shard is None:
+            return loaded
         return replace(
             loaded,
-            model_config=rank_model_config(loaded.model_config, layout, self.rank),
+            model_config=rank_model_config(loaded.model_config, self.layout, self.rank),
             nbytes=held_bytes(loaded.tensors.values()),
-            encodings={name: e for name, e in loaded.encodings.items() if slicer.holds(name)},
         )
+
+    def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
+        """Returns how this rank's part is cut from the whole model."""
+        pool, layout = self.config.server.pool, self.layout
+        try:
+            check_model(pool, model_config, layout)
+            check_groups(pool, model_config, encodings, layout)
+        except LayoutError as error:
+            raise WorkerStartError(str(error)) from error
+        return Slicer(model_config, layout, self.rank, encodings)
 
     def _join_group(self, store: Path | None) -> PipelineRank:
         layout = self.layout

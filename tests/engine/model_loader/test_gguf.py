@@ -11,9 +11,13 @@ import torch
 from gguf import GGMLQuantizationType as Quantisation
 from gguf.quants import dequantize, quantize
 
+from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.gguf import GgufReader, gguf_name
-from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.parallel.slices import Slicer
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import unpack
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB, LAYERS = 4, 2, 64, 256, 512, 96, 2
 TOLERANCE = {"F32": 0.0, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 2e-2, "Q4_0": 0.3, "Q4_1": 0.3}
@@ -119,6 +123,30 @@ def test_k_quantised_tensors_are_dequantised(tmp_path: Path, quantisation: str) 
     expected = dequantize(random_blocks(tensors[name].shape, kind), kind)
     got = GgufReader(path).read(name)
     assert torch.equal(got, torch.from_numpy(expected.reshape(tensors[name].shape)))
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1"])
+def test_ranks_hold_the_files_own_blocks(tmp_path: Path, quantisation: str) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), quantisation)
+    section = ModelSection(source=f"file://{path}", name="t", quantization="int4")
+    cpu, layout = torch.device("cpu"), RankLayout(tensor=2, pipeline=2)
+
+    def loaded(rank: int | None = None) -> LoadedModel:
+        shard = None if rank is None else lambda model, stored: Slicer(model, layout, rank, stored)
+        return load_weights(section, cpu, torch.float32, tmp_path, lambda done, total: None, shard)
+
+    whole = loaded()
+    blocks = {name: unpack(whole.packed(name)).dequantise() for name in whole.encodings}
+    assert len(blocks) == 4 * LAYERS
+    for rank in range(layout.world):
+        part, plain = loaded(rank), Slicer(whole.model_config, layout, rank)
+        held = {name for name in blocks if plain.holds(name)}
+        assert part.encodings.keys() == held
+        for name in held:
+            expected = plain.part(name, blocks[name])
+            assert expected is not None
+            assert torch.equal(unpack(part.packed(name)).dequantise(), expected)
 
 
 def test_geometry_comes_from_the_metadata(tmp_path: Path) -> None:

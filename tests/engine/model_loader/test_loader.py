@@ -17,6 +17,7 @@ from ullage_engine.model_loader.loader import LoadedModel, content_key, load_wei
 from ullage_engine.model_loader.prepare import PreparedForm
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import Encoding
 
 CPU = torch.device("cpu")
 Save = Callable[..., tuple[Any, Path]]
@@ -216,16 +217,20 @@ def test_parts_are_on_their_device_before_more_of_them_are_cut(
     copies: list[weakref.ref[torch.Tensor]] = []
     alive = []
 
-    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if name == "norm":
-            return None
-        copy = tensor.clone()
-        copies.append(weakref.ref(copy))
-        alive.append(sum(each() is not None for each in copies))
-        return copy
+    class Copies:
+        def __init__(self) -> None:
+            self.encodings: dict[str, Encoding] = {}
+
+        def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+            if name == "norm":
+                return None
+            copy = tensor.clone()
+            copies.append(weakref.ref(copy))
+            alive.append(sum(each() is not None for each in copies))
+            return copy
 
     loaded = load_weights(
-        section, meta, torch.float32, tmp_path, lambda done, total: None, lambda model_config: cut
+        section, meta, torch.float32, tmp_path, lambda done, total: None, lambda *_: Copies()
     )
     assert len(loaded.tensors) == len(copies) > 5
     assert "norm" not in loaded.tensors and "embedding" in loaded.tensors

@@ -3,6 +3,7 @@ that they stand for."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from ullage_common.config.engine import ModelSection
-from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel, ShardModel, load_weights
 from ullage_engine.model_loader.quantized import open_directory
+from ullage_engine.parallel.layout import RankLayout
+from ullage_engine.parallel.slices import Slicer
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.quantization.formats import unpack
+from ullage_engine.quantization.formats import Encoding, unpack
 
 HIDDEN, WIDTH, VOCAB, GROUP = 128, 256, 96, 32
 CPU = torch.device("cpu")
@@ -159,15 +163,31 @@ def save(folder: Path, pack: Pack, quantization: dict[str, Any]) -> dict[str, to
     return weights
 
 
-def load(folder: Path, quantization: str = "none") -> LoadedModel:
+def load(folder: Path, quantization: str = "none", shard: ShardModel | None = None) -> LoadedModel:
     section = ModelSection(source=f"file://{folder}", name="t", quantization=quantization)  # type: ignore[arg-type]
-    return load_weights(section, CPU, torch.float32, folder / "prepared", lambda done, total: None)
+    prepared = folder / "prepared"
+    return load_weights(section, CPU, torch.float32, prepared, lambda done, total: None, shard)
 
 
 def loaded_weights(model: LoadedModel, name: str) -> torch.Tensor:
     if name in model.encodings:
         return unpack(model.packed(name)).dequantise()
     return model.tensors[name]
+
+
+def check_ranks(folder: Path, name: str, matrix: torch.Tensor) -> None:
+    """Each of two tensor ranks holds the numbers of its rows or columns of the matrix."""
+    layout = RankLayout(tensor=2)
+    for rank in range(2):
+        part = load(folder, shard=partial(sliced, layout, rank))
+        plain = Slicer(part.model_config, layout, rank).part(name, matrix)
+        torch.testing.assert_close(loaded_weights(part, name), plain, rtol=1e-5, atol=1e-6)
+
+
+def sliced(
+    layout: RankLayout, rank: int, model_config: ModelConfig, encodings: dict[str, Encoding]
+) -> Slicer:
+    return Slicer(model_config, layout, rank, encodings)
 
 
 def check(folder: Path, weights: dict[str, torch.Tensor], encoding: str | None) -> None:
@@ -185,6 +205,7 @@ def check(folder: Path, weights: dict[str, torch.Tensor], encoding: str | None) 
         torch.testing.assert_close(
             loaded_weights(model, f"layers.0.{name}"), matrix, rtol=1e-5, atol=1e-6
         )
+        check_ranks(folder, f"layers.0.{name}", matrix)
     formats = {each.format for each in model.encodings.values()}
     assert formats == ({encoding} if encoding else set())
     reader = open_directory(folder)

@@ -1,7 +1,9 @@
 """Sliced products, summed over ranks, equal the whole product; nothing is held twice or nowhere."""
 
 import secrets
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -9,10 +11,20 @@ from ullage_engine.kernels.arena import StepLimits, step_arena
 from ullage_engine.kernels.kv_pool import allocate
 from ullage_engine.layers.attention import AttentionLayer
 from ullage_engine.layers.decoder import kv_bounds
-from ullage_engine.layers.linear import PlainLinear
+from ullage_engine.layers.linear import PlainLinear, quantized_linear, scratch_bytes
 from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
-from ullage_engine.parallel.layout import RankLayout, kv_heads, rank_model_config
-from ullage_engine.parallel.slices import Slicer
+from ullage_engine.parallel.layout import LayoutError, RankLayout, kv_heads, rank_model_config
+from ullage_engine.parallel.slices import Slicer, check_groups
+from ullage_engine.quantization.formats import (
+    Encoding,
+    Format,
+    Packed,
+    Quantized,
+    pack,
+    piece_of,
+    quantise,
+    unpack,
+)
 
 GEOMETRY = ModelConfig(
     architecture="lfm2_moe",
@@ -176,3 +188,164 @@ def test_stages_hold_their_layers_and_views_of_the_file(whole: dict[str, torch.T
     assert set(first) == {name for name in whole if "layers.0" in name} | {"embedding"}
     assert set(last) == {name for name in whole if "layers.1" in name} | {"embedding", "norm"}
     assert all(part[name] is whole[name] for part in (first, last) for name in part)
+
+
+# Heads of 64 and widths of 256, so that two ranks cut between groups of 64 and tiles of 64 rows.
+WIDE = msgspec.structs.replace(
+    GEOMETRY,
+    hidden=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate=256,
+    conv_channels=128,
+    experts=ExpertsSpec(
+        num_experts=3, experts_per_token=2, intermediate=128, scoring="sigmoid", is_biased=True
+    ),
+)
+MATRICES = {
+    "layers.0.qkv": (512, 128),
+    "layers.0.output": (128, 256),
+    "layers.0.gate_up": (512, 128),
+    "layers.0.down": (128, 256),
+    "layers.1.conv_in": (384, 128),
+    "layers.1.conv_out": (128, 128),
+    "layers.1.experts_gate_up": (3, 256, 128),
+    "layers.1.experts_down": (3, 128, 128),
+}
+FORMATS: list[tuple[Format, int, bool]] = [
+    ("int8", 0, False),
+    ("w8a8", 0, False),
+    ("fp8", 0, False),
+    ("fp8", 32, False),
+    ("int4", 64, False),
+    ("int4", 64, True),
+    ("mxfp4", 32, False),
+]
+
+
+def quantised(format: Format, group: int, is_tiled: bool, weights: torch.Tensor) -> Packed:
+    """A matrix, or one of each expert, in groups of so many columns; 0: a scale for each row."""
+    count = len(weights) if weights.dim() == 3 else 1
+    rows = weights.flatten(0, -2)
+    shape = (rows.shape[0], rows.shape[1])
+    encoding = Encoding(
+        format=format,
+        shape=shape,
+        group=group or shape[1],
+        has_zeros=format == "int4",
+        is_tiled=is_tiled,
+        count=count if is_tiled else 1,
+    )
+    if format == "mxfp4":
+        codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+        scales = torch.randint(120, 130, (shape[0], shape[1] // group), dtype=torch.uint8)
+        numbers = Quantized(format, codes, scales)
+    elif format == "fp8" and group:
+        values = rows.clamp(-448, 448).to(torch.float8_e4m3fn)
+        numbers = Quantized(format, values, torch.rand(shape[0], shape[1] // group))
+    else:
+        numbers = quantise(rows, encoding, torch.float32)
+    return Packed(encoding, pack(numbers, encoding, torch.float32))
+
+
+@pytest.mark.parametrize("layout", [RankLayout(2, 1), RankLayout(2, 2)])
+@pytest.mark.parametrize(("format", "group", "is_tiled"), FORMATS)
+def test_a_rank_holds_the_packed_numbers_of_its_rows_and_columns(
+    format: Format, group: int, is_tiled: bool, layout: RankLayout
+) -> None:
+    whole = {
+        name: quantised(format, group, is_tiled, torch.randn(shape))
+        for name, shape in MATRICES.items()
+    }
+    encodings = {name: each.encoding for name, each in whole.items()}
+    check_groups("large", WIDE, encodings, layout)
+    for rank in range(layout.world):
+        slicer, plain = Slicer(WIDE, layout, rank, encodings), Slicer(WIDE, layout, rank)
+        held = {name for name in MATRICES if plain.holds(name)}
+        assert slicer.encodings.keys() == held
+        for name in held:
+            encoding, pieces = slicer.encodings[name], {}
+            for kind, tensor in whole[name].pieces.items():
+                part = slicer.part(f"{name}.{kind}", tensor)
+                assert part is not None
+                assert part.shape == piece_of(encoding, kind).shape
+                assert part.is_contiguous()
+                pieces[kind] = part
+            weights = unpack(whole[name]).dequantise().view(MATRICES[name])
+            expected = plain.part(name, weights)
+            assert expected is not None
+            ours = unpack(Packed(encoding, pieces)).dequantise()
+            assert torch.equal(ours, expected.flatten(0, -2)), name
+
+
+def test_products_of_ranks_that_round_their_own_activations_add_up() -> None:
+    name, x = "layers.0.down", torch.randn(5, 256)
+    weights = quantised("w8a8", 0, False, torch.randn(128, 256))
+    encodings = {name: weights.encoding}
+    total, layout = torch.zeros(5, 128), RankLayout(2, 1)
+    for rank in range(2):
+        slicer = Slicer(WIDE, layout, rank, encodings)
+        pieces = {kind: slicer.cut(f"{name}.{kind}", each) for kind, each in weights.pieces.items()}
+        packed = Packed(slicer.encodings[name], pieces)
+        scratch = torch.zeros(scratch_bytes([packed.encoding], 4), dtype=torch.uint8)
+        columns = slice(128 * rank, 128 * (rank + 1))
+        matrix = quantized_linear(packed, torch.float32, scratch)
+        matrix.forward_add(x[:, columns].contiguous(), total)
+    exact = x @ unpack(weights).dequantise().t()
+    assert (total - exact).norm() < 0.02 * exact.norm()
+
+
+def int4(shape: tuple[int, int], **layout: Any) -> Encoding:
+    return Encoding(format="int4", shape=shape, **{"group": 128, "has_zeros": True, **layout})
+
+
+GPT_OSS_20B: dict[str, Any] = {
+    "layers": (LayerSpec(feed_forward="experts"),) * 24,
+    "num_heads": 64,
+    "num_kv_heads": 8,
+    "experts": ExpertsSpec(
+        num_experts=32, experts_per_token=4, intermediate=2880, scoring="softmax", is_biased=True
+    ),
+}
+MISFITS: list[tuple[dict[str, Encoding], dict[str, Any], RankLayout, str]] = [
+    # Three query heads of 64 columns a rank: the second group of 128 would be both ranks'.
+    (
+        {"layers.0.output": int4((128, 384))},
+        {"num_heads": 6},
+        RankLayout(2, 1),
+        "2 ranks would cut the 384 inputs of layers.0.output at 192, but int4 keeps 128 of them "
+        "together; set 1 and let pipeline",
+    ),
+    (
+        {"layers.0.output": int4((128, 384))},
+        {"num_heads": 6},
+        RankLayout(2, 2),  # and four stages of two layers there cannot be
+        "2 ranks would cut the 384 inputs of layers.0.output at 192, but int4 keeps 128 of them "
+        "together; set gpus, tensor and pipeline to 1",
+    ),
+    (
+        {"layers.1.experts_down": Encoding(format="mxfp4", shape=(32 * 2880, 2880), group=32)},
+        GPT_OSS_20B,
+        RankLayout(8, 1),
+        "8 ranks would cut the 2880 inputs of layers.1.experts_down at 360, but mxfp4 keeps 32 of "
+        "them together; set 1 or 2 and let pipeline",
+    ),
+    (
+        {"layers.0.gate_up": int4((512, 128), group=32, is_tiled=True)},
+        {"num_kv_heads": 4, "num_heads": 8},
+        RankLayout(8, 1),
+        "8 ranks would cut the 512 outputs of layers.0.gate_up at 32, but int4 keeps 64 of them "
+        "together; set 4 and let pipeline",
+    ),
+]
+
+
+@pytest.mark.parametrize(("encodings", "sizes", "layout", "words"), MISFITS)
+def test_a_group_that_ranks_would_share_is_named_with_what_fits(
+    encodings: dict[str, Encoding], sizes: dict[str, Any], layout: RankLayout, words: str
+) -> None:
+    model_config = msgspec.structs.replace(WIDE, **sizes)
+    with pytest.raises(LayoutError) as caught:
+        check_groups("large", model_config, encodings, layout)
+    assert str(caught.value).startswith(f"pools.large.parallelism.tensor: {words}")

@@ -314,11 +314,6 @@ RULES = [
         {"model.source": "pkg://p/m.gguf", "model.quantization": "w8a8"},
     ),
     rule(
-        "model.quantization",
-        "tensor ranks cannot share quantised matrices",
-        {"model.quantization": "int8", "pools.huge": {"gpus": 2, "parallelism": {"tensor": 2}}},
-    ),
-    rule(
         "model.deterministic",
         "sums over more than 2 tensor ranks",
         {"model.deterministic": True, "pools.large": {"gpus": 4, "parallelism": {"tensor": 4}}},

