@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Requests/s, added latency, streams and memory of the router, beside other routers in one run.
 
-usage: router.py [--quick] [--rounds 3] [--seconds 3] [--requests 100000]
+usage: router.py [--quick] [--engines 1,8,64] [--rounds 3] [--seconds 3] [--requests 100000]
                  [--peers DIR [--production-stack SOURCE]]
 
 Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
 and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
 machine, and routers take turns within each round, so ratios hold where absolute figures depend on
 what else the machine does. CPU is that of the router's processes for each request.
+
+With --engines all is measured once before each of these numbers of engines, a decision alone as
+well (router_decide.py).
 
 --peers DIR measures vllm-router (Rust, from PyPI) and production-stack's router (Python) too; their
 virtual environments are made in DIR when they are not there. SOURCE is what pip installs the latter
@@ -36,8 +39,9 @@ HERE = Path(__file__).resolve().parent
 RUST = "vllm-router==0.1.17"
 PRODUCTION_STACK = "git+https://github.com/vllm-project/production-stack"
 FLOORS = (
-    "floors: at least 2 x the Python router's requests/s, unary and streamed; added latency at "
-    "300/s p50 <= 1 ms, p99 <= 5 ms; 1000 streams without an error; memory flat"
+    "floors: a decision takes <= 60 us with 64 engines; at 16 engines at least 2 x the Python "
+    "router's requests/s, unary and streamed, and added latency at 300/s p50 <= 2 ms; 1000 streams "
+    "without an error; memory flat"
 )
 READY_S = 60.0
 
@@ -73,9 +77,27 @@ class Row:
     errors: int = 0
 
 
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in taken]
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def addresses(ports: Sequence[int]) -> list[str]:
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+def decision_us(ports: Sequence[int]) -> float:
+    """What router_decide.py says."""
+    command = [sys.executable, str(HERE / "router_decide.py"), *map(str, ports)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"error: decisions: {result.stderr.strip()[-400:]}")
+    return float(result.stdout)
 
 
 class Machine:
@@ -91,12 +113,13 @@ class Machine:
         self._stack.callback(end, process)
         return psutil.Process(process.pid)
 
-    def engine(self, name: str, *more: str) -> tuple[int, psutil.Process]:
-        port = free_port()
-        command = [sys.executable, str(HERE / "router_engine.py"), str(port), *more]
-        return port, self.start(name, command)
+    def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
+        """Starts engines in one process, each on a port of its own."""
+        ports = free_ports(count)
+        command = [sys.executable, str(HERE / "router_engine.py"), *map(str, ports), *more]
+        return ports, self.start(name, command)
 
-    def router(self, name: str, engine_port: int, processes: int = 1) -> Target:
+    def router(self, name: str, engine_ports: Sequence[int], processes: int = 1) -> Target:
         port = free_port()
         host = {"host": "127.0.0.1", "port": 0}
         config = {
@@ -105,7 +128,7 @@ class Machine:
             "http": host | {"port": port},
             "grpc": host,
             "metrics": host,
-            "pools": [{"name": "single", "targets": [f"127.0.0.1:{engine_port}"]}],
+            "pools": [{"name": "single", "targets": addresses(engine_ports)}],
         }
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
@@ -184,17 +207,19 @@ def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Na
     row.errors += told["errors"]
 
 
-def peers(machine: Machine, engine_port: int, options: argparse.Namespace) -> Iterator[Target]:
-    folder, engine = Path(options.peers), f"http://127.0.0.1:{engine_port}"
+def peers(machine: Machine, ports: Sequence[int], options: argparse.Namespace) -> Iterator[Target]:
+    folder = Path(options.peers)
+    engines = [f"http://{address}" for address in addresses(ports)]
     rust = make_venv(folder / "rust", [RUST])
     yield machine.peer(
         "vllm-router (Rust)",
-        [str(rust / "bin/vllm-router"), "--worker-urls", engine, "--policy", "round_robin"],
+        [str(rust / "bin/vllm-router"), "--policy", "round_robin", "--worker-urls", *engines],
     )
     python = make_venv(folder / "python", ["--ignore-requires-python", options.production_stack])
     command = [str(python / "bin/vllm-router"), "--host", "127.0.0.1"]
-    command += ["--service-discovery", "static", "--static-backends", engine]
-    command += ["--static-models", "fake", "--routing-logic", "roundrobin"]
+    command += ["--service-discovery", "static", "--static-backends", ",".join(engines)]
+    command += ["--static-models", ",".join(["fake"] * len(engines))]
+    command += ["--routing-logic", "roundrobin"]
     yield machine.peer("production-stack (Python)", command)
 
 
@@ -243,35 +268,52 @@ def memory(target: Target, requests: int) -> None:
 
 def streams(machine: Machine, count: int) -> None:
     """So many answers at once, each of which takes most of a second."""
-    port, _ = machine.engine("slow-engine", "--interval-ms", "50")
-    target = machine.router("streams", port)
+    ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
+    target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]
     told = load(target, "--stream", *options)
     print(f"{count} concurrent streams: {told['requests']} whole, {told['errors']} errors")
 
 
-def run(machine: Machine, options: argparse.Namespace) -> None:
-    http_port, http_engine = machine.engine("http-engine", "--http")
-    grpc_port, _ = machine.engine("engine")
-    wait_ready(http_port, "/v1/models")
+def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:
+    """Prints one table; returns what was measured."""
+    http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http")
+    grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines)
+    for port in http_ports:
+        wait_ready(port, "/v1/models")
+    print(f"{num_engines} engines: a decision takes {decision_us(grpc_ports):.0f} us", flush=True)
     targets = [
-        Target("none", http_port, http_engine),
-        machine.router("ullage", grpc_port),
-        machine.router("ullage x2", grpc_port, processes=2),
+        Target("none", http_ports[0], http_engine),
+        machine.router("ullage", grpc_ports),
+        machine.router("ullage x2", grpc_ports, processes=2),
     ]
     if options.peers:
-        targets += peers(machine, http_port, options)
+        targets += peers(machine, http_ports, options)
     rows = measure(targets, options)
     table(rows, "none")
     ratios(rows, "ullage")
-    streams(machine, options.streams)
-    memory(targets[1], options.requests)
+    return targets
+
+
+def run(folder: Path, options: argparse.Namespace) -> None:
+    for num_engines in options.engines:
+        with contextlib.ExitStack() as stack:
+            machine = Machine(stack, folder)
+            targets = measure_before(machine, num_engines, options)
+            if num_engines == options.engines[0]:
+                streams(machine, options.streams)
+                memory(targets[1], options.requests)
     print(FLOORS)
+
+
+def counts(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
     parser.add_argument("--quick", action="store_true", help="one short round, few requests")
+    parser.add_argument("--engines", type=counts, default=[1], help="numbers of engines: 1,8,64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--connections", type=int, default=64)
@@ -285,8 +327,7 @@ def main() -> None:
         options.rounds, options.seconds, options.requests = 1, 0.5, 200
         options.streams, options.connections, options.rate = 50, 8, 20.0
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        run(Machine(stack, folder), options)
+        run(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
 
 
 if __name__ == "__main__":

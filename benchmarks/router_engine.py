@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """An engine for measuring routers: answers at once, with as many words as its argument says.
 
-usage: router_engine.py PORT [--tokens 16] [--interval-ms 0] [--http]
+usage: router_engine.py PORT... [--tokens 16] [--interval-ms 0] [--http]
 
 Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
 the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
-joins them. With --http OpenAI's chat endpoint, for routers that are proxies, one event a token and
-all in one piece. Answers are made ahead: what is measured beside it is the router.
+joins them. Each port is an engine of its own. With --http OpenAI's chat endpoint, for routers that
+are proxies, one event a token and all in one piece. Answers are made ahead: what is measured beside
+it is the router.
 """
 
 import argparse
 import asyncio
+import functools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import uvloop
@@ -39,13 +41,14 @@ class Engine(
 ):
     """Never full, and as slow as it is told to be."""
 
-    def __init__(self, tokens: int, interval_s: float) -> None:
+    def __init__(self, name: str, tokens: int, interval_s: float) -> None:
+        self._name = name
         self._interval_s = interval_s
         deltas = [pb.Delta(text="word ", num_tokens=1, token_ids=[1000]) for _ in range(tokens)]
         usage = pb.Usage(prompt_tokens=5, completion_tokens=tokens)
         finished = pb.Finished(reason=pb.FINISH_REASON_STOP, usage=usage)
         self._responses = [
-            pb.GenerateResponse(accepted=pb.Accepted(engine=MODEL, max_tokens=tokens)),
+            pb.GenerateResponse(accepted=pb.Accepted(engine=name, max_tokens=tokens)),
             *(pb.GenerateResponse(delta=delta) for delta in deltas),
             pb.GenerateResponse(finished=finished),
         ]
@@ -96,7 +99,7 @@ class Engine(
         self, request: headroom_pb2.WatchHeadroomRequest, context: Any
     ) -> AsyncIterator[headroom_pb2.WatchHeadroomResponse]:
         headroom = headroom_pb2.Headroom(
-            engine=MODEL,
+            engine=self._name,
             epoch=1,
             model=MODEL,
             pool="single",
@@ -114,6 +117,7 @@ class Engine(
             await asyncio.sleep(0.2)
 
 
+@functools.cache
 def _model() -> pb.GetModelResponse:
     tokenizer = load_tokenizer(resolve_source(SOURCE).path)
     group = pb.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)
@@ -183,33 +187,35 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def serve_http(port: int, tokens: int) -> None:
+async def serve_http(ports: Sequence[int], tokens: int) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048)
-    await server.serve_forever()
+    for port in ports:
+        await loop.create_server(lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048)
+    await asyncio.Event().wait()
 
 
-async def serve(port: int, tokens: int, interval_s: float) -> None:
-    server = new_server()
-    engine = Engine(tokens, interval_s)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
-    headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    await server.wait_for_termination()
+async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
+    servers = [new_server() for _ in ports]  # one that is not kept ends
+    for port, server in zip(ports, servers, strict=True):
+        engine = Engine(f"{MODEL}-{port}", tokens, interval_s)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
+        headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+    await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("port", type=int)
+    parser.add_argument("ports", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")
     parser.add_argument("--http", action="store_true")
     options = parser.parse_args()
     if options.http:
-        uvloop.run(serve_http(options.port, options.tokens))
+        uvloop.run(serve_http(options.ports, options.tokens))
     else:
-        uvloop.run(serve(options.port, options.tokens, options.interval_ms / 1000))
+        uvloop.run(serve(options.ports, options.tokens, options.interval_ms / 1000))
 
 
 if __name__ == "__main__":

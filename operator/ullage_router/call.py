@@ -110,7 +110,7 @@ class Call:
     """Whether only a canary that can run it at once may have the request; stable engines have it
     otherwise."""
     refused_by: dict[str, int] = field(default_factory=dict)
-    """Addresses of engines that refused or failed the request, each with its number of reports by
+    """Keys of engines that refused or failed the request, each with its number of reports by
     then."""
     progress: Progress = NO_PROGRESS
     """What was received of the answer; where engines are chosen it gets one of its own."""

@@ -35,6 +35,7 @@ from ullage_router.policy.decide import (
     ShrinkContext,
     Wait,
     decide,
+    decide_among,
     min_output,
 )
 from ullage_router.policy.decision import (
@@ -65,14 +66,14 @@ class Reservation:
     prompt: Prompt
     max_tokens: int
     choices: Mapping[str, int]
-    """Bytes on each engine that the request may move to, by address; empty when it stays."""
+    """Bytes on each engine that the request may move to, by key; empty when it stays."""
     is_final: asyncio.Event | None = None
     """Set when the prefill window closes; None outside of a window."""
 
     def move(self, engine: Engine) -> None:
         """Moves the reserved memory to another engine."""
         before, credit = self.engine, self.credit
-        self.credit = engine.reserve(self.choices[engine.address], credit.tokens)
+        self.credit = engine.reserve(self.choices[engine.key], credit.tokens)
         self.engine = engine
         before.release(credit)
 
@@ -121,13 +122,11 @@ class PrefillWindow:
 
     def _close(self, pool: str) -> None:
         reservations = self._open.pop(pool)
-        engines = {
-            engine.address: engine
-            for engine in self._engines.all()
-            if engine.pool == pool and engine.standing is EngineState.USABLE
-        }
+        keys = {key for reservation in reservations for key in reservation.choices}
+        known = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
+        engines = {k: e for k, e in known.items() if e.standing is EngineState.USABLE}
         try:
-            if all(reservation.engine.address in engines for reservation in reservations):
+            if all(reservation.engine.key in engines for reservation in reservations):
                 self._move(reservations, engines)
         finally:  # whatever fails, no request may wait for ever
             for reservation in reservations:
@@ -136,20 +135,20 @@ class PrefillWindow:
 
     def _move(self, reservations: list[Reservation], engines: Mapping[str, Engine]) -> None:
         tasks = [
-            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.address, r.choices)
+            PrefillTask(work(r.credit.tokens, self._mlp_products), r.engine.key, r.choices)
             for r in reservations
         ]
         loads = [self._load(engine, reservations) for engine in engines.values()]
-        for reservation, address in zip(reservations, balance(tasks, loads), strict=True):
-            if address != reservation.engine.address:
-                reservation.move(engines[address])
+        for reservation, key in zip(reservations, balance(tasks, loads), strict=True):
+            if key != reservation.engine.key:
+                reservation.move(engines[key])
                 self.balanced += 1
 
     def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
         """Returns the engine's load without the requests that are in the window."""
         own = [r.credit for r in reservations if r.engine is engine]
         return EngineLoad(
-            engine.address,
+            engine.key,
             engine.prefill_work(self._mlp_products)
             - sum(work(credit.tokens, self._mlp_products) for credit in own),
             engine.available + sum(credit.size for credit in own),
@@ -282,8 +281,11 @@ class Admission:
     def _decide(self, request: AdmissionRequest) -> NextStep:
         call = request.call
         request.preferred = self._balancer.preferred(request.cache_key, call.side)
-        views = self._engines.views(request.prompt.model, call.side)
-        step = decide(self.facts(call, request), views, self.policy)
+        facts, model = self.facts(call, request), request.prompt.model
+        sample = self._engines.sample(model, call.side, facts.draw, facts.preferred)
+        step: NextStep | None = decide_among(facts, sample, self.policy)
+        if step is None:
+            step = decide(facts, self._engines.views(model, call.side), self.policy)
         # A canary has what runs at home as it is: stable engines stand by for all else.
         if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
@@ -291,8 +293,8 @@ class Admission:
 
     def _still_refusing(self, call: Call) -> frozenset[str]:
         """Returns engines that have reported nothing new since they refused the request."""
-        reports = {engine.address: engine.reports for engine in self._engines.all()}
-        return frozenset(a for a, then in call.refused_by.items() if reports.get(a) == then)
+        engines = ((self._engines.get(key), then) for key, then in call.refused_by.items())
+        return frozenset(e.key for e, then in engines if e and e.reports == then)
 
     def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
         session_id, tenant = call.request.session_id, call.tenant.name

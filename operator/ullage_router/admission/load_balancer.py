@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from ullage_common.config.router import PlacementSection
 from ullage_router.engines.engine import Engine
@@ -33,18 +34,21 @@ class LoadBalancer:
         return self._affinity.cache_key(session, token_ids, tenant)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> str:
-        """Returns the address of the engine with most of the key in its caches; empty when none of
+        """Returns the key of the engine with most of the key in its caches; empty when none of
         that side is known."""
         if not (cache_key.session or cache_key.prefixes):
             return ""
-        usable = {e.address for e in self._engines.all() if e.state == "ready" and e.side is side}
-        return self._affinity.find(cache_key, usable.__contains__)
+        return self._affinity.find(cache_key, partial(self._is_usable, side))
+
+    def _is_usable(self, side: Side, key: str) -> bool:
+        engine = self._engines.get(key)
+        return engine is not None and engine.side is side and engine.state == "ready"
 
     def on_placed(self, cache_key: CacheKey, preferred: str, engine: Engine) -> None:
         """Records that a request goes to this engine."""
-        choice = ("kept" if preferred == engine.address else "yielded") if preferred else "none"
+        choice = ("kept" if preferred == engine.key else "yielded") if preferred else "none"
         self.choices[choice] += 1
-        self._affinity.on_placed(cache_key, engine.address)
+        self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:
         """Whether a request that failed before its first token may go to another engine."""

@@ -18,7 +18,6 @@ from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining
 from ullage_router.policy.decide import home_of, is_large, room_of
 from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
-from ullage_router.tokenizer import Model
 
 RESOLVE_INTERVAL_S = 0.5
 """Seconds between two DNS look-ups while requests are held."""
@@ -282,7 +281,7 @@ class ScaleToZero:
         while empty := self.scaled_to_zero:
             facts, model = self._admission.facts(call), call.prompt.model
             running = [view for view in self._engines.views(model) if view.pool not in empty]
-            views = [*running, *self._remembered(empty, model)]
+            views = [*running, *self._remembered(empty)]
             home = empty_home(facts, views, empty, policy)
             if not home:
                 break
@@ -296,10 +295,11 @@ class ScaleToZero:
             was_held = True
         return was_held
 
-    def _remembered(self, empty: frozenset[str], model: Model) -> list[EngineView]:
+    def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
         """Returns an idle engine of each empty pool, with the properties of its last one."""
+        now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
-        views = [engine.view(model.fingerprint, False) for engine in last if engine]
+        views = [engine.view(now) for engine in last if engine]
         return [
             replace(view, standing=EngineState.RECOVERING, available=view.capacity)
             for view in views

@@ -4,6 +4,7 @@ work.
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -170,6 +171,15 @@ class Owner(Protocol):
     def on_restart(self, engine: "Engine") -> None:
         """Called when an engine has restarted with empty caches."""
 
+    def on_state_change(self, engine: "Engine") -> None:
+        """Called when an engine may take requests now, or no longer."""
+
+    def on_load_change(self, engine: "Engine") -> None:
+        """Called when an engine has more or less to do."""
+
+    def on_ejected(self, engine: "Engine") -> None:
+        """Called when an engine's breaker has opened."""
+
     @property
     def num_engines(self) -> int:
         """Number of engines that report to this router."""
@@ -212,6 +222,7 @@ class Engine:
         self.address = address
         self.side = side
         self.pool = pool
+        self.key = engine_key(side, pool, address)
         self.is_listed = True
         """Whether the address is still in DNS."""
         self.headroom: headroom_pb2.Headroom | None = None
@@ -234,6 +245,9 @@ class Engine:
         """Why the engine's reports ended or never began; empty while they come."""
         self._closing: set[asyncio.Task[None]] = set()
         self._profile = MemoryProfile(1, ())
+        self._view: EngineView | None = None
+        """The engine as decisions see it; None after something has changed."""
+        self._view_until = 0.0
         self._releases: tuple[Release, ...] = ()
         self._previous: Multiplexer | None = None
         """The multiplexer of the previous channel, until the present one's is open."""
@@ -243,7 +257,7 @@ class Engine:
         self._channel = self._owner.dial(self.address)
         self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._multiplexer = Multiplexer(self.stub, self.address, self._owner.on_change)
+        self._multiplexer = Multiplexer(self.stub, self.address, self._on_stream_change)
         self._task = asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
@@ -259,6 +273,7 @@ class Engine:
             self._previous = previous
         if self.description is not None:  # it is not described anew, which would open the stream
             self._multiplexer.start()
+        self._on_state_change()
         closing = asyncio.create_task(self._retire(channel, previous, grace_s))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -272,6 +287,7 @@ class Engine:
         previous.retire()
         if self._previous is previous:
             self._previous = None
+            self._on_state_change()
         await channel.close(grace_s)
         await previous.close()
 
@@ -293,6 +309,20 @@ class Engine:
         tensor = 1 + max((rank.tensor_rank for rank in ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in ranks), default=0)
         return route_of(self.pool, tensor, pipeline)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the engine's model; empty until the engine has described it."""
+        return self.model.fingerprint if self.model else ""
+
+    @property
+    def health(self) -> float:
+        return self.headroom.health if self.headroom else 0.0
+
+    @property
+    def expected_output(self) -> int:
+        """Number of tokens that the engine expects of an answer."""
+        return self.headroom.expected_output_tokens if self.headroom else 0
 
     @property
     def reports(self) -> int:
@@ -389,21 +419,30 @@ class Engine:
             case _:
                 return EngineState.UNUSABLE
 
-    def view(self, fingerprint: str, is_left_out: bool) -> EngineView | None:
+    def state_until(self, now: float) -> float:
+        """Returns when the state changes if no report comes; infinity where silence changes
+        nothing."""
+        ends = (self._reported_at + STALE_AFTER_S, self._reported_at + HOPELESS_AFTER_S)
+        return next((end for end in ends if end >= now), math.inf)
+
+    def view(self, now: float) -> EngineView | None:
         """Returns the engine as `decide` sees it; None until the engine has described its model.
 
         Args:
-            fingerprint: of the model whose token ids the request has; others cannot serve it.
-            is_left_out: it gets nothing now, for its breaker's sake or the request's.
+            now: on the monotonic clock.
         """
+        if self._view is None or now > self._view_until:
+            self._view, self._view_until = self._new_view(), self.state_until(now)
+        return self._view
+
+    def _new_view(self) -> EngineView | None:
         report, model_info = self.headroom, self.description
         if report is None or model_info is None or self.model is None:
             return None
-        is_out = is_left_out or self.model.fingerprint != fingerprint
         return EngineView(
-            id=self.address,
+            id=self.key,
             pool=self.pool,
-            standing=EngineState.UNUSABLE if is_out else self.standing,
+            standing=self.standing,
             available=self.available,
             capacity=report.kv_pool_bytes or model_info.profile.kv_pool_bytes,
             profile=self._profile,
@@ -416,6 +455,18 @@ class Engine:
             prefill_speed=report.prefill_tokens_per_second,
             releases=self._releases,
         )
+
+    def _on_state_change(self) -> None:
+        self._view = None
+        self._owner.on_state_change(self)
+
+    def _on_load_change(self) -> None:
+        self._view = None
+        self._owner.on_load_change(self)
+
+    def _on_stream_change(self) -> None:
+        self._on_state_change()
+        self._owner.on_change()
 
     def generate(
         self,
@@ -438,6 +489,7 @@ class Engine:
     def reserve(self, size: int, tokens: int) -> Credit:
         """Reserves bytes and prompt tokens for a request that is about to be sent."""
         credit = self._credit.reserve(size, tokens)
+        self._on_load_change()
         self.breaker.on_sent(credit, time.monotonic())
         return credit
 
@@ -448,6 +500,7 @@ class Engine:
     def on_first_token(self, credit: Credit) -> None:
         """Records the request's first token."""
         self._credit.on_first_token(credit)
+        self._on_load_change()
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
@@ -455,6 +508,7 @@ class Engine:
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
+        self._on_load_change()
         self._owner.on_change()
 
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
@@ -462,6 +516,7 @@ class Engine:
         if is_engine_fault(error) and self.breaker.on_failure(credit, time.monotonic()):
             about = {"engine": self.id, "failures": self.breaker.failures, "reason": error.reason}
             log.warning("engine ejected", extra=about)
+            self._owner.on_ejected(self)
 
     async def _follow(self) -> None:
         """Follows the engine's reports until it is cancelled, through every lost connection."""
@@ -478,6 +533,7 @@ class Engine:
             except Exception:  # a bug here must not end the watch of a working engine
                 log.exception("engine lost", extra={"engine": self.id})
             self._is_connected = False
+            self._on_state_change()
             self._owner.on_loss(self)
             self._owner.on_change()
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
@@ -522,6 +578,8 @@ class Engine:
         self._reported_at = time.monotonic()
         self._is_connected = True
         self._credit.on_report()
+        self._on_state_change()
+        self._on_load_change()
         self._owner.on_change()
 
     async def _fetch_model(self) -> None:
@@ -536,7 +594,20 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
-        self._profile = memory_profile.from_wire(described.profile)
+        self._profile = _shared(memory_profile.from_wire(described.profile))
+        self._on_state_change()
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(profile: MemoryProfile) -> MemoryProfile:
+    """Returns the first one of equal profiles: engines of one kind are recognised by it."""
+    return profile
+
+
+def engine_key(side: Side, pool: str, address: str) -> str:
+    """Returns the name by which decisions know an engine: one address may be in several pools, and
+    a canary's may become a stable engine's."""
+    return f"{side}/{pool}/{address}"
 
 
 def report_interval_ms(num_engines: int) -> int:

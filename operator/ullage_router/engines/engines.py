@@ -7,16 +7,18 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import grpc
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.config.router import BreakerSection, PoolSection
+from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection
 from ullage_common.wire.channels import open_channel
-from ullage_router.engines.engine import Engine
+from ullage_router.engines.engine import Engine, engine_key
+from ullage_router.engines.roster import Roster
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
-from ullage_router.policy.decision import EngineView, Side
+from ullage_router.policy.decision import EngineState, EngineView, Side
 from ullage_router.tokenizer import Model, fingerprint, load_model
 
 RESOLVE_INTERVAL_S = 3.0
@@ -24,6 +26,8 @@ LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
 MAX_IDLE_MODELS = 2
 """Number of models kept that no engine announces: one may come back, as a canary's does."""
+
+NONE: frozenset[str] = frozenset()
 
 Dialer = Callable[[str], grpc.aio.Channel]
 
@@ -41,7 +45,7 @@ class Engines:
         dialer: opens channels with credentials; None: in plaintext.
 
     on_forgotten
-        called with the address of an engine whose caches are gone
+        called with the key of an engine whose caches are gone
     """
 
     def __init__(
@@ -59,7 +63,16 @@ class Engines:
         self._breaker = breaker
         self._dialer = dialer
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        self._engines: dict[tuple[Side, str, str], Engine] = {}
+        self._engines: dict[str, Engine] = {}
+        """Engines by key."""
+        self._roster: Roster | None = None
+        """None after an engine came, went or changed its state."""
+        self._max_model_len: int | None = None
+        self._expected_outputs: dict[Engine, int] = {}
+        """Tokens of an answer by engine, as reported last."""
+        self._ejected: set[Engine] = set()
+        """Engines whose breakers are not closed, and some whose are."""
+        self._has_large = any(pool.name == LARGE_POOL for pool in self._pools)
         self._last: dict[str, Engine] = {}
         """The latest engine that is gone, by pool: it tells the properties of a pool that sleeps.
         """
@@ -95,6 +108,12 @@ class Engines:
     def model_of(self, side: Side) -> Model | None:
         """Returns the model of the first engine of that side that is ready, or of any that
         described its model."""
+        models = self.roster.models
+        if side not in models:
+            models[side] = self._model_of(side)
+        return models[side]
+
+    def _model_of(self, side: Side) -> Model | None:
         described = [engine for engine in self._known() if engine.model]
         if len(described) == 1:
             return described[0].model
@@ -120,15 +139,40 @@ class Engines:
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
         """Follows other engines as the canary's from now on; without any there is no canary."""
-        self._canary = pools
+        names = {pool.name for pool in self._pools}
+        for pool in pools:
+            if pool.name not in names:  # the file may be newer than this router's configuration
+                log.warning("canary's pool ignored", extra={"pool": pool.name})
+        self._canary = tuple(pool for pool in pools if pool.name in names)
         self._relist.set()
 
     def is_ready_on(self, side: Side) -> bool:
         """Whether an engine of that side takes requests."""
-        for engine in self._engines.values():
-            if engine.side is side and engine.state == "ready":
-                return True
-        return False
+        return side in self.roster.ready_sides
+
+    @property
+    def roster(self) -> Roster:
+        """The engines' present states."""
+        now = time.monotonic()
+        if self._roster is None or now > self._roster.until:
+            self._roster = Roster(sorted(self._engines.values(), key=self._place), now)
+        return self._roster
+
+    def _place(self, engine: Engine) -> tuple[int, str]:
+        """Orders engines by their pools."""
+        order = [pool.name for pool in self._pools]
+        return order.index(engine.pool), engine.key
+
+    def on_state_change(self, engine: Engine) -> None:
+        """Makes decisions look anew at all engines, if this one's state has changed."""
+        if self._roster and not self._roster.is_right_about(engine):
+            self._forget_states()
+        if engine.headroom:
+            self._expected_outputs[engine] = engine.expected_output
+
+    def on_load_change(self, engine: Engine) -> None:
+        if self._roster:
+            self._roster.on_load_change(engine)
 
     def workers_lost(self, side: Side) -> int:
         """Returns the number of workers and servers of that side that ended unexpectedly."""
@@ -137,14 +181,16 @@ class Engines:
     @property
     def max_model_len(self) -> int:
         """The longest context of any engine, tokens."""
-        return max((e.description.max_model_len for e in self._known() if e.description), default=0)
+        if self._max_model_len is None:
+            described = [e.description for e in self._known() if e.description]
+            self._max_model_len = max((d.max_model_len for d in described), default=0)
+        return self._max_model_len
 
     @property
     def expected_output(self) -> int:
         """The largest number of tokens that an engine expects of an answer."""
-        return max(
-            (e.headroom.expected_output_tokens for e in self._known() if e.headroom), default=0
-        )
+        present = self._expected_outputs.values()
+        return max(present or (e.expected_output for e in self._known()), default=0)
 
     def _known(self) -> list[Engine]:
         """Returns all engines, and of a pool without any the last it had."""
@@ -166,35 +212,73 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        return any(engine.state == "ready" for engine in self._engines.values())
+        return bool(self.roster.ready_sides)
 
     def views(self, model: Model, side: Side = Side.STABLE) -> list[EngineView]:
         """Returns every engine that described its model, in order of the pools.
 
         Those of the other side cannot be used, unless no engine of this one is ready.
         """
-        held, has_choice = self.held_back(), self.is_ready_on(side)
-        views = [
-            e.view(model.fingerprint, e.address in held or (has_choice and e.side is not side))
-            for e in self._engines.values()
-        ]
-        described = [view for view in views if view]
-        if len(described) > 1:
-            order = [pool.name for pool in self._pools]
-            described.sort(key=lambda v: (order.index(v.pool), v.id))
-        return described
+        now, roster, held = time.monotonic(), self.roster, self.held_back()
+        has_choice = side in roster.ready_sides
+        views = []
+        for engine in roster.engines:
+            view = engine.view(now)
+            if view is None:
+                continue
+            is_out = engine.key in held or engine.fingerprint != model.fingerprint
+            if is_out or (has_choice and engine.side is not side):
+                view = replace(view, standing=EngineState.UNUSABLE)
+            views.append(view)
+        return views
+
+    def sample(self, model: Model, side: Side, number: int, preferred: str) -> list[EngineView]:
+        """Returns a few usable engines of the first pool, and of the large one if there is one: the
+        preferred one and drawn ones.
+
+        Args:
+            number: random.
+            preferred: key of an engine; empty where there is none.
+        """
+        roster, now = self.roster, time.monotonic()
+        held = self.held_back()
+        first = self._pools[0].name
+        keys = [(side, first, model.fingerprint)]
+        if self._has_large and first != LARGE_POOL:
+            keys.append((side, LARGE_POOL, model.fingerprint))
+        views: list[EngineView] = []
+        for key in keys:
+            drawn = [e for e in roster.draw(key, number) if e.key not in held]
+            favourite = self._engines.get(preferred)
+            if favourite and favourite not in drawn and preferred not in held:
+                drawn += [favourite] if roster.has(key, favourite) else []
+            views += [view for e in drawn if (view := e.view(now))]
+        if len(keys) > 1 and not any(view.pool == LARGE_POOL for view in views):
+            views += self._unusable(LARGE_POOL, now)
+        return views
+
+    def _unusable(self, pool: str, now: float) -> list[EngineView]:
+        """Returns one engine of a pool of which none can be used, if one has described its
+        model."""
+        views = (e.view(now) for e in self.roster.engines if e.pool == pool)
+        first = next((view for view in views if view), None)
+        return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def held_back(self) -> frozenset[str]:
-        """Returns addresses of engines that get nothing because requests failed on them."""
-        held = frozenset[str]()
-        if all(engine.breaker.is_closed for engine in self._engines.values()):
-            return held
-        now, most_share = time.monotonic(), self._breaker.max_ejected_share
-        for side, pool in self._sides():
-            ready = [e for e in self.all() if (e.side, e.pool) == (side, pool.name)]
-            ready = [e for e in ready if e.state == "ready"]
-            held |= held_back(((e.address, e.breaker) for e in ready), most_share, now)
+        """Returns keys of engines that get nothing because requests failed on them."""
+        self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
+        if not self._ejected:
+            return NONE
+        now, roster, held = time.monotonic(), self.roster, NONE
+        for side, pool in {(engine.side, engine.pool) for engine in self._ejected}:
+            ejected = [e for e in self._ejected if (e.side, e.pool) == (side, pool)]
+            breakers = [(e.key, e.breaker) for e in ejected if e.state == "ready"]
+            most = int(self._breaker.max_ejected_share * roster.num_usable(side, pool))
+            held |= held_back(breakers, most, now)
         return held
+
+    def on_ejected(self, engine: Engine) -> None:
+        self._ejected.add(engine)
 
     @property
     def ejections(self) -> int:
@@ -227,7 +311,7 @@ class Engines:
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
-        self.on_forgotten(engine.address)
+        self.on_forgotten(engine.key)
 
     @property
     def num_engines(self) -> int:
@@ -236,9 +320,13 @@ class Engines:
     def has_another(self, engine: Engine) -> bool:
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
-    def at(self, address: str) -> Engine:
+    def at(self, key: str) -> Engine:
         """Returns the engine of a view."""
-        return next(e for e in self._engines.values() if e.address == address)
+        return self._engines[key]
+
+    def get(self, key: str) -> Engine | None:
+        """Returns the engine with a key; None when it is gone."""
+        return self._engines.get(key)
 
     async def _keep_resolving(self) -> None:
         while True:
@@ -266,32 +354,40 @@ class Engines:
             else:  # a name server in trouble must not cost a working engine
                 self._add(side, pool.name, addresses)
         canaries = {pool.name for pool in self._canary}
-        for (side, name, _), engine in self._engines.items():
-            if side is Side.CANARY and name not in canaries:
+        for engine in self._engines.values():
+            if engine.side is Side.CANARY and engine.pool not in canaries:
                 engine.is_listed = False
         await self._forget()
 
     def _update(self, side: Side, pool: str, addresses: set[str]) -> None:
-        for (*place, address), engine in self._engines.items():
-            if place == [side, pool]:
-                engine.is_listed = address in addresses
+        for engine in self._engines.values():
+            if (engine.side, engine.pool) == (side, pool):
+                engine.is_listed = engine.address in addresses
         self._add(side, pool, addresses)
 
     def _add(self, side: Side, pool: str, addresses: set[str]) -> None:
         for address in sorted(addresses):
-            if (side, pool, address) not in self._engines:
-                self._engines[side, pool, address] = Engine(
+            key = engine_key(side, pool, address)
+            if key not in self._engines:
+                self._engines[key] = Engine(
                     address, pool, self._model_name, self._breaker, self, side
                 )
+                self._forget_states()
+
+    def _forget_states(self) -> None:
+        self._roster = self._max_model_len = None
 
     async def _forget(self) -> None:
         """Closes engines that left DNS and fell silent."""
         for key, engine in list(self._engines.items()):
             if engine.is_over:
                 del self._engines[key]
+                self._expected_outputs.pop(engine, None)
+                self._ejected.discard(engine)
+                self._forget_states()
                 if engine.model:
                     self._last[engine.pool] = engine
-                self.on_forgotten(engine.address)
+                self.on_forgotten(engine.key)
                 self._ejections += engine.breaker.openings
                 self._missed += engine.order.missed
                 self._lost[engine.side] += engine.order.workers_lost

@@ -44,18 +44,18 @@ class Multiplexer:
     Args:
         stub: of the engine.
         address: of the engine, for logs.
-        on_open: called whenever the stream was opened.
+        on_change: called whenever the stream was opened or lost.
     """
 
     def __init__(
         self,
         stub: inference_pb2_grpc.InferenceServiceStub,
         address: str,
-        on_open: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._stub = stub
         self._address = address
-        self._on_open = on_open
+        self._on_change = on_change
         self.is_missing = False
         """Whether the engine serves no such stream, by the last attempt."""
         self._stream: _Stream | None = None
@@ -135,12 +135,13 @@ class Multiplexer:
         """Raises StreamLost at the stream's end."""
         self._stream = None if self._is_retired else stream
         self._tried.set()
-        self._on_open()
+        self._on_change()
         try:
             await stream.run()
         finally:
             self._stream = None
             stream.break_off()
+            self._on_change()
 
 
 class _Stream:

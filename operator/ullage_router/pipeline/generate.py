@@ -127,7 +127,7 @@ class EngineStages:
                 if not self._may_retry(error, failures):
                     raise _final_error(error, call.token_timeout_s, len(failures)) from refusal
                 engine = reservation.engine
-                call.refused_by[engine.address] = engine.reports
+                call.refused_by[engine.key] = engine.reports
                 decision = call.decision.after("engine", error.reason)
                 call.decision = replace(decision, degraded=call.prompt.degraded)
 

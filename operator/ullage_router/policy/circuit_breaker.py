@@ -101,15 +101,13 @@ class Breaker:
         assert self._probe is None or self.state(now) != "open"
 
 
-def held_back(
-    breakers: Iterable[tuple[str, Breaker]], max_share: float, now: float
-) -> frozenset[str]:
+def held_back(breakers: Iterable[tuple[str, Breaker]], most: int, now: float) -> frozenset[str]:
     """The names of a pool's ready engines that get nothing now.
 
-    Never more than `max_share` of them: when all fail, most go on being tried. Those whose pause
-    is the longest are held back first.
+    Args:
+        breakers: of the pool's ready engines, at least those that are not closed.
+        most: when all fail, most engines go on being tried: never more are held back, those first
+            whose pause is the longest.
     """
-    all_of_pool = list(breakers)
-    refusing = [(b.until, name) for name, b in all_of_pool if not b.admits(now)]
-    most = int(max_share * len(all_of_pool))
+    refusing = [(breaker.until, name) for name, breaker in breakers if not breaker.admits(now)]
     return frozenset(name for _, name in sorted(refusing, reverse=True)[:most])

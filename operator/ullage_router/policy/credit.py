@@ -16,6 +16,7 @@ Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest critical pa
 idle), as far as their memory allows.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,6 +123,9 @@ class CreditBook:
 
     def __init__(self) -> None:
         self._open: set[Credit] = set()
+        self._accepted: deque[Credit] = deque()
+        """Accepted credits in the order of the reports that must include them; some may have ended.
+        """
         self._counted: set[Credit] = set()
         self._reports = 0
         self._total = 0
@@ -175,7 +179,9 @@ class CreditBook:
 
     def on_accepted(self, credit: Credit) -> None:
         """The engine took the request."""
-        credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
+        if credit.counted_from is None:
+            credit.counted_from = self._reports + REPORTS_AFTER_ACCEPTED
+            self._accepted.append(credit)
 
     def on_first_token(self, credit: Credit) -> None:
         """Its first token came."""
@@ -186,13 +192,15 @@ class CreditBook:
     def on_report(self) -> None:
         """A report arrived; it includes every request accepted long enough before."""
         self._reports += 1
-        counted = {c for c in self._open if c.counted_from and self._reports >= c.counted_from}
-        for credit in counted:
+        while self._accepted and self._reports >= (self._accepted[0].counted_from or 0):
+            credit = self._accepted.popleft()
+            if credit not in self._open:
+                continue
             self._leave(credit)
+            self._counted.add(credit)
             if credit in self._prompts:
                 self._unsure.remove(credit.tokens)
                 self._sure.add(credit.tokens)
-        self._counted |= counted
 
     def release(self, credit: Credit) -> None:
         """The request ended."""

@@ -19,6 +19,7 @@ from typing import Literal
 from ullage_common.config.router import LARGE_POOL, Rung, ShrinkOutputSection
 from ullage_common.request_cost import Demand, most_tokens, predict
 from ullage_router.policy.decision import (
+    WELL,
     EngineState,
     EngineView,
     QueueState,
@@ -26,9 +27,6 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
 )
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, retry_after
-
-WELL = 0.5
-"""Health from which on engines are compared by their load and no longer by their health."""
 
 Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
@@ -119,6 +117,25 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
     return _LadderRun(facts, able, policy, home, reason).first_that_fits()
 
 
+def decide_among(
+    facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
+) -> Run | None:
+    """Makes the decision for a request that fits at home as it is on one of a few engines; None
+    where only `decide` can tell.
+
+    Args:
+        sample: usable engines of the first pool, and of the large pool if there is one; any engine
+            of it where none is usable.
+    """
+    able = [e for e in sample if room_of(facts, e) >= facts.min_tokens]
+    if not able:
+        return None
+    home, reason = home_of(facts, able, policy)
+    if reason == "CAPACITY":  # another engine of the first pool may be able
+        return None
+    return _LadderRun(facts, able, policy, home, reason).at_home()
+
+
 @dataclass(frozen=True, slots=True)
 class _LadderRun:
     """One run down the ladder: a request, the engines that can ever hold it, and its home pool."""
@@ -132,7 +149,7 @@ class _LadderRun:
     def first_that_fits(self) -> NextStep:
         if not any(e.standing is not EngineState.UNUSABLE for e in self.engines):
             return self._unavailable()
-        if run := self._full(self.home, self.home_reason):
+        if run := self.at_home():
             return run
         if (
             not self._usable(self.home)
@@ -144,6 +161,10 @@ class _LadderRun:
             if decision := self._try(rung):
                 return decision
         return self._reject()
+
+    def at_home(self) -> Run | None:
+        """Returns where the request runs as it is; None where it does not fit at home now."""
+        return self._full(self.home, self.home_reason)
 
     def _try(self, rung: Rung) -> NextStep | None:
         match rung:
@@ -274,7 +295,9 @@ class _LadderRun:
         step: Step = "shrinkOutput" if is_short else "accept"
         if engine.pool != self.home:
             step = "route"
-        demand = _price(self.facts, engine, max_tokens)
+        demand = self._demand(engine)
+        if is_short:
+            demand = _price(self.facts, engine, max_tokens)
         return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step, choices)
 
     def _most_tokens(self, engine: EngineView) -> int:
@@ -293,16 +316,18 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool]
 
     def _usable(self, pool: str) -> list[EngineView]:
-        return [e for e in self._pool(pool) if e.standing is EngineState.USABLE]
+        usable = EngineState.USABLE
+        return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
         """Returns engines that may take this request now, before whom nobody waits."""
         if pool in self.facts.ahead:
             return []
+        refused_by = self.facts.refused_by
         return [
             e
             for e in self._usable(pool)
-            if e.id not in self.facts.refused_by and self._is_in_time(e)
+            if e.id not in refused_by and (not e.backlog_tokens or self._is_in_time(e))
         ]
 
     def _is_in_time(self, engine: EngineView) -> bool:
@@ -334,8 +359,11 @@ def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> 
 
 
 def _demand(facts: RequestFacts, engine: EngineView) -> Demand:
-    room = max(1, room_of(facts, engine))
-    return _price(facts, engine, min(facts.max_tokens, room))
+    demand = facts.prices.get(engine.kind)
+    if demand is None:
+        max_tokens = min(facts.max_tokens, max(1, room_of(facts, engine)))
+        demand = facts.prices[engine.kind] = _price(facts, engine, max_tokens)
+    return demand
 
 
 def _price(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
@@ -346,8 +374,11 @@ def _price(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
     """Returns the output tokens that an empty engine would have room for."""
-    longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
-    return longest - facts.prompt_tokens
+    room = facts.rooms.get(engine.kind)
+    if room is None:
+        longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
+        room = facts.rooms[engine.kind] = longest - facts.prompt_tokens
+    return room
 
 
 def _pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:

@@ -15,7 +15,7 @@ import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PrefillSection, Rung, RungsSection
-from ullage_common.request_cost import MemoryProfile, most_tokens
+from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
 
 KEPT_STEPS = 12
 MIB = 1 << 20
@@ -178,6 +178,9 @@ class Side(StrEnum):
     CANARY = "canary"
 
 
+WELL = 0.5
+"""Health from which on engines are compared by their load and no longer by their health."""
+
 # Share of the time left that the prompts before and its own may take: the answer needs the rest.
 PREFILL_SHARE = 0.8
 
@@ -215,6 +218,7 @@ class EngineView:
     """One engine at one moment, as decisions see it."""
 
     id: str
+    """The engine's key (`Engine.key`)."""
     pool: str
     standing: EngineState
     available: int
@@ -234,6 +238,12 @@ class EngineView:
     """Products of queries and keys in the backlog, as far as this router sent it."""
     prefill_speed: float = 0.0
     """Prompt tokens a second; 0 when unknown."""
+    kind: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Engines of one kind have the same room for a request and price it alike."""
+
+    def __post_init__(self) -> None:
+        kind = (id(self.profile), self.capacity, self.max_model_len, self.expected_output)
+        object.__setattr__(self, "kind", kind)
 
     def longest(self, prompt_tokens: int, samples: int, *, has_session: bool = False) -> int:
         """Returns the longest sequence that the engine can ever hold, in tokens of each sample of
@@ -288,14 +298,18 @@ class RequestFacts:
     ahead: Mapping[str, int] = field(default_factory=dict)
     """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
     refused_by: frozenset[str] = frozenset()
-    """Addresses of engines that have reported nothing since they refused the request."""
+    """Keys of engines that have reported nothing since they refused the request."""
     patience_s: float = math.inf
     """Seconds left until the first token must have come."""
     preferred: str = ""
-    """Address of the engine whose caches have most of the prompt's beginning; empty when none is
-    known."""
+    """Key of the engine whose caches have most of the prompt's beginning; empty when none is known.
+    """
     draw: int = 0
     """A random number from outside, so that the same input gives the same decision."""
+    rooms: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, compare=False)
+    """Output tokens that an empty engine has room for, by kind of engine, as far as asked for."""
+    prices: dict[tuple[int, ...], Demand] = field(default_factory=dict, init=False, compare=False)
+    """Predicted bytes by kind of engine, as far as asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ the same decisions, made one by one, could have placed each of them.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -23,7 +23,6 @@ from ullage_common.wire.limits import MAX_PRIORITY, MAX_SAMPLES, MAX_SESSION_ID_
 from ullage_router import errors
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
-from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
 from ullage_router.policy.decide import Refuse, Run, ShrinkContext, decide, min_output
@@ -47,7 +46,7 @@ class Ask:
     """Largest number of output tokens of each answer; 0: the service's limit."""
     samples: int = 1
     preferred: str = ""
-    """Address of the engine that has its beginning in its caches."""
+    """Key of the engine that has its beginning in its caches."""
     refused_by: frozenset[str] = frozenset()
     limit: int = 0
     """Largest number of output tokens that the tenant may have; 0: no other than the service's."""
@@ -273,8 +272,6 @@ class _Call:
     """One Pick call: the engines as they were at its beginning, and its response."""
 
     batch: Batch
-    engines: Mapping[str, Engine]
-    """Engines by address."""
     response: pb.PickResponse
     addresses: dict[str, int] = field(default_factory=dict)
     """Index of each engine in the response's list."""
@@ -408,9 +405,7 @@ class TicketIssuer:
         if model is None or not request.requests:
             return response
         self._check(request)
-        call = _Call(
-            self._batch(model), {e.address: e for e in reversed(self._engines.all())}, response
-        )
+        call = _Call(self._batch(model), response)
         for priced in request.requests:
             self._place(_PendingPick(priced, priced.count or 1, session), call)
         return call.finish()
@@ -494,7 +489,7 @@ class TicketIssuer:
         """Grants one ticket, for as many requests as fit where one fits."""
         number, priced = next(self._ids), pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
-        engine = call.engines[run.engine]
+        engine = self._engines.at(run.engine)
         size, prompt_tokens = run.demand.kv_bytes, priced.prompt_tokens
         samples = priced.samples or 1
         credits = [engine.reserve(size, prompt_tokens) for _ in range(count)]
@@ -531,7 +526,7 @@ class TicketIssuer:
             else NO_CACHE_KEY
         )
         preferred = balancer.preferred(cache_key) if has_cache_key else ""
-        avoid = frozenset(priced.avoid) if priced.avoid else NOBODY
+        avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
         limit, samples = self._most(pick.session), priced.samples or 1
         ask = Ask(priced.prompt_tokens, priced.max_tokens, samples, preferred, avoid, limit)
         decision, count = call.batch.place(ask, draw, most)
@@ -540,8 +535,13 @@ class TicketIssuer:
                 self._on_no_engine()
             raise errors.refusal(decision)
         if has_cache_key:
-            balancer.on_placed(cache_key, preferred, call.engines[decision.engine])
+            balancer.on_placed(cache_key, preferred, self._engines.at(decision.engine))
         return decision, count
+
+    def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
+        """Returns the keys of the engines at these addresses."""
+        there = frozenset(addresses)
+        return frozenset(e.key for e in self._engines.all() if e.address in there)
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:

@@ -22,6 +22,7 @@ from ullage_router.policy.decide import (
     ShrinkContext,
     Wait,
     decide,
+    decide_among,
     min_output,
 )
 from ullage_router.policy.decision import (
@@ -362,3 +363,94 @@ def test_promises_of_any_decision(
         case Wait():
             assert asked.queue is QueueState.OPEN
             assert decision.pool in {e.pool for e in engines}
+
+
+def fits_at_home(engine_view: EngineView, wanted: RequestFacts, decision: Run) -> bool:
+    """Whether a request may run on an engine as it is, by the plain rules."""
+    room = engine_view.longest(wanted.prompt_tokens, wanted.samples) - wanted.prompt_tokens
+    most = min(wanted.max_tokens, room)
+    demand = predict(
+        engine_view.profile,
+        wanted.prompt_tokens,
+        most,
+        engine_view.expected_output,
+        wanted.samples,
+    )
+    return (
+        engine_view.pool == decision.pool
+        and engine_view.standing is EngineState.USABLE
+        and engine_view.is_in_time(wanted.prompt_tokens, wanted.patience_s)
+        and room >= wanted.min_tokens
+        and (most, demand) == (decision.max_tokens, decision.demand)
+        and demand.kv_bytes <= engine_view.available
+    )
+
+
+some_engines = st.lists(
+    st.builds(
+        engine,
+        st.integers(0, 99).map(str),
+        st.integers(0, 100),
+        pool=st.sampled_from(["single", "single", "large"]),
+        standing=st.sampled_from(EngineState),
+        load=st.integers(0, 20),
+        backlog_tokens=st.integers(0, 500),
+        prefill_speed=st.sampled_from([0.0, 100.0]),
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda view: view.id,
+)
+
+
+@settings(max_examples=400)
+@given(
+    some_engines,
+    st.integers(1, 1700),
+    st.integers(1, 600),
+    st.integers(1, 3),
+    st.integers(0, 2**30 - 1),
+    st.randoms(use_true_random=False),
+    st.sampled_from([{}, {"single": 1}, {"large": 1}]),
+)
+def test_what_a_few_engines_say_all_would_say(
+    engines: list[EngineView],
+    prompt: int,
+    most: int,
+    samples: int,
+    draw: int,
+    random: Any,
+    ahead: dict[str, int],
+) -> None:
+    """A decision over a sample places a request where the decision over all may, or leaves it to
+    that."""
+    wanted = facts(prompt, most, samples=samples, draw=draw, patience_s=10.0, ahead=ahead)
+    usable = [e for e in engines if e.standing is EngineState.USABLE]
+    single = [e for e in usable if e.pool == "single"]
+    sample = random.sample(single, min(len(single), random.randrange(5)))
+    larges = [e for e in engines if e.pool == "large"]
+    usable_larges = [e for e in larges if e in usable]
+    sample += usable_larges[:2] or larges[:1]
+    quick = decide_among(wanted, sample, POLICY)
+    plain = decide(wanted, engines, POLICY)
+    if quick is None:
+        if len(sample) == len(engines):
+            assert not (isinstance(plain, Run) and plain.reason in {"FITS", "LARGE_REQUEST"})
+        return
+    assert isinstance(plain, Run)
+    decided = (quick.action, quick.reason, quick.pool, quick.max_tokens, quick.step)
+    assert decided == (plain.action, plain.reason, plain.pool, plain.max_tokens, plain.step)
+    chosen = next(e for e in engines if e.id == quick.engine)
+    assert fits_at_home(chosen, wanted, quick)
+
+
+def test_a_few_engines_cannot_say_what_needs_another_pool() -> None:
+    small = engine("a", capacity=10 * BLOCK, free=10)
+    assert decide_among(facts(prompt=300), [small, large()], POLICY) is None
+    assert decide_among(facts(prompt=300), [small], POLICY) is None
+    assert decide_among(facts(), [], POLICY) is None
+
+
+def test_without_a_usable_large_engine_a_large_request_waits_for_it() -> None:
+    loading = large(standing=EngineState.UNUSABLE)
+    assert decide_among(facts(prompt=1001), [engine(free=100), loading], POLICY) is None

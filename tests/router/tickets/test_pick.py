@@ -190,11 +190,13 @@ def test_who_finds_no_engine_was_not_heard(start_service: "StartService", keys: 
             (placed,) = (await service.grpc.Pick(pb.PickRequest(requests=[ask()]))).placed
             engine, picker = service.router.service.engines.all()[0], service.router.service.issuer
             known, engine.model = engine.model, None
+            service.router.service.engines.on_state_change(engine)
             told = pb.PickRequest(requests=[ask()], ended=[placed.id])
             error = await error_of(service, told)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
             assert picker.open == 1, "the client says it again"
             engine.model = known
+            service.router.service.engines.on_state_change(engine)
             await service.grpc.Pick(told)
             assert picker.counts["ended"] == picker.open == 1
 

@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""CPU microseconds of one decision of the router: prints the median.
+
+usage: router_decide.py PORT...
+
+Admits requests in this process, with the router's own parts, before the engines on these ports of
+this machine, which report all the while. Measured is an admission from the tokens of a prompt, all
+different, to memory that is reserved on an engine and given back.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import PoolSection, RouterConfig
+from ullage_router.call import Call
+from ullage_router.prompts.prompts import Prompt
+from ullage_router.server.service import RouterService
+from ullage_router.telemetry.record import RequestRecord
+
+READY_S = 60.0
+BATCHES = 100
+BATCH = 50
+PROMPT_TOKENS = 200
+MAX_TOKENS = 16
+REQUEST_TIMEOUT_S = 30.0
+
+
+async def decision_us(ports: Sequence[int]) -> float:
+    targets = tuple(f"127.0.0.1:{port}" for port in ports)
+    pool = PoolSection(name="single", targets=targets)
+    service = RouterService(RouterConfig(model="fake", pools=(pool,)))
+    await service.start()
+    try:
+        await until_ready(service, len(ports))
+        return await median_us(service)
+    finally:
+        await service.close()
+
+
+async def until_ready(service: RouterService, num_engines: int) -> None:
+    async with asyncio.timeout(READY_S):
+        while num_ready(service) < num_engines:  # noqa: ASYNC110 - there is no such event
+            await asyncio.sleep(0.05)
+
+
+def num_ready(service: RouterService) -> int:
+    return sum(engine.state == "ready" for engine in service.engines.all())
+
+
+async def median_us(service: RouterService) -> float:
+    model = service.engines.served_model("")
+    took = []
+    for _ in range(BATCHES):
+        await asyncio.sleep(0.002)  # reports come in between
+        calls = [new_call(Prompt(model, prompt_tokens())) for _ in range(BATCH)]
+        started = time.thread_time()
+        for call in calls:
+            reservation = await service.admission.admit(call)
+            reservation.engine.release(reservation.credit)
+        took.append((time.thread_time() - started) / BATCH)
+    return 1e6 * statistics.median(took)
+
+
+def prompt_tokens() -> list[int]:
+    return [random.randrange(1000) for _ in range(PROMPT_TOKENS)]
+
+
+def new_call(prompt: Prompt) -> Call:
+    call = Call(inference_pb2.GenerateRequest(), RequestRecord("decision"), REQUEST_TIMEOUT_S)
+    call.request.stop.max_tokens = MAX_TOKENS
+    call.prompt = prompt
+    return call
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("ports", type=int, nargs="+")
+    print(round(uvloop.run(decision_us(parser.parse_args().ports)), 1))

@@ -1,0 +1,124 @@
+"""The engines that may take requests, kept up to date by their reports, so that a decision about a
+request looks at a few of them instead of all.
+
+A roster holds until an engine comes, goes or changes its state; what changes with every request,
+whether an engine has prompts to compute, is changed in place.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ullage_router.policy.decision import WELL, EngineState, Side
+
+if TYPE_CHECKING:
+    from ullage_router.engines.engine import Engine
+    from ullage_router.tokenizer import Model
+
+MAX_DRAWN = 4
+"""Number of engines that are drawn for a decision; of so few engines all are."""
+MIXING = 2654435761
+"""Knuth's multiplier, so that which engines are drawn says nothing about the choice among them."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """The usable engines of one pool, side and model."""
+
+    usable: "list[Engine]" = field(default_factory=list)
+    idle: "list[Engine]" = field(default_factory=list)
+    """Those of them without prompts to compute, in any order."""
+    places: "dict[Engine, int]" = field(default_factory=dict)
+    """Indices in `idle`."""
+
+    def set_idle(self, engine: "Engine", is_idle: bool) -> None:
+        place = self.places.pop(engine, None)
+        if is_idle:
+            self.places[engine] = len(self.idle) if place is None else place
+            if place is None:
+                self.idle.append(engine)
+        elif place is not None:  # the last one takes its place
+            last = self.idle.pop()
+            if last is not engine:
+                self.idle[place] = last
+                self.places[last] = place
+
+    def draw(self, number: int) -> "list[Engine]":
+        """Returns at most MAX_DRAWN engines, idle ones where there are any."""
+        source = self.idle or self.usable
+        if len(source) <= MAX_DRAWN:
+            return source.copy()
+        first = (number * MIXING >> 8) % len(source)
+        drawn = source[first : first + MAX_DRAWN]
+        return drawn + source[: MAX_DRAWN - len(drawn)]
+
+
+GroupKey = tuple[Side, str, str]
+"""(side, pool, fingerprint of the model)"""
+
+
+class Roster:
+    """The states of all engines at one moment, and the usable ones by group.
+
+    Args:
+        engines: all of them, in the order in which they are preferred.
+        now: on the monotonic clock.
+
+    until
+        when a state may change without a report, because none came
+    models
+        the model of each side, as far as it was asked for
+    """
+
+    def __init__(self, engines: "Iterable[Engine]", now: float) -> None:
+        self.engines = tuple(engines)
+        self.until = min((engine.state_until(now) for engine in self.engines), default=now)
+        self.models: dict[Side, Model | None] = {}
+        self._states: dict[Engine, tuple[EngineState, str]] = {}
+        self._groups: dict[GroupKey, _Group] = {}
+        self._group_of: dict[Engine, _Group] = {}
+        for engine in self.engines:
+            self._add(engine)
+        self.ready_sides = frozenset(
+            engine.side for engine, (state, _) in self._states.items() if state is USABLE
+        )
+
+    def _add(self, engine: "Engine") -> None:
+        state, fingerprint = self._states[engine] = engine.standing, engine.fingerprint
+        if state is not USABLE:
+            return
+        group = self._groups.setdefault((engine.side, engine.pool, fingerprint), _Group())
+        group.usable.append(engine)
+        self._group_of[engine] = group
+        self.on_load_change(engine)
+
+    def is_right_about(self, engine: "Engine") -> bool:
+        """Whether the engine is in the state that it was in."""
+        return self._states.get(engine) == (engine.standing, engine.fingerprint)
+
+    def on_load_change(self, engine: "Engine") -> None:
+        """Records whether the engine has prompts to compute."""
+        if group := self._group_of.get(engine):
+            group.set_idle(engine, not engine.backlog_tokens and engine.health >= WELL)
+
+    def num_usable(self, side: Side, pool: str) -> int:
+        """Returns the number of engines of a pool that take requests."""
+        groups = self._groups.items()
+        return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
+
+    def draw(self, key: GroupKey, number: int) -> "list[Engine]":
+        """Returns a few engines of a group.
+
+        Args:
+            number: random.
+        """
+        group = self._groups.get(key)
+        return group.draw(number) if group else []
+
+    def has(self, key: GroupKey, engine: "Engine") -> bool:
+        """Whether the engine is a usable one of the group."""
+        group = self._group_of.get(engine)
+        return group is not None and self._groups.get(key) is group
+
+
+USABLE = EngineState.USABLE
