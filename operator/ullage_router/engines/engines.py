@@ -24,6 +24,8 @@ from ullage_router.tokenizer import Model, fingerprint, load_model
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2
 FIRST_RESOLVE_S = 2.0
+SLOW_RESOLVE_S = 1.0
+"""Seconds after which a look-up no longer holds up what other pools' look-ups have said."""
 MAX_IDLE_MODELS = 2
 """Number of models kept that no engine announces: one may come back, as a canary's does."""
 
@@ -77,6 +79,8 @@ class Engines:
         """The latest engine that is gone, by pool: it tells the properties of a pool that sleeps.
         """
         self._models: dict[str, Model] = {}
+        self._lookups: dict[tuple[Side, PoolSection], asyncio.Task[tuple[set[str], bool]]] = {}
+        """Look-ups that have not ended."""
         self._loading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._relist, self._resolved = asyncio.Event(), asyncio.Event()
@@ -95,6 +99,9 @@ class Engines:
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for lookup in self._lookups.values():
+            lookup.cancel()
+        await asyncio.gather(*self._lookups.values(), return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def all(self) -> list[Engine]:
@@ -346,10 +353,20 @@ class Engines:
         return stable + [(Side.CANARY, pool) for pool in self._canary]
 
     async def _resolve(self) -> None:
+        """Resolves all pools, without waiting for those whose name server is slow: what it says is
+        read in a later round."""
         for side, pool in self._sides():
-            answers = await asyncio.gather(*(resolve(target) for target in pool.targets))
-            addresses = {a for answer in answers if answer for a in answer}
-            if all(answer is not None for answer in answers):
+            if (side, pool) not in self._lookups:
+                self._lookups[side, pool] = asyncio.create_task(_resolve_all(pool.targets))
+        await asyncio.wait(self._lookups.values(), timeout=SLOW_RESOLVE_S)
+        for (side, pool), lookup in list(self._lookups.items()):
+            if not lookup.done():
+                continue
+            del self._lookups[side, pool]
+            if (side, pool) not in self._sides():  # a canary that is over
+                continue
+            addresses, is_complete = await lookup
+            if is_complete:
                 self._update(side, pool.name, addresses)
             else:  # a name server in trouble must not cost a working engine
                 self._add(side, pool.name, addresses)
@@ -412,21 +429,37 @@ class Engines:
             del self._models[key]
 
 
+async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
+    """Returns the addresses of all targets, and whether every name server answered."""
+    answers = await asyncio.gather(*(resolve(target) for target in targets))
+    addresses = {address for answer in answers if answer for address in answer}
+    return addresses, all(answer is not None for answer in answers)
+
+
 async def resolve(target: str) -> set[str] | None:
-    """Returns `ip:port` of every A record of a target; None if the name server does not answer."""
+    """Returns `ip:port` of every A record of a target, or `[ip]:port` of every AAAA record where
+    there is no A record; None if the name server does not answer.
+
+    An engine that has both is one engine, whose address of the first kind is taken.
+    """
     host, _, port = target.rpartition(":")
     if _is_address(host):
         return {target}
     loop = asyncio.get_running_loop()
     try:
-        records = await loop.getaddrinfo(host, int(port), family=socket.AF_INET)
+        records = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         # A headless Service without pods has no records, and that is an answer.
         if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
             return set()
         log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
         return None
-    return {":".join(map(str, address[:2])) for *_, address in records}
+    by_family: dict[int, set[str]] = {}
+    for family, *_, (ip, *_) in records:
+        by_family.setdefault(family, set()).add(
+            f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"
+        )
+    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
 
 
 def _is_address(host: str) -> bool:

@@ -152,7 +152,8 @@ class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
     """The pool named `large` takes the large requests."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-    """Addresses of engines: `name:port`, where every A record is an engine, or `ip:port`."""
+    """Addresses of engines: `name:port`, where every A record is an engine (every AAAA record where
+    there is none), `ip:port` or `[ip]:port`."""
     sleeps: bool = False
     """Whether the pool may have no engine and gets one when a request wants it, which is held
     meanwhile."""
@@ -475,6 +476,15 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools {names} share a name; give each its own")
+        owners: dict[str, str] = {}
+        for pool in self.pools:
+            for target in pool.targets:
+                owner = owners.setdefault(target, pool.name)
+                if owner != pool.name:
+                    raise ValueError(
+                        f"pools: target {target!r} is in {owner!r} and in {pool.name!r}, so its "
+                        "memory would be given twice; leave it in one of them"
+                    )
         unknown = sorted(set(self.routing.rungs.route.pools) - set(names))
         if unknown:
             raise ValueError(f"routing.rungs.route.pools {unknown} are none of the pools {names}")

@@ -1,14 +1,17 @@
 """Finding engines, and stopping to use them."""
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import PoolSection
 from ullage_router.engines import engines
 from ullage_router.engines.engines import resolve
+from ullage_router.policy.decision import EngineState, Side
 
 if TYPE_CHECKING:
     StartService = Any
@@ -22,6 +25,90 @@ def test_resolving() -> None:
         assert await resolve("[::1]:9000") == {"[::1]:9000"}
         assert await resolve("localhost:9000") == {"127.0.0.1:9000"}
         assert not await resolve("no-such-host.invalid:9000")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        ({socket.AF_INET6: ["fd00::1", "fd00::2"]}, {"[fd00::1]:9000", "[fd00::2]:9000"}),
+        ({socket.AF_INET6: ["fd00::1"], socket.AF_INET: ["10.0.0.1"]}, {"10.0.0.1:9000"}),
+    ],
+)
+def test_resolving_where_addresses_are_of_version_6(
+    monkeypatch: pytest.MonkeyPatch, families: dict[int, list[str]], expected: set[str]
+) -> None:
+    """An engine with both addresses is one engine."""
+    records = [
+        (family, socket.SOCK_STREAM, 6, "", (ip, 9000, 0, 0) if ":" in ip else (ip, 9000))
+        for family, addresses in families.items()
+        for ip in addresses
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: records)
+    assert asyncio.run(resolve("engines.example:9000")) == expected
+
+
+def test_a_slow_name_server_holds_up_no_other_pool(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = asyncio.Event()
+
+    async def scenario() -> None:
+        async with start_service(large=(100,)) as both:
+            single, large = both.engines
+
+            async def resolve_slowly(target: str) -> set[str]:
+                if target.startswith("quick"):
+                    return {large.address}
+                await answers.wait()
+                return {single.address}
+
+            monkeypatch.setattr(engines, "resolve", resolve_slowly)
+            monkeypatch.setattr(engines, "RESOLVE_INTERVAL_S", 0.02)
+            monkeypatch.setattr(engines, "SLOW_RESOLVE_S", 0.02)
+            pools = {"single": ["hangs.example:9000"], "large": ["quick.example:9000"]}
+            async with start_service(single=(), wait=False, pools=pools) as named:
+                await named.until(lambda: named.router.service.is_ready)
+                assert [e.pool for e in named.router.service.engines.all()] == ["large"]
+                answers.set()
+                await named.until(lambda: len(named.router.service.engines.all()) == 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_canarys_pool_that_is_not_configured_is_ignored(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = service.router.service.engines
+            unknown = PoolSection(name="huge", targets=("127.0.0.1:1",))
+            same = PoolSection(name="single", targets=(service.engine.address,))
+            known.set_canary((unknown, same))
+            await service.until(
+                lambda: [e.state for e in known.all()].count("ready") == 2 == len(known.all())
+            )
+            assert (await service.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_engines_at_one_address_are_told_apart(start_service: "StartService") -> None:
+    """A canary's address may become a stable engine's before the canary's is forgotten."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = service.router.service.engines
+            known.set_canary((PoolSection(name="single", targets=(service.engine.address,)),))
+            await service.until(lambda: [e.state for e in known.all()] == 2 * ["ready"])
+            for side in Side:
+                views = known.views(known.served_model("", side), side)
+                usable = [view for view in views if view.standing is EngineState.USABLE]
+                (engine,) = [known.at(view.id) for view in usable]
+                assert engine.side is side
+                credit = engine.reserve(5, 1)
+                others = [other for other in known.all() if other is not engine]
+                assert [engine.credit_bytes] + [o.credit_bytes for o in others] == [5, 0]
+                engine.release(credit)
 
     asyncio.run(scenario())
 

@@ -53,6 +53,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("rungs: {}", "rungs: {reject: {min_retry_after: 9, max_retry_after: 2}}", ["9", "2"]),
         ("rungs: {}", "rungs: {shrink_output: {min_share: 1.5}}", ["shrink_output.min_share"]),
         ("name: large", "name: single", ["share a name"]),
+        ("smollm2-large:9000", "smollm2-single:9000", ["'single'", "'large'", "given twice"]),
         ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
         ("pools:", "pools: [", ["not YAML"]),
     ],
