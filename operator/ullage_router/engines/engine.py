@@ -1,14 +1,10 @@
-"""One engine as the router sees it: its channel, its reports in their order, the credit given on
-it, and the watchdog that ends waits for an engine that has fallen silent while another could do its
-work.
-"""
+"""One engine as the router sees it: its channel, its reports in their order, and its credit."""
 
 import asyncio
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 import grpc
@@ -19,60 +15,13 @@ from ullage_common.config.router import BreakerSection
 from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
-from ullage_router.engines.flow_control import FlowControl, Source
+from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import Metadata, Multiplexer
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
 from ullage_router.policy.decision import EngineState, EngineView, Release, Side, route_of
 from ullage_router.tokenizer import Model
-
-CHECK_INTERVAL_S = 1.0
-
-
-class StreamWatchdog:
-    """Ends the streams of one engine when it falls silent.
-
-    Args:
-        is_silent: whether the engine has missed so many heartbeats that it must be given up.
-        error: what is raised then.
-    """
-
-    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
-        self._is_silent = is_silent
-        self._error = error
-        self._open: set[Source] = set()
-        self._check_at: float | None = None
-
-    def watch(self, stream: Source) -> None:
-        """Watches a stream: it ends with the error when the engine falls silent."""
-        self._open.add(stream)
-        self._arm()
-
-    def forget(self, stream: Source) -> None:
-        """Stops watching a stream, which has ended or is read no more."""
-        self._open.discard(stream)
-
-    def _arm(self) -> None:
-        if self._check_at is None:
-            loop = asyncio.get_running_loop()
-            self._check_at = loop.time() + CHECK_INTERVAL_S
-            loop.call_at(self._check_at, self._check, self._check_at)
-
-    def _check(self, planned: float) -> None:
-        self._check_at = None
-        if not self._open:
-            return
-        now = asyncio.get_running_loop().time()
-        # After a pause of this very process the reports of that time are still to be read.
-        was_asleep = now - planned > CHECK_INTERVAL_S
-        if not was_asleep and self._is_silent():
-            for stream in self._open:
-                stream.end(self._error())
-            self._open.clear()
-        else:
-            self._arm()
-
 
 ReportKind = Literal["next", "gap", "old", "restart"]
 

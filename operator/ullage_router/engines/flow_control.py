@@ -4,6 +4,8 @@ A source may be `window` tokens ahead of the reader and no further. Tokens that 
 a client needs them leave together: a reader gets news at once when it has had none for
 `coalesce_s`, and earlier when `coalesce_tokens` have come or the answer has ended. So the first
 token never waits, nor do those of an engine that is slower than that anyway.
+
+A watchdog ends the streams of an engine that has fallen silent.
 """
 
 import asyncio
@@ -247,3 +249,50 @@ class ReceiveBuffer:
         if self._flow.pace:
             pause_s = max(pause_s, tokens / self._flow.pace)
         self._due = self._loop.time() + pause_s
+
+
+CHECK_INTERVAL_S = 1.0
+
+
+class StreamWatchdog:
+    """Ends the streams of one engine when it falls silent.
+
+    Args:
+        is_silent: whether the engine has missed so many heartbeats that it must be given up.
+        error: what is raised then.
+    """
+
+    def __init__(self, is_silent: Callable[[], bool], error: Callable[[], ServiceError]) -> None:
+        self._is_silent = is_silent
+        self._error = error
+        self._open: set[Source] = set()
+        self._check_at: float | None = None
+
+    def watch(self, stream: Source) -> None:
+        """Watches a stream: it ends with the error when the engine falls silent."""
+        self._open.add(stream)
+        self._arm()
+
+    def forget(self, stream: Source) -> None:
+        """Stops watching a stream, which has ended or is read no more."""
+        self._open.discard(stream)
+
+    def _arm(self) -> None:
+        if self._check_at is None:
+            loop = asyncio.get_running_loop()
+            self._check_at = loop.time() + CHECK_INTERVAL_S
+            loop.call_at(self._check_at, self._check, self._check_at)
+
+    def _check(self, planned: float) -> None:
+        self._check_at = None
+        if not self._open:
+            return
+        now = asyncio.get_running_loop().time()
+        # After a pause of this very process the reports of that time are still to be read.
+        was_asleep = now - planned > CHECK_INTERVAL_S
+        if not was_asleep and self._is_silent():
+            for stream in self._open:
+                stream.end(self._error())
+            self._open.clear()
+        else:
+            self._arm()

@@ -243,7 +243,7 @@ def test_the_route_says_how_the_engines_ranks_are_arranged(start_service: "Start
                 await engine.restart()
                 epoch = engine.headroom.epoch
                 engines = service.router.service.engines
-                known = engines.at(engine.address)
+                known = next(e for e in engines.all() if e.address == engine.address)
                 await service.until(lambda known=known, epoch=epoch: known.order.epoch == epoch)
                 await service.until(lambda: service.engine_state("large-0") == "ready")
                 answer = await service.complete("x" * 40)
