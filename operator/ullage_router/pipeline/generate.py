@@ -184,7 +184,7 @@ class EngineStages:
             call.progress.on_loss()
             if self._admission.has_stable_engine(call.prompt):
                 call.side = Side.STABLE  # what a canary lost is not for the canary again
-            call.refused_by[lost.engine.address] = lost.engine.reports
+            call.refused_by[lost.engine.key] = lost.engine.reports
             try:
                 if not losses.is_suspect:
                     return await self._on_next_engine(call)
@@ -210,7 +210,7 @@ class EngineStages:
                     except ServiceError as error:
                         if not _is_refusal(error):
                             raise _EngineLost(reservation, error) from error
-                        call.refused_by[reservation.engine.address] = reservation.engine.reports
+                        call.refused_by[reservation.engine.key] = reservation.engine.reports
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
