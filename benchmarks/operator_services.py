@@ -66,7 +66,7 @@ def manifest(number: int) -> dict[str, Any]:
         "metadata": {"name": f"s{number}", "namespace": NAMESPACE},
         "spec": {
             "model": {"source": "file:///model", "name": "m"},
-            "device": "cpu",
+            "device": "CPU",
             "pools": {"single": {"replicas": 0}},
         },
     }

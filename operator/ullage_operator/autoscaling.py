@@ -471,11 +471,11 @@ def scaling_condition(
         return []
     if KEDA in by and SCALED_OBJECT not in serves:
         message = (
-            f"the operator sees no {SCALED_OBJECT} here; set provider to ullage, or install KEDA"
+            f"the operator sees no {SCALED_OBJECT} here; set provider to Ullage, or install KEDA"
         )
         return [Condition(SCALING, False, "ProviderMissing", message)]
     if unknown := sorted(by - {OWN, KEDA}):
-        message = f"there is no provider {unknown[0]}; set it to ullage or keda"
+        message = f"there is no provider {unknown[0]}; set it to Ullage or KEDA"
         return [Condition(SCALING, False, "ProviderMissing", message)]
     own = [name for name, each in providers.items() if each == OWN]
     if own and decided.problem:

@@ -148,7 +148,7 @@ def planned():
                 | {
                     "autoscaling": {
                         "maxReplicas": 2,
-                        "provider": "keda",
+                        "provider": "KEDA",
                         "prometheusURL": "http://prometheus:9090",
                     }
                 },

@@ -24,7 +24,7 @@ def hybrid(
 ) -> "Service":
     """examples/hybrid.yaml in float32, so that texts can be compared."""
     document = yaml.safe_load((ROOT / "examples" / "hybrid.yaml").read_text())
-    document["spec"]["model"] |= {"dtype": "float32", "maxModelLen": 2048}
+    document["spec"]["model"] |= {"dtype": "Float32", "maxModelLen": 2048}
     document["spec"]["routing"]["largeRequestTokens"] = 200
     document["spec"]["limits"]["requestTimeout"] = "300s"  # of a machine with other work
     path = tmp_path_factory.mktemp("hybrid") / "hybrid.yaml"

@@ -37,7 +37,7 @@ def small(
     """One engine with room for 1,100 tokens, in float32 so that texts can be compared."""
     document = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text())
     spec = document["spec"]
-    spec["model"] |= {"dtype": "float32", "maxModelLen": 1024}
+    spec["model"] |= {"dtype": "Float32", "maxModelLen": 1024}
     spec["pools"] = {"single": {"gpus": 1, "memory": {"maxKV": 1100 * TOKEN_BYTES}}}
     spec["routing"]["queue"] = {"maxRequests": 16, "timeout": "2s"}
     spec["batching"] = {"maxSequences": 8, "prefillChunkTokens": 256}

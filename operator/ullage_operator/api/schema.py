@@ -18,6 +18,7 @@ import yaml
 import ullage_operator
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.naming import API_VERSION, KIND
+from ullage_operator.api.sections import api_word
 
 if TYPE_CHECKING:
     import celpy
@@ -164,6 +165,8 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
             return Problem(join(path, missing), f"required field is missing. {meaning}".strip())
         case "enum":
             text = f"must be one of {', '.join(map(str, limit))}, not {value!r}"
+            if (word := api_word(str(value))) in limit:
+                text += f"; write {word}"
         case "type" | "pattern" if form := expected_form(schema):
             text = f"must be {form}, not {value!r}"
         case "type":

@@ -125,6 +125,7 @@ _API_WORDS = {
     "cuda": "CUDA",
     "fp8": "FP8",
     "keda": "KEDA",
+    "off": "None",
     "w8a8": "W8A8",
 }
 
@@ -298,7 +299,8 @@ class Pace(Strict, frozen=True, kw_only=True):
 
 class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
-    provider: str
+    provider: Literal["ullage", "keda", "hpa"]
+    """`hpa` stands in old objects only."""
     min_replicas: int
     max_replicas: int
     warm_spares: int

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -90,7 +90,7 @@ class TenantsSpec(Strict, frozen=True, kw_only=True):
     secret_name: str
     anonymous: Anonymous
     protect_stats: bool
-    across_routers: str
+    across_routers: Literal["split", "each"]
     defaults: TenantRules
     named: tuple[NamedTenant, ...]
 
@@ -299,7 +299,7 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             each = f" for each of {pool['gpus']} workers" if ranks.get(key, 1) > 1 else ""
             most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
             yield Problem(path(key), f"{memory[key]}{each} is more than {most}; lower it")
-    if "deviceBytes" in asked and spec.get("device") != "cuda":
+    if "deviceBytes" in asked and _device(spec) != "cuda":
         share, reserve = memory["threshold"], memory["safetyReserve"]
         if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:
             yield Problem(
@@ -337,11 +337,15 @@ def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
     ordered = sorted(pools.items(), key=lambda item: (ranks.get(item[0], 2), item[0]))
     complete = {
         name: pool
-        | _rank_grid(pool, 4 if name == LARGE and spec.get("device") != "cpu" else 1)
+        | _rank_grid(pool, 4 if name == LARGE and _device(spec) != "cpu" else 1)
         | {"memory": memory | pool.get("memory", {})}
         for name, pool in ordered
     }
     return {**spec, "pools": complete}
+
+
+def _device(spec: Mapping[str, Any]) -> str:
+    return str(spec.get("device", "")).lower()
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:

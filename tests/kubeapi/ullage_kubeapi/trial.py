@@ -90,7 +90,7 @@ class World:
             "apiVersion": "serving.ullage.dev/v1alpha1",
             "kind": "LLMService",
             "metadata": {"name": "s"},
-            "spec": {"model": model, "device": "cpu", **spec},
+            "spec": {"model": model, "device": "CPU", **spec},
         }
         if "pools" in spec:
             body["spec"]["pools"] = {"single": {}} | spec["pools"]

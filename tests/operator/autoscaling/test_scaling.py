@@ -72,7 +72,7 @@ def decided(count: int) -> ScalingDecisions:
         (single(1), 4, 3, 3),
         (single(1, minReplicas=2), 4, 0, 2),
         (single(3, enabled=False), 5, None, 3),
-        (single(2, provider="keda", prometheusURL=URL), None, None, 2),
+        (single(2, provider="KEDA", prometheusURL=URL), None, None, 2),
     ],
 )
 def test_how_many_engines(make_plan: MakePlan, pools, live, decision, replicas):
@@ -83,7 +83,7 @@ def test_how_many_engines(make_plan: MakePlan, pools, live, decision, replicas):
 
 
 def test_keda_scales_the_statefulset_once_it_exists(make_plan: MakePlan):
-    pools = single(2, provider="keda", prometheusURL=URL)
+    pools = single(2, provider="KEDA", prometheusURL=URL)
     made = make_plan(seen(4), pools=pools)
     assert "replicas" not in found(made, "StatefulSet")["spec"]
     assert made.status["pools"]["single"]["desiredReplicas"] == 4
@@ -99,7 +99,7 @@ def test_keda_scales_the_statefulset_once_it_exists(make_plan: MakePlan):
 
 def test_keda_follows_the_same_rules(make_plan: MakePlan):
     pools = single(
-        provider="keda", prometheusURL=URL, minReplicas=2, targets={"kvUtilization": 0.65}
+        provider="KEDA", prometheusURL=URL, minReplicas=2, targets={"kvUtilization": 0.65}
     )
     spec = found(make_plan(seen(), pools=pools), "ScaledObject")["spec"]
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 5)
@@ -118,7 +118,7 @@ def test_keda_follows_the_same_rules(make_plan: MakePlan):
 
 
 def test_keda_wakes_by_the_requests_that_routers_hold(make_plan: MakePlan):
-    pools = single(provider="keda", prometheusURL=URL, minReplicas=0, idleAfter="90s")
+    pools = single(provider="KEDA", prometheusURL=URL, minReplicas=0, idleAfter="90s")
     made = make_plan(seen(), pools=pools)
     spec = found(made, "ScaledObject")["spec"]
     assert (spec["minReplicaCount"], spec["cooldownPeriod"]) == (0, 90)
@@ -210,9 +210,9 @@ def test_a_service_that_sleeps_is_ready_while_a_router_is(make_plan: MakePlan):
         ({"minReplicas": 6}, "minReplicas"),
         ({"warmSpares": 6}, "warmSpares"),
         ({"warmSpares": 1, "minReplicas": 0}, "warmSpares"),
-        ({"provider": "keda", "prometheusURL": URL, "warmSpares": 1}, "warmSpares"),
+        ({"provider": "KEDA", "prometheusURL": URL, "warmSpares": 1}, "warmSpares"),
         ({"provider": "hpa"}, "provider"),
-        ({"provider": "keda"}, "prometheusURL"),
+        ({"provider": "KEDA"}, "prometheusURL"),
         ({"prometheusURL": URL}, "prometheusURL"),
         ({"idleAfter": "0s"}, "idleAfter"),
         ({"scaleDown": {"window": "2h"}}, "scaleDown.window"),

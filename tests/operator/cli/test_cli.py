@@ -140,7 +140,7 @@ def up(manifest: Path) -> "subprocess.Popen[str]":
 
 def test_a_missing_model_stops_everything(manifest: Make, write: Write, tmp_path: Path) -> None:
     model = {"source": f"file://{tmp_path}/none.gguf", "name": "m"}
-    with up(write(yaml.safe_dump(manifest(model=model, device="cpu")))) as process:
+    with up(write(yaml.safe_dump(manifest(model=model, device="CPU")))) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     [line] = err.splitlines()

@@ -20,7 +20,7 @@ def test_the_number_of_engines_is_handed_over_and_taken_back(world, operator):
         return {f["manager"] for f in fields if "f:replicas" in f["fieldsV1"].get("f:spec", {})}
 
     assert world.get(path)["spec"]["replicas"] == 3 and owners() == {"ullage-operator"}
-    scaling = {"provider": "keda", "prometheusURL": "http://p:9090", "maxReplicas": 9}
+    scaling = {"provider": "KEDA", "prometheusURL": "http://p:9090", "maxReplicas": 9}
     change = {"spec": {"pools": {"single": {"autoscaling": scaling}}}}
     assert world.patch(f"{world.services}/s", change).status_code == 200
     until(lambda: owners() == {"ullage-operator-scale"}, "the operator leaves replicas alone")

@@ -14,7 +14,7 @@ from ullage_operator.controller.plan import Observed, ServicePlan, plan
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 BASE: dict[str, Any] = {
     "model": {"source": "file:///models/a", "name": "m"},
-    "device": "cpu",
+    "device": "CPU",
     "pools": {"single": {}, "large": POOL},
     "rollout": {"strategy": "Rolling"},
 }
@@ -24,7 +24,7 @@ SINGLE, LARGE = {"single"}, {"large"}
 ENGINES = SINGLE | LARGE
 ALL = ROUTER | ENGINES
 KEYS = {"secretName": "keys"}
-KEDA = {"maxReplicas": 4, "provider": "keda", "prometheusURL": "http://prometheus:9090"}
+KEDA = {"maxReplicas": 4, "provider": "KEDA", "prometheusURL": "http://prometheus:9090"}
 NAMED = KEYS | {"named": [{"name": "a", "weight": 2}]}
 
 EDITS: list[tuple[dict[str, Any], set[str]]] = [
@@ -51,7 +51,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"routing": {"wake": {"timeout": "1m"}}}, ROUTER),
     ({"routing": {"largeRequestTokens": 9}}, ROUTER),
     ({"routing": {"largeRequestKV": "1Gi"}}, ROUTER),
-    ({"routing": {"ladder": ["reject"]}}, ROUTER),
+    ({"routing": {"ladder": ["Reject"]}}, ROUTER),
     ({"routing": {"queue": {"maxRequests": 9}}}, ROUTER),
     ({"routing": {"queue": {"timeout": "3s"}}}, ROUTER),
     ({"routing": {"placement": {"breaker": {"failures": 2}}}}, ROUTER),
@@ -61,7 +61,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"routing": {"replace": {"enabled": False}}}, ROUTER),
     ({"routing": {"rungs": {"shrinkOutput": {"minTokens": 2}}}}, ROUTER),
     ({"prompts": {"cleanse": {"html": True}}}, ROUTER),
-    ({"prompts": {"compress": {"method": "extractive"}}}, ROUTER),
+    ({"prompts": {"compress": {"method": "Extractive"}}}, ROUTER),
     ({"streaming": {"coalesceTokens": 1}}, ROUTER),
     ({"streaming": {"keepalive": "1s"}}, ROUTER),
     ({"router": {"processes": 2}}, ROUTER),
@@ -76,10 +76,10 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"large": None}}, ROUTER | LARGE),
     # What engines alone read.
     ({"model": {"source": "file:///models/b"}}, ENGINES),
-    ({"model": {"dtype": "float32"}}, ENGINES),
+    ({"model": {"dtype": "Float32"}}, ENGINES),
     ({"model": {"deterministic": True}}, ENGINES),
     ({"model": {"maxModelLen": 9000}}, ENGINES),
-    ({"device": "cuda"}, ENGINES),
+    ({"device": "CUDA"}, ENGINES),
     ({"image": "registry.example/engine:2"}, ENGINES),
     ({"allowFaultInjection": True}, ENGINES),
     ({"batching": {"decodeWindow": "1ms"}}, ENGINES),
@@ -104,7 +104,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"limits": {"totalTimeout": "9m"}}, ALL),
     ({"memory": {"threshold": 0.5}}, ALL),
     ({"memory": {"safetyReserve": "1Gi"}}, ALL),
-    ({"observability": {"logLevel": "debug"}}, ALL),
+    ({"observability": {"logLevel": "Debug"}}, ALL),
     ({"tls": {"engines": {"secretName": "tls"}}}, ALL),
     ({"tickets": {"secretName": "tickets"}}, ALL),
     ({"imagePullSecrets": [{"name": "p"}]}, ALL),
@@ -174,7 +174,7 @@ def test_each_edit_is_of_something(make_plan):
 
 def test_more_routers_roll_routers_where_they_split_a_tenants_quota(make_plan):
     """The share is read when a router starts; by default every router grants all."""
-    split = merged(BASE, {"tenants": NAMED | {"acrossRouters": "split"}})
+    split = merged(BASE, {"tenants": NAMED | {"acrossRouters": "Split"}})
     more = merged(split, {"router": {"replicas": 4}})
     assert changed(templates(make_plan, split), templates(make_plan, more)) == ROUTER
 

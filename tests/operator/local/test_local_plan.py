@@ -63,7 +63,7 @@ def test_the_router_finds_every_engine_on_loopback(manifest: Make, tmp_path: Pat
     ]
     assert router.http.host == router.grpc.host == router.metrics.host == "127.0.0.1"
     assert router.log_level == "warning"
-    own = local(manifest(observability={"logLevel": "debug"}), tmp_path)
+    own = local(manifest(observability={"logLevel": "Debug"}), tmp_path)
     assert read(own, "demo-router-0", RouterConfig).log_level == "debug"
 
 

@@ -19,10 +19,7 @@ MakePlan = Callable[..., ServicePlan]
 FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}
 LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
 
-PROMETHEUS = {
-    "namespaceSelector": {},
-    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-}
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 
 
 def find(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
@@ -42,7 +39,7 @@ def container(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 @pytest.mark.parametrize(
-    "spec", [{}, {"device": "cpu"}, {"pools": LARGE}], ids=["plain", "cpu", "large"]
+    "spec", [{}, {"device": "CPU"}, {"pools": LARGE}], ids=["plain", "cpu", "large"]
 )
 def test_kubernetes_takes_every_object(
     make_plan: MakePlan, spec: dict[str, Any], version: str
@@ -211,16 +208,16 @@ def test_gpus_are_limits_unless_the_device_is_a_cpu(make_plan: MakePlan) -> None
     large = container(make_plan(pools=LARGE), "StatefulSet", "demo-large")
     assert large["resources"]["requests"]["cpu"] == "4"
     assert large["resources"]["limits"] == {"nvidia.com/gpu": "4"}
-    on_cpu = container(make_plan(device="cpu"), "StatefulSet", "demo-single")["resources"]
+    on_cpu = container(make_plan(device="CPU"), "StatefulSet", "demo-single")["resources"]
     assert "limits" not in on_cpu
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+@pytest.mark.parametrize("device", ["Auto", "CUDA", "CPU"])
 def test_who_asks_for_gpus_must_find_them(make_plan: MakePlan, device: str) -> None:
     plan = make_plan(device=device)
     config = yaml.safe_load(find(plan, "ConfigMap", "demo-single")["data"]["engine.yaml"])
     asks = "limits" in container(plan, "StatefulSet", "demo-single")["resources"]
-    assert (config["device"], asks) == (("cpu", False) if device == "cpu" else ("cuda", True))
+    assert (config["device"], asks) == (("cpu", False) if device == "CPU" else ("cuda", True))
 
 
 def test_weights_live_in_memory(make_plan: MakePlan) -> None:

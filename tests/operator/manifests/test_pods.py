@@ -55,7 +55,7 @@ WHOLE: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
 }
 MONITORED = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
-SPECS = pytest.mark.parametrize("spec", [{}, {"device": "cpu"}, WHOLE], ids=["plain", "cpu", "all"])
+SPECS = pytest.mark.parametrize("spec", [{}, {"device": "CPU"}, WHOLE], ids=["plain", "cpu", "all"])
 
 
 def templates(plan: ServicePlan) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ def resources(plan: ServicePlan, kind: str) -> Resources:
     return amounts
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
 def test_no_engine_is_best_effort(make_plan: MakePlan, device: str) -> None:
     amounts = resources(make_plan(device=device), "StatefulSet")
     assert amounts["requests"] == {"cpu": "250m", "memory": "1536Mi"}
@@ -61,7 +61,7 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
 
 
 def test_on_a_cpu_the_budget_is_requested(make_plan: MakePlan) -> None:
-    plan = make_plan(device="cpu", memory={"deviceBytes": "6Gi", "safetyReserve": "1Gi"})
+    plan = make_plan(device="CPU", memory={"deviceBytes": "6Gi", "safetyReserve": "1Gi"})
     assert resources(plan, "StatefulSet")["requests"]["memory"] == "7680Mi"
 
 

@@ -60,7 +60,7 @@ def test_without_tenants_there_is_no_section_and_no_volume(make_plan: MakePlan) 
 
 
 def test_each_router_may_have_the_whole_limit(make_plan: MakePlan) -> None:
-    made = make_plan(tenants={**TENANTS, "acrossRouters": "each"}, router={"replicas": 3})
+    made = make_plan(tenants={**TENANTS, "acrossRouters": "Each"}, router={"replicas": 3})
     section = router_config(made).tenants
     assert section is not None and section.share == 1.0
 
@@ -86,13 +86,13 @@ def test_the_pod_mounts_the_whole_secret(make_plan: MakePlan) -> None:
         ({"named": [{"name": "a"}, {"name": "a"}]}, "two tenants have one name"),
         ({"named": [{"name": "other"}]}, "choose another name"),
         ({"named": [{"name": "Alice"}]}, "must match"),
-        ({"named": [{"name": "anonymous"}]}, "set anonymous to allow"),
+        ({"named": [{"name": "anonymous"}]}, "set anonymous to Allow"),
         (
             {"named": [{"name": "a", "priority": 5, "maxPriority": 4}]},
             "must not exceed maxPriority",
         ),
         ({"named": [{"name": "a", "weight": 0}]}, "must be at least 0.01"),
-        ({"anonymous": "maybe"}, "must be one of allow, deny"),
+        ({"anonymous": "maybe"}, "must be one of Allow, Deny"),
     ],
 )
 def test_mistakes_say_what_to_do(manifest: Make, tenants: dict[str, Any], line: str) -> None:

@@ -441,7 +441,7 @@ def config_maps(cluster):
 
 
 def test_no_value_of_the_environment_reaches_a_config_map(cluster):
-    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "Rolling"})
     for _ in range(3):
         cluster.step()
     cluster.edit(pools=with_token("hf_two"), rollout={})
@@ -459,7 +459,7 @@ def test_no_value_of_the_environment_reaches_a_config_map(cluster):
 
 
 def test_a_value_that_nobody_has_any_more_is_not_made_up(cluster):
-    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "Rolling"})
     for _ in range(3):
         cluster.step()
     del cluster.objects["StatefulSet", "demo-single"]
@@ -469,7 +469,7 @@ def test_a_value_that_nobody_has_any_more_is_not_made_up(cluster):
 
 
 def test_values_that_an_older_operator_wrote_are_read_and_not_kept(cluster):
-    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "rolling"})
+    cluster.edit(pools=with_token("hf_one"), rollout={"strategy": "Rolling"})
     for _ in range(3):
         cluster.step()
     kept = json.loads(cluster.config("demo-rollout")["state.json"])
