@@ -53,6 +53,13 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         """Bytes of one block over all cache groups and ranks."""
         return self.block_tokens * sum(group.bytes_per_token for group in self.groups)
 
+    def decode_read_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV that computing one more token of a sequence of so many reads."""
+        return sum(
+            group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
+            for group in self.groups
+        )
+
     @property
     def growing_bytes_per_token(self) -> int:
         """Bytes of a token in the groups without a window, which alone grow without end."""

@@ -210,6 +210,9 @@ FLOAT32_BYTES = 4
 CODE_BYTES = 1
 """Bytes of a float8."""
 
+GATHER_TOKENS = 8192
+"""Tokens of context whose KV one pass of decode attention gathers; more sequences take several."""
+
 BLOCK_TOKENS = 16
 """Tokens of a block of KV."""
 

@@ -195,7 +195,9 @@ def _decode_groups(
         widest = bucket(_num_blocks(chunks[start], block_tokens))
         similar, waste = start, 0
         while similar < len(chunks):
-            waste += (widest - _num_blocks(chunks[similar], block_tokens)) * block_tokens
+            # Padding to the row's own bucket is there in any group.
+            own = bucket(_num_blocks(chunks[similar], block_tokens))
+            waste += (widest - own) * block_tokens
             if waste > GROUP_WASTE_TOKENS and similar > start:
                 break
             similar += 1

@@ -330,6 +330,10 @@ class PrefixCache:
     def is_cached(self, block: int) -> bool:
         return block in self._tree
 
+    def is_private(self, block: int) -> bool:
+        """Whether one sequence holds the block and the cache does not."""
+        return self._pool.ref_count(block) == 1 and block not in self._tree
+
     def is_shared(self, block: int) -> bool:
         """Whether more than one sequence, or the cache too, reads the block: it must not be
         written."""

@@ -263,21 +263,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Ten
     out[..., half:].addcmul_(x[..., :half], sin[:, half:])
 
 
-ROWS = 512
-"""Rows normalised at once, which bounds the temporary."""
+NORMALISED_AT_ONCE = 4 << 20
+"""Numbers normalised at once, which bounds the temporary: any usual step's in one launch."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Writes x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
-    shape = (x.shape[-1],)
-    for start in range(0, x.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
+    shape, size = (x.shape[-1],), max(1, NORMALISED_AT_ONCE // x.shape[-1])
+    for start in range(0, x.shape[0], size):
+        rows = slice(start, start + size)
         out[rows].copy_(F.rms_norm(x[rows], shape, weight, eps))
 
 
 def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Normalises each head of [tokens, heads, head_dim] by itself, in place."""
-    size = max(1, ROWS // heads.shape[1])
+    size = max(1, NORMALISED_AT_ONCE // heads[0].numel())
     for start in range(0, heads.shape[0], size):
         rows = heads[start : start + size]
         rows.copy_(F.rms_norm(rows, (rows.shape[-1],), weight, eps))

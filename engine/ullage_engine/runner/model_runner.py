@@ -1,5 +1,6 @@
 """Executes step plans on a device, and knows the largest plans that it can meet."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
-from ullage_engine.runner.sampler import sample
+from ullage_engine.runner.sampler import PenaltyCounts, sample
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 EVERYTHING = SamplingParams(
@@ -57,6 +58,9 @@ vocabulary, alternatives."""
 
 
 GREEDY = SamplingParams(temperature=0.0)
+
+_MEASURED_ROWS = 8
+"""Sequences of the steps whose time is measured at the start."""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
@@ -170,6 +174,7 @@ class ModelRunner:
         self._pool: KVPool | None = None
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
+        self._counts = PenaltyCounts(limits.max_rows)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -277,6 +282,30 @@ class ModelRunner:
         self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
+    def measure_context_seconds(self) -> float:
+        """Measures the seconds that one more token of context costs a step of decodes.
+
+        Overwrites the KV pool; of several ranks all measure together. 0: too few to be seen.
+        """
+        limits = self._limits
+        rows = min(_MEASURED_ROWS, limits.max_rows, limits.max_tokens)
+        longest = min(limits.max_gather_tokens // rows, limits.max_model_len)
+        short, long = (
+            min(self._decode_seconds(rows, context) for _ in "ab") for context in (1, longest)
+        )
+        return max(0.0, long - short) / max(1, rows * (longest - 1))
+
+    def _decode_seconds(self, rows: int, context: int) -> float:
+        chunks = [
+            _chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
+            for row in range(rows)
+        ]
+        started = time.perf_counter()
+        self.execute(StepPlan(chunks))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
         self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
@@ -288,7 +317,9 @@ class ModelRunner:
         Of several ranks every one computes its part, and the tokens are on the one that samples.
         """
         parts = self.logits(plan)
-        tokens = [token for chunks, logits in parts for token in sample(logits, chunks)]
+        tokens = [
+            token for chunks, logits in parts for token in sample(logits, chunks, self._counts)
+        ]
         return in_plan_order(plan, tokens) if tokens else []
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ what top-k kept, min-p. All three keep a prefix of the tokens sorted by (logit d
 ascending).
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,12 +82,9 @@ LARGEST = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The sampling parameters and the history of one row."""
+    """The sampling parameters of one row."""
 
     params: SamplingParams
-    history: list[int]
-    """Tokens so far; only penalties read them."""
-    num_prompt_tokens: int
     position: int
     """Position of the token to choose."""
 
@@ -100,16 +98,17 @@ class Row:
         return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor, chunks: Sequence[Chunk], counts: "PenaltyCounts | None" = None
+) -> list[SampledToken]:
     """Samples a token a row of float32 logits [rows, vocab], which penalties change in place.
+
+    `counts` spares counting a history again in each of a request's steps.
 
     A row with a NaN or an infinity, which damaged weights or a wrong kernel give, has `NO_TOKEN`.
     """
-    rows = [
-        Row(chunk.sampling, chunk.history, chunk.num_prompt_tokens, chunk.end)
-        for chunk in chunks
-        if chunk.sampling is not None
-    ]
+    counts = counts or PenaltyCounts(len(chunks))
+    rows = [Row(chunk.sampling, chunk.end) for chunk in chunks if chunk.sampling is not None]
     damaged = _damaged_rows(logits)
     if damaged:
         # The rest of the code then need not know of them: zeros are logits like any others.
@@ -117,7 +116,7 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
     raw = _raw_logprobs(logits, rows)
     for index, row in enumerate(rows):
         if row.params.is_penalised:
-            penalise(logits[index], row)
+            penalise(logits[index], row.params, counts.of(chunks[index]))
             _make_finite(logits[index])
     for row_logits, chunk in zip(logits, chunks, strict=True):
         if is_constrained(chunk):
@@ -183,23 +182,67 @@ def _raw_logprobs(logits: torch.Tensor, rows: Sequence[Row]) -> dict[int, _RawLo
     return by_row
 
 
-def penalise(logits: torch.Tensor, row: Row) -> None:
+class TokenCounts:
+    """How often each token is in a history, which only grows: each token is counted once."""
+
+    def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
+        self.history = history
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(0, np.int64)
+        self._outputs = np.empty(0, np.float32)
+
+    def update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tokens of the history, and how often each of them is in its output."""
+        for position in range(self._num_counted, len(self.history)):
+            token = self.history[position]
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros(place + 64, np.int64)])
+                self._outputs = np.concatenate([self._outputs, np.zeros(place + 64, np.float32)])
+            self._ids[place] = token
+            self._outputs[place] += position >= self._num_prompt_tokens
+        self._num_counted = len(self.history)
+        num_tokens = len(self._places)
+        ids, outputs = self._ids[:num_tokens], self._outputs[:num_tokens]
+        return torch.from_numpy(ids), torch.from_numpy(outputs)
+
+
+class PenaltyCounts:
+    """The counts of requests with penalties, kept from step to step for those used last."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._by_request: OrderedDict[str, TokenCounts] = OrderedDict()
+
+    def of(self, chunk: Chunk) -> TokenCounts:
+        """Returns the counts of a chunk's history: those of the last step if it is the same list,
+        which is what grows from step to step."""
+        counts = self._by_request.pop(chunk.request_id, None)
+        if counts is None or counts.history is not chunk.history:
+            counts = TokenCounts(chunk.history, chunk.num_prompt_tokens)
+        self._by_request[chunk.request_id] = counts
+        if len(self._by_request) > self._max_requests:
+            self._by_request.popitem(last=False)
+        return counts
+
+
+def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
     """Applies penalties to one row in place.
 
     Repetition divides positive and multiplies negative logits of every token seen (Keskar et al.,
     2019); presence and frequency subtract, counting output only, as OpenAI documents them.
     """
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(np.asarray(row.history))).to(logits.device)
-        old = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
-    output = np.asarray(row.history[row.num_prompt_tokens :], dtype=np.int64)
-    if output.size and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = (torch.from_numpy(a) for a in np.unique(output, return_counts=True))
-        cost = params.presence_penalty + params.frequency_penalty * counts.float()
-        logits[ids.to(logits.device)] -= cost.to(logits.device)
+    ids, outputs = (each.to(logits.device) for each in counts.update())
+    values = logits[ids]
+    penalty = params.repetition_penalty
+    if penalty != 1.0:
+        values = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        cost = params.presence_penalty + params.frequency_penalty * outputs
+        values -= torch.where(outputs > 0, cost, torch.zeros_like(cost))
+    logits[ids] = values
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:

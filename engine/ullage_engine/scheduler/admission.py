@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
-from ullage_engine.scheduler.sequence import Sequence, shared_tokens
+from ullage_engine.scheduler.sequence import Sequence, holder_shares, shared_tokens
 from ullage_engine.scheduler.state import SchedulerState
 
 _SHORTEST_RETRY_S = 0.1
@@ -222,7 +222,7 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        return sum(1 / self._cache.ref_count(block) for block in sequence.block_ids)
+        return holder_shares(sequence.block_ids, self._cache.ref_count)
 
     def _queue_slots(self, num_requests: int) -> int:
         """Free slots of the waiting queue; requests that find it empty always fit."""

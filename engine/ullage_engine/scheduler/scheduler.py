@@ -69,6 +69,8 @@ class Scheduler:
         self._planned: list[tuple[Sequence, Chunk]] = []
         """Sequences of the last plan, each with the chunk of it that the plan computes."""
         self._max_running = limits.max_sequences
+        bytes_per_token = profile.block_bytes // profile.block_tokens
+        self._max_read_bytes = limits.decode_tokens * bytes_per_token
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0
@@ -82,14 +84,19 @@ class Scheduler:
         return len(self._sequences) > 0
 
     @property
+    def has_decodes(self) -> bool:
+        """Whether the next step gives a running sequence its next token."""
+        return any(sequence.is_decoding for sequence in self._sequences.running)
+
+    @property
     def num_steps(self) -> int:
         """Steps with work that were committed."""
         return self._num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collects the statistics; walks over every block that sequences hold."""
+        """Collects the statistics; looks at every sequence, and at few of its blocks."""
         cache, size = self._cache, self._cache.block_tokens
-        num_tail = stored_tokens(self._sequences, size, cache.is_cached)
+        num_tail = stored_tokens(self._sequences, size, cache.is_cached, cache.is_private)
         num_used_tokens = cache.num_cached_used * size + num_tail
         waiting = (each for each in self._sequences if not each.is_decoding)
         num_committed = cache.num_available - self._reservations.num_available
@@ -308,7 +315,9 @@ class Scheduler:
     def _plan_chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
         running = self._sequences.running
         ready = [each for each in running if self._can_decode(each)]
-        decoding = pick_decodes(ready, self._limits.decode_tokens)
+        decoding = pick_decodes(
+            ready, self._limits.max_decodes, self._max_read_bytes, self._profile.decode_read_bytes
+        )
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         self._planned = []

@@ -190,10 +190,13 @@ class SchedulerLimits:
     is_chunked: bool
     """Whether prompts are split over steps; otherwise `prompt_tokens` must hold a whole one."""
     decode_tokens: int
-    """Most tokens of context that the decodes of one step read together."""
+    """Tokens of context that the decodes of one step read together, as far as it can be helped:
+    `MIN_DECODES` may always decode."""
     replay_tokens: int = 0
     """Tokens that rebuild a convolution state from zero, over all layers of the whole model whoever
     computes them; 0: the model has no convolutions."""
+    max_decodes: int = 1 << 30
+    """Most sequences that one step decodes."""
 
 
 class ForkGroups:
@@ -262,15 +265,26 @@ def shared_tokens(requests: list[EngineRequest]) -> int:
     return min([shared, *(common_prefix(first, tokens) for tokens in others)])
 
 
-def pick_decodes(ready: Iterable[Sequence], max_context_tokens: int) -> set[str]:
-    """Picks the decodes of a step, longest unserved first, within the context they read
-    together."""
+MIN_DECODES = 8
+"""Decodes that a step computes whatever they read: so many take about as long as one, because every
+step reads all weights."""
+
+
+def pick_decodes(
+    ready: list[Sequence],
+    max_decodes: int,
+    max_read_bytes: int,
+    read_bytes: Callable[[int], int],
+) -> set[str]:
+    """Picks the decodes of a step, longest unserved first, within the KV they read together.
+
+    `read_bytes` gives the bytes that a decode reads by the length of its sequence.
+    """
     picked: set[str] = set()
-    remaining = max_context_tokens
-    for sequence in sorted(ready, key=lambda each: each.last_step):
-        remaining -= len(sequence.token_ids)
-        # The first one always goes, or a sequence longer than the limit would never decode.
-        if remaining < 0 and picked:
+    remaining = max_read_bytes
+    for sequence in sorted(ready, key=lambda each: each.last_step)[:max_decodes]:
+        remaining -= read_bytes(len(sequence.token_ids))
+        if remaining < 0 and len(picked) >= MIN_DECODES:
             break
         picked.add(sequence.request_id)
     return picked
@@ -344,19 +358,44 @@ def prefix_under_way(
 
 
 def stored_tokens(
-    sequences: Iterable[Sequence], block_tokens: int, is_cached: Callable[[int], bool]
+    sequences: Iterable[Sequence],
+    block_tokens: int,
+    is_cached: Callable[[int], bool],
+    is_private: Callable[[int], bool],
 ) -> int:
-    """Counts tokens in blocks outside the prefix cache, those of a shared block once."""
-    filled: dict[int, int] = {}
+    """Counts tokens in blocks outside the prefix cache, those of a shared block once.
+
+    `is_private`: whether one sequence holds the block, and not the cache. Then it alone holds all
+    blocks behind it, too, so that these need not be looked at.
+    """
+    num_tokens = 0
+    shared: dict[int, int] = {}
     for sequence in sequences:
-        for block, tokens in _tail(sequence, block_tokens):
-            if not is_cached(block):
-                filled[block] = max(tokens, filled.get(block, 0))
-    return sum(filled.values())
+        table, first = sequence.block_ids, sequence.num_cached_blocks
+        private = bisect.bisect_left(
+            range(len(table)), True, lo=first, key=lambda index: is_private(table[index])
+        )
+        for index in range(first, private):
+            tokens = max(0, min(block_tokens, sequence.num_computed - index * block_tokens))
+            if not is_cached(table[index]):
+                shared[table[index]] = max(tokens, shared.get(table[index], 0))
+        num_tokens += max(0, sequence.num_computed - private * block_tokens)
+    return num_tokens + sum(shared.values())
 
 
-def _tail(sequence: Sequence, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yields the blocks that the sequence has not cached and how many of its tokens each holds."""
-    for index in range(sequence.num_cached_blocks, len(sequence.block_ids)):
-        tokens = min(block_tokens, sequence.num_computed - index * block_tokens)
-        yield sequence.block_ids[index], max(0, tokens)
+def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
+    """Counts a sequence's blocks, each divided by the sequences that hold it.
+
+    Whoever holds a block holds all before it, so there are few runs of equally shared blocks.
+    """
+    shares, start = 0.0, 0
+    while start < len(block_ids):
+        count = ref_count(block_ids[start])
+        end = len(block_ids)
+        if count > 1:
+            end = bisect.bisect_left(
+                range(end), True, lo=start, key=lambda index: ref_count(block_ids[index]) < count
+            )
+        shares += (end - start) / count
+        start = end
+    return shares

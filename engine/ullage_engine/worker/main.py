@@ -143,13 +143,14 @@ class Worker:
 
         A lone request starts at once. When two or more came together more are likely on their way,
         and a step shared with them is cheaper than a step before them: so wait for the rest, at
-        most the prefill window, or the shorter decode window while others are being served.
+        most the prefill window, or the shorter decode window while prompts are being computed.
+        Decodes wait for nobody: what comes meanwhile is in their next step.
         """
         timeout = 0.0 if self._engine.has_work else self._until_report()
         timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
         is_busy = self._engine.has_work
         num_submitted = self._drain(timeout)
-        if num_submitted < 2:
+        if num_submitted < 2 or self._engine.scheduler.has_decodes:
             return
         window = self._batching.decode_window if is_busy else self._batching.prefill_window
         deadline = time.monotonic() + window

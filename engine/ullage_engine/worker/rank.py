@@ -15,7 +15,7 @@ import torch
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
-from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -51,6 +51,11 @@ log = logging.getLogger("ullage.engine.worker")
 _STAGING_BYTES = 16 << 20
 """Bytes for messages, token lists and queues, which come and go with requests."""
 
+_DECODE_READ_S = 0.1
+"""Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
+them."""
+_ANY_CONTEXT = 1 << 40
+
 _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
 
@@ -77,6 +82,8 @@ class RankStartup:
         self._loaded: LoadedModel | None = None
         self._whole: ModelConfig | None = None
         self._runner: ModelRunner | None = None
+        self.decode_tokens = _ANY_CONTEXT
+        """Tokens of context that the decodes of one step may read, measured by `finalize`."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -112,7 +119,8 @@ class RankStartup:
             # Without chunking a whole prompt must fit one step.
             prompt_tokens=min(chunk or self.max_model_len, self.max_model_len),
             is_chunked=chunk > 0,
-            decode_tokens=batching.decode_max_batch_tokens,
+            decode_tokens=self.decode_tokens,
+            max_decodes=batching.decode_max_batch_tokens,
             replay_tokens=self.model_config.replay_tokens,
         )
 
@@ -124,7 +132,7 @@ class RankStartup:
             max_tokens=limits.prompt_tokens + limits.max_sequences,
             max_rows=limits.max_sequences,
             max_model_len=limits.max_model_len,
-            decode_max_batch_tokens=limits.decode_tokens,
+            decode_max_batch_tokens=GATHER_TOKENS,
             itemsize=self.dtype.itemsize,
             deterministic=model.deterministic,
             fp8_kv=model.kv_dtype == "fp8",
@@ -216,6 +224,11 @@ class RankStartup:
         """Runs the largest steps on the pool, which may lie where the first warm-up had its
         temporaries: they get their place now, or the first requests would. Ends the ledger."""
         self.runner.run_largest()
+        seconds = self.runner.measure_context_seconds()
+        if seconds > 0:
+            self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
+        if self.rank == 0:
+            log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
         self._settle_workspace()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Rank 0 starts the other ranks' processes and commands each phase of their start.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -172,7 +172,8 @@ def _started(
         host_slots=own.num_host_slots,
     )
     output_lengths = OutputLengthEstimator(own.max_model_len)
-    scheduler = Scheduler(profile, own.limits, throughput, output_lengths, policy)
+    limits = replace(own.limits, decode_tokens=own.decode_tokens)
+    scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
     return Started(
         engine=EngineCore(scheduler, runner, throughput, _grammars(own)),
         ledger=ledger,

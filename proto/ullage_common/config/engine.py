@@ -107,6 +107,8 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     prefill_window: Seconds = 0.006
     decode_window: Seconds = 0.003
     decode_max_batch_tokens: int = 8192
+    """Most sequences that one step decodes, a token each. How much KV they read together is bounded
+    by what was measured at the start."""
     prefill_chunk_tokens: int = 512
     """Most prompt tokens computed in one step; 0 turns chunking off."""
     max_sequences: int = 64

@@ -91,9 +91,13 @@ def test_sampled_rows_are_last_tokens_in_the_plans_order(
     assert last == [chunk.token_ids[-1] for chunk in wanted]
 
 
-def test_similar_lengths_share_a_group_and_far_ones_do_not() -> None:
-    batch = build_batch(plan_of([(250, 1, True)] * 8), BLOCK, 8192)
-    assert [(group.start, group.end) for group in batch.decodes] == [(0, 8)]
+@pytest.mark.parametrize(("length", "count"), [(250, 8), (520, 8), (1040, 7), (260, 28)])
+def test_equal_lengths_share_a_group(length: int, count: int) -> None:
+    batch = build_batch(plan_of([(length, 1, True)] * count), BLOCK, 1 << 20)
+    assert [(group.start, group.end) for group in batch.decodes] == [(0, count)]
+
+
+def test_far_lengths_are_in_groups_of_their_own() -> None:
     batch = build_batch(plan_of([(20, 1, True), (590, 1, True)] * 3), BLOCK, 8192)
     assert len({group.num_blocks for group in batch.decodes}) == 2
 

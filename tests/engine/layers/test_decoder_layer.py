@@ -1,13 +1,15 @@
 """Normalisation, rotation and the gate against their formulas."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.layers.attention import fill_tables, rms_norm, rotate
+from ullage_engine.layers.attention import fill_tables, head_norm, rms_norm, rotate
 from ullage_engine.layers.decoder import gate
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 
@@ -46,6 +48,24 @@ def test_rms_norm(rows: int) -> None:
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+def test_all_heads_of_a_usual_step_are_normalised_in_one_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[int] = []
+    plain = F.rms_norm
+
+    def counted(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        launched.append(x.numel())
+        return plain(x, *others)
+
+    heads, weight = torch.randn(512, 32, 128), torch.rand(128)
+    expected = plain(heads, (128,), weight, 1e-6)
+    monkeypatch.setattr(F, "rms_norm", counted)
+    head_norm(heads, weight, 1e-6)
+    assert torch.equal(heads, expected)
+    assert launched == [heads.numel()]
 
 
 @settings(max_examples=30, deadline=None)

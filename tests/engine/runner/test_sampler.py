@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
-from ullage_engine.runner.sampler import Row, likeliest, penalise, sample, uniform
+from ullage_engine.runner.sampler import (
+    PenaltyCounts,
+    TokenCounts,
+    likeliest,
+    penalise,
+    sample,
+    uniform,
+)
 
 VOCAB = 3000
 
@@ -155,8 +163,41 @@ def test_penalties_are_the_naive_formula(
     params = SamplingParams(
         repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
     )
-    penalise(logits, Row(params, history, prompt, len(history)))
+    penalise(logits, params, TokenCounts(history, prompt))
     assert logits.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+class ReadList(list[int]):
+    """A list that counts how often an element is read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+
+def test_each_token_of_a_history_is_counted_once_over_all_steps() -> None:
+    history, counts = ReadList([5, 9, 5]), PenaltyCounts(4)
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0.0}
+    for step in range(40):
+        item = replace(chunk([1], num_prompt_tokens=2, **params), history=history)
+        fresh = replace(item, history=list(history))
+        logits = random_logits(step)
+        (kept,), (recounted,) = sample(logits.clone(), [item], counts), sample(logits, [fresh])
+        assert kept.token_id == recounted.token_id
+        history.append(kept.token_id)
+    assert history.num_read == 42
+
+
+def test_a_request_of_the_same_name_is_counted_anew() -> None:
+    counts, params = PenaltyCounts(4), {"repetition_penalty": 1e6, "temperature": 0.0}
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 9] = 2.0, 1.0
+    first = replace(chunk([1], **params), history=[5])
+    assert sample(logits.clone(), [first], counts)[0].token_id == 9
+    second = replace(first, history=[7])
+    assert sample(logits.clone(), [second], counts)[0].token_id == 5
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.request_cost import MemoryProfile, request_blocks
+from ullage_engine.kv_cache.block_pool import BlockPool
 from ullage_engine.protocol.messages import EngineRequest, Rejected
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -100,6 +101,26 @@ def test_releases_tell_what_comes_back_and_are_bounded(bench: Any) -> None:
     assert [release.after_s for release in releases] == sorted(r.after_s for r in releases)
     held = 400 * 160 - scheduler.stats().headroom_bytes
     assert sum(release.num_bytes for release in releases) == held
+
+
+def test_a_report_looks_at_few_of_the_blocks(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = bench.make_scheduler(blocks=400)
+    for number in range(8):
+        scheduler.submit(bench.make_request(str(number), 450, max_tokens=40))
+    while not all(each.is_decoding for each in scheduler._sequences):
+        bench.step(scheduler)
+    looked_at: list[int] = []
+    ref_count = BlockPool.ref_count
+
+    def counted(pool: BlockPool, block: int) -> int:
+        looked_at.append(block)
+        return ref_count(pool, block)
+
+    monkeypatch.setattr(BlockPool, "ref_count", counted)
+    used = scheduler.stats().kv_pool_bytes - scheduler.stats().kv_free_bytes
+    scheduler.releases()
+    assert used > 8 * 28 * 160
+    assert len(looked_at) <= 8 * 10
 
 
 @given(

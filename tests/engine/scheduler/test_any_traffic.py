@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from ullage_engine.protocol.step_plan import StepPlan
-from ullage_engine.scheduler.scheduler import KvPolicy
+from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 
 BLOCKS = 18
 MAX_MODEL_LEN = 220
@@ -26,6 +26,24 @@ STOP = [10, 11]
 def prompt_of(document: int, length: int, own: int, own_length: int) -> list[int]:
     """A beginning of one of a few documents, and a few tokens of its own."""
     return [1000 * document + at for at in range(length)] + [own] * own_length
+
+
+def check_usage(scheduler: Scheduler) -> None:
+    """Compares what is reported, of few blocks, with a walk over all of them."""
+    cache, size = scheduler._cache, scheduler._cache.block_tokens
+    filled: dict[int, int] = {}
+    held = 0.0
+    for each in scheduler._sequences:
+        held += each.num_reserved + sum(1 / cache.ref_count(block) for block in each.block_ids)
+        for index in range(each.num_cached_blocks, len(each.block_ids)):
+            block, tokens = each.block_ids[index], each.num_computed - index * size
+            if not cache.is_cached(block):
+                filled[block] = max(filled.get(block, 0), min(size, tokens))
+    num_tokens = cache.num_cached_used * size + sum(filled.values())
+    block_bytes = scheduler._profile.block_bytes
+    assert scheduler.stats().kv_used_bytes == num_tokens * block_bytes // size
+    released = sum(release.num_bytes for release in scheduler.releases())
+    assert abs(released - held * block_bytes) <= len(scheduler._sequences)
 
 
 PROMPTS = st.builds(
@@ -228,6 +246,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             kept = scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes
             assert 0 <= scheduler.stats().headroom_bytes <= kept
             assert 0.0 <= scheduler.stats().kv_waste_ratio <= 1.0
+            check_usage(scheduler)
 
         def teardown(self) -> None:
             for _ in range(20_000):

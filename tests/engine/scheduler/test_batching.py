@@ -1,10 +1,12 @@
 """What runs together, in which chunks, and how it ends."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import TokenOutput
+from ullage_engine.scheduler.sequence import MIN_DECODES, pick_decodes
 
 STOP = 7
 
@@ -73,24 +75,55 @@ def test_the_batch_is_bounded_and_refilled(bench: Any) -> None:
     }
 
 
-def test_decodes_over_the_context_cap_take_turns(bench: Any) -> None:
-    scheduler = bench.make_scheduler(decode_tokens=100)
-    for name in "abc":
-        scheduler.submit(bench.make_request(name, 40, max_tokens=6))
+class Running(NamedTuple):
+    """The part of a sequence that the cap of decodes reads."""
+
+    request_id: str
+    token_ids: range
+    last_step: int
+
+
+def picked(lengths: list[int], max_tokens: int, max_decodes: int = 64, window: int = 0) -> set[str]:
+    profile = MemoryProfile(block_tokens=16, groups=(CacheGroup(10, window_tokens=window),))
+    running = [Running(str(at), range(length), at) for at, length in enumerate(lengths)]
+    return pick_decodes(running, max_decodes, 10 * max_tokens, profile.decode_read_bytes)
+
+
+def test_decodes_read_no_more_context_together_than_their_budget() -> None:
+    assert len(picked([100] * 20, max_tokens=1200)) == 12
+    assert picked([100] * 20, max_tokens=1200) == {str(at) for at in range(12)}
+    assert len(picked([100] * 20, max_tokens=2000)) == 20
+
+
+def test_a_step_never_decodes_few_of_many_sequences() -> None:
+    # Reading the weights for one of them costs about as much as for eight.
+    assert len(picked([8192] * 32, max_tokens=8192)) == MIN_DECODES
+    assert len(picked([8190] + [200] * 15, max_tokens=8192)) == MIN_DECODES
+    assert len(picked([8190], max_tokens=10)) == 1
+
+
+def test_decodes_are_charged_for_the_window_that_they_read() -> None:
+    assert len(picked([5000] * 20, max_tokens=2560, window=128)) == 20
+
+
+def test_a_step_decodes_no_more_sequences_than_it_may() -> None:
+    assert len(picked([10] * 20, max_tokens=10_000, max_decodes=5)) == 5
+
+
+def test_decodes_over_the_cap_take_turns(bench: Any) -> None:
+    scheduler = bench.make_scheduler(blocks=400, max_sequences=12, decode_tokens=10)
+    names = [str(number) for number in range(12)]
+    for name in names:
+        scheduler.submit(bench.make_request(name, 40, max_tokens=30))
     steps = []
     while scheduler.has_work:
         plan = scheduler.schedule()
-        decodes = [chunk for chunk in plan.chunks if chunk.start >= 40]
-        assert sum(len(chunk.history) for chunk in decodes) <= 100
-        steps.append({chunk.request_id for chunk in decodes})
+        decodes = {chunk.request_id for chunk in plan.chunks if chunk.start >= 40}
+        steps.append(decodes)
         scheduler.commit(bench.sample(plan))
-    assert set.union(*steps[1:4]) == {"a", "b", "c"}
-
-
-def test_one_sequence_longer_than_the_context_cap_still_decodes(bench: Any) -> None:
-    scheduler = bench.make_scheduler(decode_tokens=10)
-    scheduler.submit(bench.make_request("a", 60, max_tokens=4))
-    assert len(bench.run(scheduler)["a"]) == 4
+    # By then all prompts are computed.
+    assert {len(step) for step in steps[12:16]} == {MIN_DECODES}
+    assert set.union(*steps[12:16]) == set(names)
 
 
 def test_higher_priority_starts_first(bench: Any) -> None:

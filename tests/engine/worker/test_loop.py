@@ -1,0 +1,88 @@
+"""The worker's loop between steps: how long it waits for further requests."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from ullage_common.config.engine import BatchingSection, DegradeSection
+from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.messages import (
+    EngineRequest,
+    SamplingParams,
+    Shutdown,
+    Submit,
+    ToWorker,
+)
+from ullage_engine.worker.main import Link, Worker
+from ullage_engine.worker.startup import Started
+
+
+class FakeEngine:
+    """Takes requests and computes nothing."""
+
+    def __init__(self, has_work: bool, has_decodes: bool) -> None:
+        self.has_work = has_work
+        self.scheduler = SimpleNamespace(has_decodes=has_decodes)
+
+    def submit_group(self, requests: list[EngineRequest], *, resumed: bool) -> list[object]:
+        return []
+
+    def take_failed(self) -> list[object]:
+        return []
+
+
+class FakeLink:
+    """Has some requests at once, and notes for how long more are waited for; none come."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.waited_s: list[float] = []
+        self._messages: list[ToWorker] = [request(str(number)) for number in range(num_requests)]
+
+    def send(self, message: object) -> None: ...
+
+    def receive(self, timeout_s: float) -> ToWorker | None:
+        if self._messages:
+            return self._messages.pop()
+        if timeout_s:
+            self.waited_s.append(timeout_s)
+            return Shutdown() if len(self.waited_s) == 1 else None
+        return None
+
+
+def request(name: str) -> Submit:
+    return Submit(
+        requests=[
+            EngineRequest(
+                request_id=name,
+                token_ids=[1],
+                num_prompt_tokens=1,
+                max_tokens=1,
+                sampling=SamplingParams(),
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "has_work", "has_decodes", "window_s"),
+    [
+        (1, True, True, 0.0),
+        (2, True, True, 0.0),
+        (1, True, False, 0.0),
+        (2, True, False, 30.0),
+        (2, False, False, 60.0),
+    ],
+    ids=["one", "decodes are due", "one beside prompts", "prompts", "idle"],
+)
+def test_more_requests_are_waited_for_only_where_no_decode_is_due(
+    num_requests: int, has_work: bool, has_decodes: bool, window_s: float
+) -> None:
+    link = FakeLink(num_requests)
+    started = cast(Started, SimpleNamespace(engine=FakeEngine(has_work, has_decodes)))
+    pressure = PressureController(DegradeSection())
+    windows = BatchingSection(prefill_window=60.0, decode_window=30.0)
+    worker = Worker(started, windows, cast(Link, link), pressure)
+    worker._take_messages()
+    assert bool(link.waited_s) == bool(window_s)
+    assert all(window_s / 2 < waited <= window_s for waited in link.waited_s[:1])
