@@ -28,7 +28,9 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.channels import open_channel
+from ullage_common.wire.continuation import Losses, Progress
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.validation import is_growing
 
 MAX_BATCH = 256
 MAX_REPORTS = 4096
@@ -294,6 +296,12 @@ ANOTHER_MAY = frozenset(
 )
 """Status codes of an engine where another engine, or the router, may succeed."""
 
+ANOTHER_MAY_GO_ON = ANOTHER_MAY | {grpc.StatusCode.UNIMPLEMENTED}
+"""Status codes with which an answer breaks off where another may go on with it."""
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+_NOT_NOW = frozenset({"DRAINING", "NO_ENGINE"})
+
 Events = AsyncGenerator[pb.GenerateResponse, None]
 Stream = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -338,41 +346,59 @@ class Client:
         await asyncio.gather(*self._closing)
         await self._channel.close()
 
-    async def generate(self, request: pb.GenerateRequest, timeout_s: float = 600.0) -> Events:
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
         """Yields Accepted, then Delta any number of times, then Finished.
+
+        An answer in token ids outlives its engine: another one, or a router, goes on with it.
 
         Raises:
             ServiceError: the request was refused or failed, as the router would say it.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        async with aclosing(self._direct(request, deadline)) as direct:
+        answer = _Answer(request, asyncio.get_running_loop().time() + timeout_s)
+        while not answer.is_over:
+            try:
+                async with aclosing(self._attempt(answer)) as events:
+                    async for event in events:
+                        for visible in answer.take(event):
+                            yield visible
+            except ServiceError as error:
+                await answer.on_loss(error)
+
+    async def _attempt(self, answer: "_Answer") -> Events:
+        """The answer, or what is left of it, from an engine or through the router."""
+        async with aclosing(self._direct(answer)) as direct:
             async for event in direct:
                 yield event
                 if event.HasField("finished"):
                     return
-        stream = self._router.Generate(request, timeout=_left(deadline), metadata=self._metadata)
+        timeout_s = _left(answer.deadline)
+        stream = self._router.Generate(answer.request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for event in _events(stream):
                 yield event
         finally:
             stream.cancel()
 
-    async def _direct(self, request: pb.GenerateRequest, deadline: float) -> Events:
+    async def _direct(self, answer: "_Answer") -> Events:
         """The answer from an engine; nothing at all when the router shall do it."""
+        request = answer.request
         if self._batcher is None or request.WhichOneof("input") != "token_ids":
             return
-        avoid: list[str] = []
-        while len(avoid) < MAX_PICKS:
-            pick = await self._batcher.place(request, avoid, deadline)
+        for _ in range(MAX_PICKS):
+            avoid = answer.avoid[-MAX_PICKS:]
+            pick = await self._batcher.place(request, avoid, answer.deadline)
             if pick is None:
                 return
             try:
-                async with aclosing(self._from_engine(request, pick, deadline)) as events:
+                async with aclosing(self._from_engine(request, pick, answer.deadline)) as events:
                     async for event in events:
                         yield event
                 return
             except _NotBegun:
-                avoid.append(pick.engine)
+                answer.avoid.append(pick.engine)
+            except ServiceError:
+                answer.avoid.append(pick.engine)
+                raise
 
     async def _from_engine(
         self, request: pb.GenerateRequest, pick: Pick, deadline: float
@@ -390,9 +416,12 @@ class Client:
                     has_begun = True
                     self._batcher.on_accepted(pick)
                     event.accepted.action, event.accepted.route = "accept", "direct"
+                    granted = event.accepted.max_tokens or pick.max_tokens
+                    event.accepted.max_tokens = min(granted, pick.max_tokens)
                 yield event
         except ServiceError as error:
-            if has_begun or error.code not in ANOTHER_MAY:
+            is_lost = has_begun or (request.HasField("continuation") and not _is_refusal(error))
+            if is_lost or error.code not in ANOTHER_MAY:
                 raise
             raise _NotBegun from error
         finally:
@@ -411,6 +440,82 @@ class Client:
         return channel
 
 
+class _Answer:
+    """One answer on its way, from one server after another.
+
+    Args:
+        request: as the caller made it.
+        deadline: on the event loop's clock.
+
+    avoid
+        addresses of engines that refused or lost it, oldest first
+    """
+
+    def __init__(self, request: pb.GenerateRequest, deadline: float) -> None:
+        self.request = pb.GenerateRequest()
+        self.request.CopyFrom(request)
+        self.request.output.delta_token_ids = True
+        self.deadline = deadline
+        self.avoid: list[str] = []
+        self.is_over = False
+        self._hides_ids = not (request.output.return_token_ids or request.output.delta_token_ids)
+        self._progress = Progress(request)
+        self._losses = Losses()
+        self._pause_s = FIRST_PAUSE_S
+        self._has_sent = False
+        """Whether the caller has Accepted."""
+        self._held: list[pb.GenerateResponse] | None = None if is_growing(request) else []
+        """Events of answers that are known only at the end."""
+
+    def take(self, event: pb.GenerateResponse) -> Iterator[pb.GenerateResponse]:
+        """Notes an event; yields what the caller may see now."""
+        match event.WhichOneof("event"):
+            case "accepted":
+                self._progress.on_accepted(event.accepted, event.accepted.max_tokens)
+                self._pause_s = FIRST_PAUSE_S
+                if not self._has_sent:
+                    self._has_sent = True
+                    yield event
+                return
+            case "delta":
+                self._progress.on_delta(event.delta)
+                if self._hides_ids:
+                    event.delta.ClearField("token_ids")
+            case "sample_finished":
+                self._progress.on_sample_finished(event.sample_finished)
+            case "finished":
+                event.finished.resumes += self._losses.total
+                self.is_over = True
+        if self._held is None:
+            yield event
+            return
+        self._held.append(event)
+        if self.is_over:
+            yield from self._held
+
+    async def on_loss(self, error: ServiceError) -> None:
+        """Prepares to go on elsewhere.
+
+        Raises:
+            ServiceError: it cannot be gone on with, or the time is over.
+        """
+        progress = self._progress
+        is_known = self.request.WhichOneof("input") == "token_ids" and progress.is_whole
+        if not (progress.has_begun and is_known) or error.code not in ANOTHER_MAY_GO_ON:
+            raise error
+        if not _is_refusal(error):
+            self._losses.add(error, progress)
+        if self._losses.are_too_many or asyncio.get_running_loop().time() >= self.deadline:
+            raise error
+        if _is_refusal(error):
+            await asyncio.sleep(min(self._pause_s, _left(self.deadline)))
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        if self._held:
+            self._held.clear()
+        progress.on_loss()
+        progress.write(self.request)
+
+
 class _NotBegun(Exception):
     """The engine took nothing: the request may go elsewhere."""
 
@@ -425,3 +530,8 @@ async def _events(stream: Stream) -> Events:
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - asyncio.get_running_loop().time())
+
+
+def _is_refusal(error: ServiceError) -> bool:
+    """Whether nothing is taken now, and nothing failed."""
+    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NOT_NOW

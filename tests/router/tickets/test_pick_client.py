@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.tickets.client import Client
@@ -169,14 +170,95 @@ def test_what_must_wait_waits_in_the_router(start_service: "StartService", tmp_p
     asyncio.run(scenario())
 
 
-def test_an_answer_that_breaks_off_is_told(start_service: "StartService", tmp_path: Path) -> None:
+WORDS = ("One", " two", " three", " four")
+
+
+async def first_word(client: Client, asked: pb.GenerateRequest, events: list[Any]) -> None:
+    """Reads an answer to its end; the first word is in `events` when it has come."""
+    async for event in client.generate(asked):
+        events.append(event)
+
+
+def is_on(events: list[Any]) -> bool:
+    return any(event.delta.text for event in events)
+
+
+@pytest.mark.parametrize("through", ["engine", "router"])
+def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
+    start_service: "StartService", tmp_path: Path, through: str
+) -> None:
+    """By another ticket, or through the router where there is no place at once."""
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
+            for engine in service.engines:
+                engine.script = Script(words=WORDS, pause=asyncio.Event())
+            events: list[Any] = []
+            asked = request(stop=pb.StopConditions(max_tokens=4))
+            task = asyncio.ensure_future(first_word(client, asked, events))
+            await service.until(lambda: is_on(events), ENOUGH_S)
+            (lost,) = [engine for engine in service.engines if engine.active]
+            (other,) = [engine for engine in service.engines if engine is not lost]
+            for engine in service.engines:
+                engine.script = Script(words=WORDS)
+            if through == "router":
+                give_no_place(service)
+            await lost.stop()
+            await task
+            assert [e.WhichOneof("event") for e in events].count("accepted") == 1
+            assert text(events) == "".join(WORDS)
+            assert not [e for e in events if e.delta.token_ids], "they were not asked for"
+            assert events[-1].finished.usage.completion_tokens == 4
+            assert events[-1].finished.resumes == 1
+            assert (TICKET in other.metadata[-1]) == (through == "engine")
+            assert list(other.requests[-1].continuation.answers[0].token_ids) == [0]
+            assert other.requests[-1].sampling.seed == 7
+
+    asyncio.run(scenario())
+
+
+def give_no_place(service: "Service") -> None:
+    """The router takes reports and refuses every pick."""
+    issuer = service.router.service.issuer
+    pick = issuer.pick
+
+    def refuse(asked: pb.PickRequest, session: object) -> pb.PickResponse:
+        pick(pb.PickRequest(accepted=asked.accepted, ended=asked.ended), session)
+        refused = pb.Placed(refusal=pb.Refusal(code=8, reason="KV_HEADROOM"), count=1)
+        return pb.PickResponse(placed=[refused] * len(asked.requests))
+
+    issuer.pick = refuse
+
+
+def test_an_answer_waits_for_an_engine_that_comes_back(
+    start_service: "StartService", tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with connected(start_service, tmp_path) as (service, client):
-            service.engine.script.fail_after = 1
+            service.engine.script = Script(words=WORDS, pause=asyncio.Event())
+            events: list[Any] = []
+            asked = request(stop=pb.StopConditions(max_tokens=4))
+            task = asyncio.ensure_future(first_word(client, asked, events))
+            await service.until(lambda: is_on(events), ENOUGH_S)
+            service.engine.script = Script(words=WORDS)
+            await service.engine.restart()
+            await task
+            assert text(events) == "".join(WORDS)
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_breaks_its_engines_is_given_up(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100,) * 4) as (service, client):
+            for engine in service.engines:
+                engine.script.fail_after = 1
             with pytest.raises(ServiceError) as broken:
-                await ask(client)
+                await ask(client, request(stop=pb.StopConditions(max_tokens=3)))
             assert broken.value.reason == "WORKER_LOST"
-            assert sent(service) == [True], "nothing is generated twice"
+            assert len(sent(service)) == 2, "two engines said so"
 
     asyncio.run(scenario())
 
