@@ -126,6 +126,7 @@ class EngineStages:
                     failures.append(error)
                 if not self._may_retry(error, failures):
                     raise _final_error(error, call.token_timeout_s, len(failures)) from refusal
+                call.progress = Progress(call.request)
                 engine = reservation.engine
                 call.refused_by[engine.key] = engine.reports
                 decision = call.decision.after("engine", error.reason)
@@ -156,6 +157,8 @@ class EngineStages:
         Raises:
             ServiceError: it is given up; the last error of an engine.
         """
+        if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
+            raise error  # it is the request's own
         cause, began = _cause_of(error), time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:

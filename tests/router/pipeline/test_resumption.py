@@ -111,6 +111,23 @@ def test_an_engine_that_is_gone_is_replaced(start_service: StartService, is_stre
     asyncio.run(scenario())
 
 
+def test_a_request_that_had_no_token_begins_anew(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            hold = asyncio.Event()
+            script(service, hold=hold, fail_after=0, failure=broken())
+            task = asyncio.ensure_future(service.complete(stream=True))
+            await service.until(lambda: any(engine.active for engine in service.engines))
+            script(service)
+            hold.set()
+            assert text_of(await task) == TEXT
+            sent = [request for engine in service.engines for request in engine.requests]
+            assert not [request for request in sent if request.HasField("continuation")]
+            assert await resumptions(service) == {}
+
+    asyncio.run(scenario())
+
+
 def test_several_answers_go_on_each_by_itself(start_service: StartService) -> None:
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
