@@ -176,6 +176,8 @@ class Engine:
         """Whether the address is still in DNS."""
         self.headroom: headroom_pb2.Headroom | None = None
         self.description: inference_pb2.GetModelResponse | None = None
+        self.route = pool
+        """The pool's label; what the engine's own ranks are, once it has described them."""
         self.model: Model | None = None
         self._model_name = model_name
         self._owner = owner
@@ -250,14 +252,6 @@ class Engine:
     def id(self) -> str:
         """The engine's own name, or its address until the name is known."""
         return self.headroom.engine if self.headroom else self.address
-
-    @property
-    def route(self) -> str:
-        """The pool's label; what the ranks of this very engine are, once it has described them."""
-        ranks = self.description.ranks if self.description else ()
-        tensor = 1 + max((rank.tensor_rank for rank in ranks), default=0)
-        pipeline = 1 + max((rank.stage for rank in ranks), default=0)
-        return route_of(self.pool, tensor, pipeline)
 
     @property
     def fingerprint(self) -> str:
@@ -543,6 +537,9 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
+        tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
+        pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)
+        self.route = route_of(self.pool, tensor, pipeline)
         self._profile = _shared(memory_profile.from_wire(described.profile))
         self._on_state_change()
 
