@@ -41,6 +41,7 @@ _STATUSES = {
     grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
 }
 _STATUSES_BY_REASON = {
+    "CASCADE_LOOP": 400,
     "METHOD_NOT_ALLOWED": 405,
     "REQUEST_TIMEOUT": 408,
     "LENGTH_REQUIRED": 411,
@@ -66,6 +67,8 @@ def http_status(error: ServiceError) -> int:
 
 def error_type(error: ServiceError) -> str:
     """Returns `type` of the OpenAI envelope."""
+    if error.reason == "CASCADE_LOOP":
+        return "invalid_request_error"
     if error.reason == RATE_LIMIT_EXCEEDED:
         return "tokens" if error.metadata.get("limit") == "tokens_per_minute" else "requests"
     return _STATUSES.get(error.code, (500, "server_error"))[1]

@@ -296,6 +296,12 @@ class TenantSession:
         if self._metrics:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
+    def give_back(self, count: int) -> None:
+        """Takes so many of its open requests, or all for 0, out of the requests of this minute:
+        they are refused, and sent again in another way."""
+        count = min(count or self._active, self._active)
+        self._account.quota = self._account.quota.give_back(count, time.monotonic())
+
     def count_refusals(self, status: int, count: int) -> None:
         """Counts requests that are refused before they begin."""
         if self._metrics:

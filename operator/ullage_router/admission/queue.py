@@ -1,8 +1,9 @@
 """The bounded queue of requests that wait for memory: one line a pool, shared fairly.
 
 Only the head of a line is woken, so that requests are served in order (`policy/fair_queue.py`) and
-a burst of headroom reports costs one decision a pool. A full queue is shared fairly as well: a
-newcomer takes the place of what the tenant with the largest share of it needs least.
+a burst of headroom reports costs one decision a pool. A full queue is shared fairly as well, by the
+bound that is short: a newcomer takes the place of what the tenant with the largest share of that
+needs least. A higher priority takes the place of a lower one, whosever they are.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -80,14 +82,38 @@ class QueueEntry:
         self._queue.remove(self)
 
 
+class _Amounts(NamedTuple):
+    """What entries take of each bound."""
+
+    requests: int = 0
+    size: int = 0
+    prompt_bytes: int = 0
+
+    def plus(self, waiter: Waiter, sign: int = 1) -> "_Amounts":
+        return _Amounts(
+            self.requests + sign,
+            self.size + sign * waiter.size,
+            self.prompt_bytes + sign * waiter.prompt_bytes,
+        )
+
+
 @dataclass(slots=True)
 class _Holding:
     """The queue entries of one tenant."""
 
     weight: float
-    size: int = 0
-    entries: "SortedList[tuple[int, float, int, QueueEntry]]" = field(default_factory=SortedList)
-    """(priority, -deadline, -number, entry); the first one is evicted first."""
+    amounts: _Amounts = _Amounts()  # noqa: RUF009 - immutable
+    entries: "SortedList[_Worth]" = field(default_factory=SortedList)
+    """The first one is evicted first."""
+
+    def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
+        """Yields (amount / weight, tenant) of each bound."""
+        for amount in self.amounts:
+            yield amount / self.weight, tenant
+
+
+_Worth = tuple[int, float, int, QueueEntry]
+"""(priority, -deadline, -number, entry): who is evicted before others has the lowest."""
 
 
 class RequestQueue:
@@ -102,25 +128,36 @@ class RequestQueue:
         self._lines: dict[str, FairLine] = {}
         self._entries: dict[int, QueueEntry] = {}
         self._holdings: dict[str, _Holding] = {}
-        self._shares: SortedList[tuple[float, str]] = SortedList()
-        """(bytes / weight, tenant)"""
+        self._worths: SortedList[_Worth] = SortedList()
+        """Of all entries."""
+        self._shares = [SortedList[tuple[float, str]]() for _ in _Amounts()]
+        """(amount / weight, tenant) of each bound."""
         self._numbers: Iterator[int] = itertools.count()
-        self.size = 0
-        """Bytes that all entries wait for."""
-        self.prompt_bytes = 0
+        self._amounts = _Amounts()
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes that all entries wait for."""
+        return self._amounts.size
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Memory of this process that all entries hold."""
+        return self._amounts.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
         """Adds an entry to the line of a pool; a new head may decide anew at once.
 
         Raises:
-            QueueFull: a bound is reached, and by nobody who has more than a fair share.
+            QueueFull: a bound is reached, and by nobody who has more than a fair share of it or
+                waits with a lower priority.
         """
-        for loser in self._losers(waiter):
+        for loser in self._make_room(waiter):
             loser.is_evicted = True
-            self.remove(loser)
+            self._leave_line(loser)
             loser.wake()
         entry = QueueEntry(self, pool, waiter, _place(waiter, next(self._numbers)))
         line = self._lines.setdefault(pool, FairLine(self._bounds.aging))
@@ -133,12 +170,15 @@ class RequestQueue:
 
     def remove(self, entry: QueueEntry, served: bool = False) -> None:
         """Removes an entry, if it is in the queue, and wakes a new head."""
-        if self._entries.pop(entry.place.number, None) is None:
-            return
+        if entry.place.number in self._entries:
+            self._release(entry)
+            self._leave_line(entry, served)
+
+    def _leave_line(self, entry: QueueEntry, served: bool = False) -> None:
+        del self._entries[entry.place.number]
         line = self._lines[entry.pool]
         was_head = line.head is entry.place
         (line.serve if served else line.remove)(entry.place)
-        self._release(entry)
         if was_head:
             self._wake_head(line)
 
@@ -175,74 +215,91 @@ class RequestQueue:
 
     def sizes(self) -> Mapping[str, int]:
         """Returns the bytes that each tenant waits for."""
-        return {tenant: holding.size for tenant, holding in sorted(self._holdings.items())}
+        return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _wake_head(self, line: FairLine) -> None:
         if line.head is not None:
             self._entries[line.head.number].wake()
 
-    def _losers(self, waiter: Waiter) -> list[QueueEntry]:
-        """Returns the entries that are evicted for a newcomer: none while there is room."""
+    def _make_room(self, waiter: Waiter) -> list[QueueEntry]:
+        """Returns the entries that are evicted for a newcomer, which are counted no more; none
+        while there is room.
+
+        Raises:
+            QueueFull: nobody is to be evicted for it.
+        """
         losers: list[QueueEntry] = []
-        missing = self._missing(waiter, losers)
-        if not missing:
-            return losers
-        for entry in self._candidates(waiter):
-            losers.append(entry)
-            if not self._missing(waiter, losers):
-                return losers
-        raise QueueFull
+        while (bound := self._exceeded(waiter)) is not None:
+            loser = self._loser(waiter, bound) if len(losers) < MAX_EVICTED else None
+            if loser is None:
+                for entry in losers:
+                    self._hold(entry)
+                raise QueueFull
+            self._release(loser)
+            losers.append(loser)
+        return losers
 
-    def _missing(self, waiter: Waiter, losers: list[QueueEntry]) -> bool:
-        """Whether a bound would be exceeded."""
-        size = waiter.size - sum(entry.waiter.size for entry in losers)
-        prompts = waiter.prompt_bytes - sum(entry.waiter.prompt_bytes for entry in losers)
-        return (
-            len(self) + 1 - len(losers) > self._bounds.max_requests
-            or self.size + size > self._bounds.max_bytes
-            or self.prompt_bytes + prompts > self._bounds.max_prompt_bytes
-        )
+    def _exceeded(self, waiter: Waiter) -> int | None:
+        """Returns which bound a newcomer would exceed; None when it has room."""
+        bounds = self._bounds
+        limits = (bounds.max_requests, bounds.max_bytes, bounds.max_prompt_bytes)
+        pairs = zip(self._amounts.plus(waiter), limits, strict=True)
+        return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
-    def _candidates(self, waiter: Waiter) -> Iterator[QueueEntry]:
-        """Yields entries to evict: of the tenant with the largest share, while that share stays the
-        larger one, and of the newcomer's own tenant those of a lower priority."""
-        if not self._shares:
-            return
-        tenant = self._shares[-1][1]
-        largest, is_own = self._holdings[tenant], tenant == waiter.tenant
-        own = self._holdings.get(waiter.tenant)
-        least_share, rest = (waiter.size + (own.size if own else 0)) / waiter.weight, largest.size
-        for priority, _, _, entry in itertools.islice(largest.entries, MAX_EVICTED):
-            rest -= entry.waiter.size
-            is_less = priority < waiter.priority if is_own else priority <= waiter.priority
-            if not is_less or not (is_own or rest / largest.weight >= least_share):
-                return
-            yield entry
+    def _loser(self, waiter: Waiter, bound: int) -> QueueEntry | None:
+        """Returns who makes room for a newcomer: of the tenant with the largest share of the bound
+        that is short, while that share stays the larger one; or whoever waits with the lowest
+        priority, if the newcomer's is higher."""
+        if not self._worths:
+            return None
+        _, tenant = self._shares[bound][-1]
+        largest = self._holdings[tenant]
+        entry: QueueEntry
+        priority, _, _, entry = largest.entries[0]
+        if priority < waiter.priority:
+            return entry
+        if priority == waiter.priority and tenant != waiter.tenant:
+            own = self._holdings.get(waiter.tenant, _Holding(waiter.weight)).amounts
+            least = own.plus(waiter)[bound] / waiter.weight
+            if largest.amounts.plus(entry.waiter, -1)[bound] / largest.weight >= least:
+                return entry
+        priority, _, _, entry = self._worths[0]
+        return entry if priority < waiter.priority else None
 
     def _hold(self, entry: QueueEntry) -> None:
+        """Counts an entry."""
         waiter = entry.waiter
         holding = self._holdings.setdefault(waiter.tenant, _Holding(waiter.weight))
-        self._shares.discard((holding.size / holding.weight, waiter.tenant))
+        if holding.entries:
+            self._forget_shares(waiter.tenant, holding)
         holding.weight = waiter.weight
-        self._count(entry, holding, 1)
+        holding.amounts = holding.amounts.plus(waiter)
+        self._amounts = self._amounts.plus(waiter)
         holding.entries.add(_worth(entry))
-        self._shares.add((holding.size / holding.weight, waiter.tenant))
+        self._worths.add(_worth(entry))
+        self._add_shares(waiter.tenant, holding)
 
     def _release(self, entry: QueueEntry) -> None:
+        """Counts an entry no more."""
         tenant = entry.waiter.tenant
         holding = self._holdings[tenant]
-        self._shares.remove((holding.size / holding.weight, tenant))
-        self._count(entry, holding, -1)
+        self._forget_shares(tenant, holding)
+        holding.amounts = holding.amounts.plus(entry.waiter, -1)
+        self._amounts = self._amounts.plus(entry.waiter, -1)
         holding.entries.remove(_worth(entry))
+        self._worths.remove(_worth(entry))
         if holding.entries:
-            self._shares.add((holding.size / holding.weight, tenant))
+            self._add_shares(tenant, holding)
         else:
             del self._holdings[tenant]
 
-    def _count(self, entry: QueueEntry, holding: _Holding, sign: int) -> None:
-        holding.size += sign * entry.waiter.size
-        self.size += sign * entry.waiter.size
-        self.prompt_bytes += sign * entry.waiter.prompt_bytes
+    def _add_shares(self, tenant: str, holding: _Holding) -> None:
+        for shares, share in zip(self._shares, holding.shares(tenant), strict=True):
+            shares.add(share)
+
+    def _forget_shares(self, tenant: str, holding: _Holding) -> None:
+        for shares, share in zip(self._shares, holding.shares(tenant), strict=True):
+            shares.remove(share)
 
     def check_integrity(self) -> None:
         waiters = [entry.waiter for entry in self._entries.values()]
@@ -250,7 +307,11 @@ class RequestQueue:
         assert self.prompt_bytes == sum(waiter.prompt_bytes for waiter in waiters)
         assert len(self) == sum(map(len, self._lines.values()))
         assert len(self) == sum(len(holding.entries) for holding in self._holdings.values())
-        assert sorted(tenant for _, tenant in self._shares) == sorted(self._holdings)
+        assert len(self) == len(self._worths) == self._amounts.requests
+        for shares in self._shares:
+            assert sorted(tenant for _, tenant in shares) == sorted(self._holdings)
+        for holding in self._holdings.values():
+            assert holding.amounts.requests == len(holding.entries) > 0
         for line in self._lines.values():
             line.check_integrity()
 
@@ -268,6 +329,6 @@ def _place(waiter: Waiter, number: int) -> Entry:
     )
 
 
-def _worth(entry: QueueEntry) -> tuple[int, float, int, QueueEntry]:
+def _worth(entry: QueueEntry) -> _Worth:
     place = entry.place
     return place.priority, -place.deadline, -place.number, entry

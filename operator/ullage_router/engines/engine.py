@@ -16,7 +16,7 @@ from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
-from ullage_router.engines.multiplex import Metadata, Multiplexer
+from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
@@ -455,7 +455,11 @@ class Engine:
         self._owner.on_change()
 
     def on_failure(self, credit: Credit, error: ServiceError) -> None:
-        """Records that the request failed on this engine."""
+        """Records that the request failed on this engine; a lost stream counts once, however many
+        requests it carried."""
+        loss = error.loss if isinstance(error, ConnectionBroken) else None
+        if loss and self.breaker.is_closed and not loss.is_first("breaker"):
+            return
         if is_engine_fault(error) and self.breaker.on_failure(credit, time.monotonic()):
             about = {"engine": self.id, "failures": self.breaker.failures, "reason": error.reason}
             log.warning("engine ejected", extra=about)

@@ -38,6 +38,32 @@ class StreamLost(Exception):
     """A stream to an engine ended; the message says why."""
 
 
+class StreamLoss:
+    """The loss of one stream, which ends many calls and counts once."""
+
+    def __init__(self) -> None:
+        self._counted: set[str] = set()
+
+    def is_first(self, account: str) -> bool:
+        """Whether the loss was not counted in this account before; it is then counted."""
+        is_first = account not in self._counted
+        self._counted.add(account)
+        return is_first
+
+
+class ConnectionBroken(ServiceError):
+    """The error of each call on a stream that was lost.
+
+    loss
+        the same one for all of them
+    """
+
+    def __init__(self, loss: StreamLoss) -> None:
+        message = "the connection to the engine broke"
+        super().__init__(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", message)
+        self.loss = loss
+
+
 class Multiplexer:
     """The stream to one engine, opened again whenever it is lost.
 
@@ -197,13 +223,16 @@ class _Stream:
     def break_off(self) -> None:
         """Every call ends as one whose connection broke."""
         self._stream.cancel()
+        loss = StreamLoss()
         for call in list(self._calls.values()):
-            call.end(_broken())
+            call.end(ConnectionBroken(loss))
         self._calls.clear()
 
     async def run(self) -> None:
         """Raises StreamLost when the stream ends."""
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
+        # Nothing that is sent would arrive any more: the reading ends as well.
+        sending.add_done_callback(lambda _: self._stream.cancel())
         try:
             while isinstance(answer := await self._stream.read(), Response):
                 self._deliver(answer)
@@ -212,9 +241,10 @@ class _Stream:
         except asyncio.CancelledError as error:
             if _is_being_cancelled():
                 raise
-            raise StreamLost(
-                "the engine cancelled it"
-            ) from error  # gRPC says both with one exception
+            if sending.done() and (failure := sending.exception()):
+                raise StreamLost(f"sending to the engine failed: {failure!r}") from failure
+            # gRPC says both with one exception.
+            raise StreamLost("the engine cancelled it") from error
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -300,12 +330,6 @@ def _error(status: bytes) -> ServiceError | None:
     """None: the call ended without a last word and without an error."""
     parsed = status_pb2.Status.FromString(status)
     return from_status(parsed) if parsed.code else None
-
-
-def _broken() -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "the connection to the engine broke"
-    )
 
 
 def _late() -> ServiceError:

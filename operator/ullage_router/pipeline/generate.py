@@ -36,6 +36,7 @@ from ullage_router.call import (
     timed_out,
 )
 from ullage_router.engines.flow_control import Source, flow_of, for_unary, rate_limited
+from ullage_router.engines.multiplex import ConnectionBroken
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.tool_use import read_calls
 from ullage_router.rollout import Rollout, Send
@@ -223,7 +224,10 @@ class EngineStages:
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
         if error.code not in ANOTHER_ENGINE_MAY or is_enough:
             return False
-        return not errors.is_engine_fault(error) or self._balancer.may_retry()
+        if not errors.is_engine_fault(error):
+            return True
+        is_paid = isinstance(error, ConnectionBroken) and not error.loss.is_first("retries")
+        return is_paid or self._balancer.may_retry()
 
     async def _send_to_engine(self, call: Call, reservation: Reservation) -> EngineStream:
         """Sends the request and waits for its first token.

@@ -54,7 +54,12 @@ class PrefillTask:
 
 
 def balance(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> list[str]:
-    """The lane of each job; where they are, unless another way ends sooner."""
+    """The lane of each job; where they are, unless another way ends sooner.
+
+    What is on lanes that no job may take, such as a canary's, has no say in that.
+    """
+    possible = {lane for job in jobs for lane in (job.lane, *job.sizes)}
+    lanes = [lane for lane in lanes if lane.id in possible]
     present = [job.lane for job in jobs]
     balanced = _longest_first(jobs, lanes)
     if balanced and critical_path(jobs, balanced, lanes) < critical_path(jobs, present, lanes):

@@ -7,13 +7,17 @@ Of the heads of all priority levels the one with the largest
 goes first: waiting makes up for priority, so no level starves. Within a level tenants share the
 bytes served by their weights (start-time fair queueing: each tenant's tag grows by cost / weight,
 the smallest tag is served, and a tenant that comes anew starts at the tag served last). A tenant's
-own requests go by their deadlines.
+own requests go by their deadlines, of which none counts as later than `MAX_LEAD_S` after arrival:
+so a request is overtaken only by what came within that time.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
+
+MAX_LEAD_S = 1.0
+"""Seconds by which a request may overtake others of its tenant that came before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +37,11 @@ class Entry:
     cost: int
     """Bytes that the tenant is charged when the request is served."""
 
+    @property
+    def due(self) -> float:
+        """The time by which a tenant's requests are ordered."""
+        return min(self.deadline, self.arrival + MAX_LEAD_S)
+
 
 @dataclass(slots=True)
 class _Flow:
@@ -42,7 +51,7 @@ class _Flow:
     """Virtual time at which its next request begins."""
     number: int
     entries: "SortedList[tuple[float, int, Entry]]" = field(default_factory=SortedList)
-    """(deadline, number, entry)"""
+    """(due, number, entry)"""
 
     @property
     def head(self) -> Entry:
@@ -79,12 +88,12 @@ class _Level:
             self._idle.discard((flow.tag, entry.tenant))
             flow.number = entry.number
             self._order.add((flow.tag, flow.number, entry.tenant))
-        flow.entries.add((entry.deadline, entry.number, entry))
+        flow.entries.add((entry.due, entry.number, entry))
         self.size += entry.size
 
     def remove(self, entry: Entry) -> None:
         flow = self._flows[entry.tenant]
-        flow.entries.remove((entry.deadline, entry.number, entry))
+        flow.entries.remove((entry.due, entry.number, entry))
         self.size -= entry.size
         if not flow.entries:
             self._order.remove((flow.tag, flow.number, entry.tenant))

@@ -101,6 +101,10 @@ class Quota:
             return Shortage("tokens_per_minute", self.tokens.capacity, wait_s)
         return replace(self, tokens=self.tokens.take(tokens, now))
 
+    def give_back(self, count: int, now: float) -> "Quota":
+        """Requests that entered are refused, and are not counted against their rate."""
+        return replace(self, requests=self.requests and self.requests.take(-count, now))
+
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
         """Requests have ended: what they used takes the place of what was charged."""
         tokens = self.tokens and self.tokens.take(used - charged, now)

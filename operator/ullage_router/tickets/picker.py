@@ -322,6 +322,7 @@ class _PendingPick:
         """None of those left is placed: whatever they were charged comes back."""
         if self.session:
             status, entered = errors.http_status(error), self.entered or 1
+            self.session.give_back(self.entered)  # the client goes on with Generate, which counts
             self.session.settle(0, 0, status, entered)
             self.session.count_refusals(status, self.remaining - entered)
 

@@ -107,6 +107,44 @@ def test_a_flood_leaves_room_for_others() -> None:
     assert here.sizes() == {"flood": 20, "other": 20}
 
 
+def test_the_bound_that_is_short_is_the_one_that_is_shared() -> None:
+    """Small requests may fill the count while another tenant's bytes are many."""
+    here = room(256, max_bytes=1 << 36)
+    flood = [here.join("single", waiter(2 << 20, tenant="flood")) for _ in range(256)]
+    here.join("single", waiter(600 << 20, tenant="other"))
+    assert [entry.is_evicted for entry in flood] == [False] * 255 + [True]
+    here = room(256, max_bytes=100, max_prompt_bytes=1000)
+    flood = [here.join("single", waiter(1, prompt_bytes=100, tenant="flood")) for _ in range(10)]
+    here.join("single", waiter(80, prompt_bytes=100, tenant="other"))
+    assert sum(entry.is_evicted for entry in flood) == 1
+    here.check_integrity()
+
+
+def test_a_higher_priority_displaces_a_lower_one_whosever_it_is() -> None:
+    here = room(3)
+    low = here.join("single", waiter(1, tenant="small", priority=-1))
+    for _ in range(2):
+        here.join("single", waiter(1000, tenant="large"))
+    first = here.join("single", waiter(5000, tenant="large", priority=50))
+    assert (low.is_evicted, first.is_evicted) == (False, False)
+    urgent = here.join("single", waiter(5000, tenant="large", priority=50))
+    assert not urgent.is_evicted
+    here.join("single", waiter(9000, tenant="large", priority=50))
+    assert low.is_evicted
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(1, tenant="small", priority=49))
+
+
+def test_who_finds_no_place_displaces_nobody() -> None:
+    here = room(10, max_bytes=100)
+    small = [here.join("single", waiter(10, tenant="flood", arrival=n)) for n in range(10)]
+    with pytest.raises(QueueFull):
+        here.join("single", waiter(90, tenant="other"))
+    assert not any(entry.is_evicted for entry in small)
+    assert here.sizes() == {"flood": 100}
+    here.check_integrity()
+
+
 def test_weights_count_in_a_full_queue() -> None:
     here = room(4)
     for _ in range(4):

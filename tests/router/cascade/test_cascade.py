@@ -11,6 +11,7 @@ import pytest
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router.errors import http_status
 
 if TYPE_CHECKING:
     Service = Any
@@ -297,6 +298,7 @@ def test_circles_are_told_and_the_request_is_answered(start_service: "StartServi
                     pass
             error = from_rpc_error(caught.value)
             assert error.reason == "CASCADE_LOOP"
+            assert http_status(error) == 400, "nothing failed: the services name each other"
             assert "default/small -> default/big -> default/big" in error.message
             assert small.engine.requests == []
             small.engine.script.logprob = SURE

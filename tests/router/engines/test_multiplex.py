@@ -16,7 +16,7 @@ from ullage_common.wire.channels import MAX_REQUEST_BYTES, new_server, open_chan
 from ullage_common.wire.errors import ServiceError, from_status
 from ullage_common.wire.multiplex import serve_multiplex
 from ullage_router.engines.flow_control import FlowControl
-from ullage_router.engines.multiplex import Multiplexer, StreamCall
+from ullage_router.engines.multiplex import ConnectionBroken, Multiplexer, StreamCall
 
 if TYPE_CHECKING:
     StartService = Any
@@ -406,3 +406,71 @@ def test_only_silence_and_the_whole_time_end_a_call() -> None:
         assert stream.cancelled == [1, 2]
 
     jumping_clock.run(scenario())
+
+
+def test_a_sender_that_died_ends_the_stream_and_another_one_is_opened() -> None:
+    """Nothing that is sent would arrive: calls must not wait for their time limits."""
+
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            waiting = begin(multiplexer, ask("a", 2, "wait"))
+            await waiting.read()
+            stream = multiplexer._stream
+            assert stream
+
+            async def fail(_: Any) -> None:
+                raise RuntimeError("a bug in sending")
+
+            stream._stream.write = fail  # type: ignore[method-assign]
+            late = begin(multiplexer, ask("b", 2))
+            for call in (waiting, late):
+                with pytest.raises(ConnectionBroken):
+                    await call.read()
+            await until(lambda: multiplexer.is_open and multiplexer._stream is not stream)
+            assert await text_of(begin(multiplexer, ask("c", 2))) == words("c", 2)
+
+    asyncio.run(scenario())
+
+
+def test_the_loss_of_a_stream_is_one_loss_for_all_its_calls() -> None:
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            calls = [begin(multiplexer, ask(f"n{i}.", 2, "wait")) for i in range(8)]
+            await asyncio.gather(*(call.read() for call in calls))
+            assert multiplexer._stream
+            multiplexer._stream._stream.cancel()
+            losses = set()
+            for call in calls:
+                with pytest.raises(ConnectionBroken) as caught:
+                    await call.read()
+                losses.add(caught.value.loss)
+            (loss,) = losses
+            assert [loss.is_first("breaker") for _ in calls] == [True] + 7 * [False]
+            assert loss.is_first("retries")
+
+    asyncio.run(scenario())
+
+
+def test_one_lost_stream_opens_no_breaker_and_costs_one_retry(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            engine, other = service.engines
+            other.push(draining=True)
+            await service.until(lambda: service.engine_state("single-1") == "draining")
+            engine.script.hold = asyncio.Event()
+            asked = [asyncio.ensure_future(service.complete(f"{i:03}")) for i in range(8)]
+            await service.until(lambda: engine.active == 8)
+            other.push(draining=False)
+            await service.until(lambda: service.engine_state("single-1") == "ready")
+            await engine.stop()
+            answers = await asyncio.gather(*asked)
+            assert [answer.status_code for answer in answers] == 8 * [200]
+            known = next(
+                e for e in service.router.service.engines.all() if e.address == engine.address
+            )
+            assert (known.breaker.openings, known.breaker.failures) == (0, 1)
+            assert service.router.service.balancer.budget.spent == 1
+
+    asyncio.run(scenario())

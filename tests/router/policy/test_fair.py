@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_router.policy.fair_queue import Entry, FairLine
+from ullage_router.policy.fair_queue import MAX_LEAD_S, Entry, FairLine
 
 AGING_S = 0.05
 numbers: Iterator[int] = itertools.count()
@@ -59,8 +59,18 @@ def test_waiting_makes_up_for_priority() -> None:
 
 
 def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
-    late, soon = entry(deadline=20), entry(deadline=10)
+    late, soon = entry(deadline=0.9), entry(deadline=0.5)
     assert drain(line_of(late, soon)) == [soon, late]
+
+
+def test_a_later_deadline_is_overtaken_for_a_second_at_most() -> None:
+    """However many of the tenant's requests with earlier deadlines come after it."""
+    patient = entry(arrival=0.0, deadline=30.0)
+    hurried = [entry(arrival=n / 10, deadline=n / 10 + 0.2) for n in range(1000)]
+    order = drain(line_of(patient, *hurried))
+    before = order[: order.index(patient)]
+    assert before
+    assert all(each.arrival <= MAX_LEAD_S for each in before)
 
 
 def test_a_deadline_is_no_way_past_other_tenants() -> None:
@@ -200,7 +210,7 @@ class FairMachine(RuleBasedStateMachine):
         for other in self.inside:
             assert head
             if (other.tenant, other.priority) == (head.tenant, head.priority):
-                assert (head.deadline, head.number) <= (other.deadline, other.number)
+                assert (head.due, head.number) <= (other.due, other.number)
         sums = {p: sum(e.size for e in self.inside if e.priority >= p) for p in range(-2, 3)}
         assert sums == {p: self.line.size_from(p) for p in range(-2, 3)}
 

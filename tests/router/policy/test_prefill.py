@@ -66,6 +66,12 @@ def test_what_engines_have_to_do_already_counts() -> None:
     assert critical_path(jobs, balance(jobs, lanes), lanes) == 22_005_000
 
 
+def test_an_engine_that_no_prompt_may_take_has_no_say() -> None:
+    """A canary's lane, or one that is held back, may be the busiest of all."""
+    busy = EngineLoad("canary", 10**12, 100)
+    assert sorted(balance(jobs_of((2000, 2000), "aa"), [*IDLE, busy])) == ["a", "b"]
+
+
 def test_memory_decides_before_work() -> None:
     lanes = [EngineLoad("a", 0, 100), EngineLoad("b", 10**9, 100), EngineLoad("c", 0, 4)]
     jobs = [PrefillTask(10, "a", {"a": 5, "b": 5, "c": 5}), PrefillTask(10, "a", {"a": 96, "b": 5})]

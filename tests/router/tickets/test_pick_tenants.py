@@ -138,6 +138,27 @@ def test_what_no_engine_takes_is_not_paid(
     asyncio.run(scenario())
 
 
+def test_a_refused_pick_is_no_request_of_the_minute(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    """Its client goes on with Generate, which is one."""
+
+    async def scenario() -> None:
+        rules = tenants(requests_per_minute=2)
+        async with start_service(single=(10,), tenants=rules, tickets=tickets) as service:
+            priced = pb.PricedRequest(prompt_tokens=90, max_tokens=64, count=2)
+            service.engine.push(headroom_bytes=0)
+            known = service.router.service.engines.all()[0]
+            await service.until(lambda: known.headroom.headroom_bytes == 0)
+            for _ in range(5):
+                answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+                assert [each.refusal.reason for each in answer.placed] == ["KV_HEADROOM"]
+            alice = await usage(service)
+            assert (alice["active"], alice["requests_left"]) == (0, 2)
+
+    asyncio.run(scenario())
+
+
 def test_every_refused_pick_is_counted(
     start_service: "StartService", tenants: Any, tickets: dict[str, Any]
 ) -> None:
