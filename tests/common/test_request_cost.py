@@ -20,7 +20,7 @@ profiles = st.builds(
     MemoryProfile,
     st.integers(1, 64),
     st.lists(groups, min_size=1, max_size=3).map(tuple),
-    *[sizes] * 5,
+    *[sizes] * 6,
 )
 tokens = st.integers(1, 100_000)
 samples = st.integers(1, 16)
@@ -48,12 +48,29 @@ def test_an_unknown_expectation_charges_one_token_more_than_there_is() -> None:
     assert charged_output(7, expected_output=0, produced=7) == 7
 
 
-def test_a_window_is_priced_as_if_it_grew() -> None:
-    """gpt-oss-20b in bf16: half of its bytes are of layers with a window of 128 tokens."""
-    half = 12 * 2 * 8 * 64 * 2
-    profile = MemoryProfile(16, (CacheGroup(half), CacheGroup(half, window_tokens=128)))
-    assert predict(profile, 8191, 1, 1).kv_bytes == 384 << 20
-    assert profile.growing_bytes_per_token == half
+HALF = 12 * 2 * 8 * 64 * 2
+"""Bytes of a token in the 12 layers of gpt-oss-20b with a window of 128 tokens, as in the rest."""
+GPT_OSS = MemoryProfile(
+    16, (CacheGroup(HALF), CacheGroup(HALF, window_tokens=128)), prefill_chunk_tokens=512
+)
+
+
+def test_a_window_is_priced_as_what_it_and_a_chunk_hold() -> None:
+    """512 blocks of the layers that see everything, 41 of the others: 207 MiB of 384."""
+    demand = predict(GPT_OSS, 8191, 1, 1)
+    assert demand.kv_bytes == (512 + 41) * 16 * HALF
+    assert demand.kv_bytes >> 20 == 207
+    assert GPT_OSS.growing_bytes_per_token == HALF
+    # What is no longer than a window is held whole in both.
+    assert predict(GPT_OSS, 100, 28, 28).kv_bytes == 2 * 8 * 16 * HALF
+
+
+def test_samples_have_windows_of_their_own() -> None:
+    whole = predict(GPT_OSS, 1000, 100, 100).kv_bytes // GPT_OSS.block_bytes
+    assert whole == 69 + 41
+    both = predict(GPT_OSS, 1000, 100, 100, samples=2).kv_bytes // GPT_OSS.block_bytes
+    # 7 blocks after the shared ones, a window, and in each table the original of a copied block.
+    assert both == whole + 7 + 41 + 2
 
 
 @settings(max_examples=80, deadline=None)
@@ -64,6 +81,7 @@ def test_a_demand_is_whole_blocks_and_no_block_too_many(
     demand = predict(profile, prompt, most, expected)
     blocks, rest = divmod(demand.kv_bytes, profile.block_bytes)
     assert rest == 0
+    blocks -= min(profile.window_blocks or 0, blocks // 2)
     assert (blocks - 1) * profile.block_tokens < demand.tokens <= blocks * profile.block_tokens
 
 
@@ -80,16 +98,17 @@ def test_most_tokens_is_the_inverse(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 64), tokens, tokens, samples, tokens)
+@given(profiles, tokens, tokens, samples, tokens)
 def test_more_tokens_or_samples_never_cost_less(
-    block: int, prompt: int, output: int, samples: int, more: int
+    profile: MemoryProfile, prompt: int, output: int, samples: int, more: int
 ) -> None:
-    price = request_blocks(block, prompt, prompt + output, samples)
+    block = profile.block_tokens
+    price = request_blocks(profile, prompt, prompt + output, samples)
     # Each sample has the prompt's last block for itself until it is full: grow by whole blocks.
     longer = more if samples == 1 else more * block
-    assert price <= request_blocks(block, prompt, prompt + output + more, samples)
-    assert price <= request_blocks(block, prompt + longer, prompt + longer + output, samples)
-    assert price <= request_blocks(block, prompt, prompt + output, samples + more)
+    assert price <= request_blocks(profile, prompt, prompt + output + more, samples)
+    assert price <= request_blocks(profile, prompt + longer, prompt + longer + output, samples)
+    assert price <= request_blocks(profile, prompt, prompt + output, samples + more)
 
 
 @given(profiles)

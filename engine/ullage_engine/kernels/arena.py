@@ -240,6 +240,8 @@ class StepLimits:
     fp8_kv: bool = False
     """Whether KV is stored as float8, which passes through bytes of its own on the way in and
     out."""
+    windowed: bool = False
+    """Whether layers with sliding windows have KV blocks of their own."""
 
     def product_rows(self, tokens: int) -> int:
         """Returns the rows of the layers' products for a step of `tokens`, padding included."""

@@ -4,7 +4,7 @@ Pure arithmetic over lists; the runner turns the arrays into tensors once a step
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ullage_engine.kernels.arena import context_bucket, decode_rows, tile_bucket, tile_rows
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
@@ -65,6 +65,15 @@ class ConvPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the KV of a step's rows goes, and what they attend to."""
+
+    slots: list[int]
+    decodes: list[DecodeGroup]
+    prefills: list[PrefillTile]
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Everything the model needs to know of a step."""
 
@@ -79,6 +88,14 @@ class StepBatch:
     """Row of the last token of each sampled chunk."""
     conv: ConvPlan | None = None
     """Plan of the convolutions, for models that have them."""
+    windowed: PagedRows | None = None
+    """The rows' KV in layers with sliding windows, where these have blocks of their own."""
+
+    def paged(self, window: int) -> PagedRows:
+        """Returns the rows' KV in a layer with such a window; 0: none."""
+        if window and self.windowed is not None:
+            return self.windowed
+        return PagedRows(self.slots, self.decodes, self.prefills)
 
 
 Bucket = Callable[[int], int]
@@ -92,11 +109,13 @@ def build_batch(
     bucket: Bucket = context_bucket,
     conv_kernel: int = 0,
     scratch_block: int | None = None,
+    windowed: bool = False,
 ) -> StepBatch:
     """Orders the chunks so that every group of decodes is a run of rows.
 
     `conv_kernel`: taps of the model's convolutions, 0 without. `scratch_block`: where the KV of
     replayed tokens goes, in no sequence's table; only models with convolutions need one.
+    `windowed`: layers with sliding windows have blocks of their own.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
     prefills = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
@@ -107,16 +126,33 @@ def build_batch(
         row += len(chunk.token_ids)
         last_rows[chunk.request_id] = row - 1
     sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+
+    def paged(decodes: list[Chunk], prefills: list[Chunk]) -> PagedRows:
+        max_blocks = max_gather_tokens // block_tokens
+        chunks = decodes + prefills
+        return PagedRows(
+            slots=[slot for each in chunks for slot in _slots(each, block_tokens, scratch_block)],
+            decodes=_decode_groups(decodes, block_tokens, max_blocks, bucket),
+            prefills=_prefill_tiles(prefills, len(decodes), block_tokens, bucket),
+        )
+
+    rows = paged(decodes, prefills)
     return StepBatch(
         token_ids=[token for chunk in ordered for token in chunk.token_ids],
         positions=[at for chunk in ordered for at in range(chunk.start, chunk.end)],
-        slots=[slot for chunk in ordered for slot in _slots(chunk, block_tokens, scratch_block)],
-        decodes=_decode_groups(decodes, block_tokens, max_gather_tokens // block_tokens, bucket),
-        prefills=_prefill_tiles(prefills, len(decodes), block_tokens, bucket),
+        slots=rows.slots,
+        decodes=rows.decodes,
+        prefills=rows.prefills,
         sampled=sampled,
         sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
         conv=_conv_plan(ordered, conv_kernel) if conv_kernel else None,
+        windowed=paged(_windowed(decodes), _windowed(prefills)) if windowed else None,
     )
+
+
+def _windowed(chunks: list[Chunk]) -> list[Chunk]:
+    """Returns the chunks with the block tables of layers with sliding windows."""
+    return [replace(chunk, block_ids=chunk.window_block_ids) for chunk in chunks]
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
@@ -126,6 +162,8 @@ def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
         last = (chunk.end - 1) // block_tokens
         if chunk.end % block_tokens and last * block_tokens >= chunk.first_stored:
             yield chunk.block_ids[last]
+            if chunk.window_block_ids:
+                yield chunk.window_block_ids[last]
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -102,9 +102,11 @@ def scratch_blocks(model_config: ModelConfig) -> int:
     return 1 if model_config.conv_kernel else 0
 
 
-def kv_block_bytes(model_config: ModelConfig, block_tokens: int, itemsize: int) -> int:
-    """Returns the bytes of one block over all layers; `itemsize` is that of a stored number."""
-    return block_tokens * model_config.kv_bytes_per_token(itemsize)
+def kv_block_bytes(
+    model_config: ModelConfig, block_tokens: int, itemsize: int, *, windowed: bool = False
+) -> int:
+    """Returns the bytes of one block; `itemsize` is that of a stored number."""
+    return block_tokens * model_config.page_bytes_per_token(itemsize, windowed=windowed)
 
 
 class KVPool:
@@ -122,18 +124,25 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[HeadScales] | None = None,
+        *,
+        windowed: bool = False,
     ) -> None:
-        """`scales`, one for each layer that attends: KV is stored as float8, not as `dtype`."""
+        """`scales`, one for each layer that attends: KV is stored as float8, not as `dtype`.
+
+        `windowed`: a block holds tokens of the layers with sliding windows, or of those without:
+        the i-th layer of either lies in the same place.
+        """
         heads, width = 2 * model_config.num_kv_heads, block_tokens * model_config.head_dim
         total = num_blocks + scratch_blocks(model_config)
-        shape = (model_config.num_attention_layers, heads, total, width)
+        places = _layer_places(model_config, windowed)
+        shape = (max(places, default=-1) + 1, heads, total, width)
         stored = dtype if scales is None else torch.uint8
         pool = torch.empty(shape, dtype=stored, device=device).zero_()
         self.num_blocks = num_blocks
         self.blocks = pool.view(shape[0] * heads, total, width)  # keys and values of all layers
         self.layers = [
-            _layer_cache(layer, model_config, scales[index] if scales is not None else None)
-            for index, layer in enumerate(pool)
+            _layer_cache(pool[place], model_config, scales[index] if scales is not None else None)
+            for index, place in enumerate(places)
         ]
 
     @property
@@ -149,6 +158,17 @@ class KVPool:
     def copy(self, source: int, destination: int) -> None:
         """Copies one block over all layers; allocates nothing."""
         self.blocks[:, destination].copy_(self.blocks[:, source])
+
+
+def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
+    """Returns the place in a block of each layer that attends."""
+    counts, places = [0, 0], []
+    for layer in model_config.layers:
+        if layer.mixer == "attention":
+            group = windowed and layer.window > 0
+            places.append(counts[group])
+            counts[group] += 1
+    return places
 
 
 def _layer_cache(

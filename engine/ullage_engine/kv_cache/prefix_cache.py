@@ -4,6 +4,10 @@ Sequences allocate blocks here and release them. A full block stays cached by co
 sequence has ended, and a session's blocks are pinned between its turns. Cached blocks form a radix
 tree: the path from the root to a block spells the tokens whose KV the block continues, and begins
 with the cache salt of the requests that may read it.
+
+Layers with sliding windows have blocks of their own. A cached block may have one of them beside it,
+its window block, for the same tokens. Window blocks that every window has slid past are reclaimable
+though their sequence goes on, and a prefix is found only as far as its last window is still there.
 """
 
 import time
@@ -34,6 +38,10 @@ class _Node:
     """Whether the session that used the block last has ended because it was idle."""
     last_used: int = 0
     """Tick of the block's last use; ticks only grow."""
+    window_block: int | None = None
+    num_window_pins: int = 0
+    is_window_reclaimable: bool = False
+    window_last_used: int = 0
 
 
 class RadixTree:
@@ -45,35 +53,66 @@ class RadixTree:
     recently used first, pinned ones never. Every operation on one block is O(1).
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, window_tokens: int = 0) -> None:
+        """`window_tokens`: length of the sliding windows; 0: blocks have no window blocks."""
         self._block_tokens = block_tokens
+        self._window_tokens = window_tokens
         self._root = _Node(None, ("", ()), _ROOT)
         self._by_block: dict[int, _Node] = {}
         # Reclaimable, unpinned and without children; the least recently used first.
         self._evictable: OrderedDict[int, _Node] = OrderedDict()
         # Those of idle sessions, which are evicted before the others.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
+        self._by_window: dict[int, _Node] = {}
+        # Reclaimable and unpinned window blocks; the least recently used first.
+        self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
         self.num_reclaimable = 0
-        """Blocks that no sequence holds, pinned ones included."""
+        """Blocks of both kinds that no sequence holds, pinned ones included."""
         self.num_pinned = 0
 
     @property
     def num_blocks(self) -> int:
-        return len(self._by_block)
+        return len(self._by_block) + len(self._by_window)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._by_block
+        return block in self._by_block or block in self._by_window
 
     def is_reclaimable(self, block: int) -> bool:
-        return self._by_block[block].is_reclaimable
+        node = self._by_window.get(block)
+        return self._by_block[block].is_reclaimable if node is None else node.is_window_reclaimable
+
+    def first_window_block(self, position: int) -> int:
+        """Returns the index of the first block that a window ending at this position reaches."""
+        return max(0, position - self._window_tokens + 1) // self._block_tokens
+
+    def window_blocks(self, path: list[int]) -> list[int]:
+        """Returns the window blocks that whoever goes on from a matched path reads."""
+        if not self._window_tokens:
+            return []
+        first = self.first_window_block(len(path) * self._block_tokens)
+        found = [self._by_block[block].window_block for block in path[first:]]
+        return [block for block in found if block is not None]
+
+    def window_block(self, block: int) -> int | None:
+        """Returns the window block beside a cached one; None where there is none."""
+        return self._by_block[block].window_block
+
+    def add_window(self, block: int, window_block: int) -> None:
+        """Caches a window block, which is in use, beside the block of the same tokens."""
+        node = self._by_block[block]
+        assert node.window_block is None and window_block not in self, "cached already"
+        node.window_block = window_block
+        self._by_window[window_block] = node
 
     def match(self, token_ids: list[int], salt: str = "") -> list[int]:
         """Finds the longest run of blocks that store a beginning of `token_ids` under a salt.
 
-        It ends before the last token, which is always computed because its logits are needed.
+        It ends before the last token, which is always computed because its logits are needed, and
+        where the window blocks that are read next are there.
         """
         size, node = self._block_tokens, self._root
         blocks: list[int] = []
+        num_windows = length = 0
         for start in range(0, (len(token_ids) - 1) // size * size, size):
             tokens = tuple(token_ids[start : start + size])
             child = node.children.get(("" if start else salt, tokens))
@@ -81,7 +120,10 @@ class RadixTree:
                 break
             blocks.append(child.block)
             node = child
-        return blocks
+            num_windows = 0 if child.window_block is None else num_windows + 1
+            if num_windows >= len(blocks) - self.first_window_block(start + size):
+                length = len(blocks)
+        return blocks[:length] if self._window_tokens else blocks
 
     def insert(
         self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""
@@ -103,6 +145,11 @@ class RadixTree:
         return node.block
 
     def set_in_use(self, block: int) -> None:
+        if (node := self._by_window.get(block)) is not None:
+            self.num_reclaimable -= node.is_window_reclaimable
+            node.is_window_reclaimable = False
+            self._evictable_windows.pop(block, None)
+            return
         node = self._by_block[block]
         self.num_reclaimable -= node.is_reclaimable
         node.is_reclaimable = False
@@ -111,22 +158,40 @@ class RadixTree:
 
     def touch(self, block: int, tick: int) -> None:
         """Records when the block was last used, for the order of eviction."""
-        self._by_block[block].last_used = tick
+        if (node := self._by_window.get(block)) is not None:
+            node.window_last_used = tick
+        else:
+            self._by_block[block].last_used = tick
 
     def set_reclaimable(self, block: int) -> None:
+        if (node := self._by_window.get(block)) is not None:
+            self.num_reclaimable += not node.is_window_reclaimable
+            node.is_window_reclaimable = True
+            self._add_window_if_evictable(node)
+            return
         node = self._by_block[block]
         self.num_reclaimable += not node.is_reclaimable
         node.is_reclaimable = True
         self._add_if_evictable(node)
 
-    def pin(self, block: int) -> None:
-        """Keeps the block from being evicted until `unpin` was called as often."""
+    def pin(self, block: int, *, with_window: bool = False) -> None:
+        """Keeps the block from being evicted until `unpin` was called as often.
+
+        `with_window`: the window block beside it, too; `unpin` must be called alike.
+        """
         node = self._by_block[block]
+        if with_window:
+            node.num_window_pins += 1
+            self._evictable_windows.pop(
+                -1 if node.window_block is None else node.window_block, None
+            )
         self.num_pinned += node.num_pins == 0
         node.num_pins += 1
         self._queue(node).pop(block, None)
 
-    def unpin(self, block: int, idle_since: int | None = None) -> None:
+    def unpin(
+        self, block: int, idle_since: int | None = None, *, with_window: bool = False
+    ) -> None:
         """Undoes one `pin`.
 
         `idle_since`: the tick of the last use by the session that pinned the block, which ends
@@ -134,6 +199,9 @@ class RadixTree:
         """
         node = self._by_block[block]
         assert node.num_pins > 0, f"block {block} is not pinned"
+        if with_window:
+            node.num_window_pins -= 1
+            self._add_window_if_evictable(node)
         node.num_pins -= 1
         self.num_pinned -= node.num_pins == 0
         self._queue(node).pop(block, None)
@@ -142,9 +210,20 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drops the leaf whose turn it is; returns its block, or None if none is evictable."""
+        """Drops the leaf or window block whose turn it is; returns its block, or None if none is
+        evictable."""
         queue = self._idle or self._evictable
-        if not queue:
+        leaf = next(iter(queue.values()), None)
+        window = next(iter(self._evictable_windows.values()), None)
+        if leaf is not None and window is not None:
+            is_first = leaf.is_idle or leaf.last_used < window.window_last_used
+            window = None if is_first else window
+        # A leaf's own window block is of no use without it.
+        if window is None and leaf is not None and leaf.window_block is not None:
+            window = leaf
+        if window is not None:
+            return self._evict_window(window)
+        if leaf is None:
             return None
         block, node = queue.popitem(last=False)
         parent = node.parent
@@ -162,9 +241,14 @@ class RadixTree:
     def check_integrity(self) -> None:
         """Asserts that links and counts agree with one another."""
         nodes = list(self._by_block.values())
-        assert sum(node.is_reclaimable for node in nodes) == self.num_reclaimable, (
-            "reclaimable blocks miscounted"
-        )
+        num_reclaimable = sum(node.is_reclaimable + node.is_window_reclaimable for node in nodes)
+        assert num_reclaimable == self.num_reclaimable, "reclaimable blocks miscounted"
+        windows = {node.window_block: node for node in nodes if node.window_block is not None}
+        assert windows == self._by_window, "window blocks lost or doubled"
+        evictable = {block for block, node in windows.items() if self._is_window_evictable(node)}
+        assert evictable == self._evictable_windows.keys(), "window blocks missing or doubled"
+        for node in windows.values():
+            assert node.is_window_reclaimable or not node.is_reclaimable, "outlives its block"
         assert sum(node.num_pins > 0 for node in nodes) == self.num_pinned, "pins miscounted"
         ready = {node.block for node in nodes if self._is_evictable(node)}
         assert ready == self._evictable.keys() | self._idle.keys(), "leaves missing or doubled"
@@ -185,6 +269,22 @@ class RadixTree:
         if self._is_evictable(node):
             self._queue(node)[node.block] = node
 
+    def _is_window_evictable(self, node: _Node) -> bool:
+        return node.is_window_reclaimable and not node.num_window_pins
+
+    def _add_window_if_evictable(self, node: _Node) -> None:
+        if node.window_block is not None and self._is_window_evictable(node):
+            self._evictable_windows[node.window_block] = node
+
+    def _evict_window(self, node: _Node) -> int:
+        block = node.window_block
+        assert block is not None and node.is_window_reclaimable, "its window block is in use"
+        self._evictable_windows.pop(block, None)
+        del self._by_window[block]
+        node.window_block, node.is_window_reclaimable = None, False
+        self.num_reclaimable -= 1
+        return block
+
     def _queue(self, node: _Node) -> OrderedDict[int, _Node]:
         return self._idle if node.is_idle else self._evictable
 
@@ -199,6 +299,8 @@ class _Session:
     used_at: float
     last_used: int
     """Tick of the session's last use of its blocks."""
+    num_windows: int
+    """Last blocks of the path whose window blocks are pinned with them."""
 
 
 class Sessions:
@@ -228,11 +330,12 @@ class Sessions:
         """
         path = path[: self._max_blocks]
         # Pinned before the old path is unpinned: blocks of both never become evictable between.
-        for block in path:
-            self._tree.pin(block)
+        num_windows = len(self._tree.window_blocks(path))
+        for index, block in enumerate(path):
+            self._tree.pin(block, with_window=index >= len(path) - num_windows)
         self._end(session_id)
         if path:
-            self._sessions[session_id] = _Session(path, self._clock(), last_used)
+            self._sessions[session_id] = _Session(path, self._clock(), last_used, num_windows)
         while len(self._sessions) > _MAX_SESSIONS:
             self.end_oldest()
 
@@ -260,8 +363,9 @@ class Sessions:
         if session is None:
             return
         # The deepest first: blocks then become evictable in the order leaf before parent.
-        for block in reversed(session.path):
-            self._tree.unpin(block, session.last_used if is_idle else None)
+        idle_since = session.last_used if is_idle else None
+        for number, block in enumerate(reversed(session.path)):
+            self._tree.unpin(block, idle_since, with_window=number < session.num_windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +396,18 @@ class PrefixCache:
         block_tokens: int,
         policy: KvPolicy,
         clock: Callable[[], float] = time.monotonic,
+        window_tokens: int = 0,
     ) -> None:
+        """`window_tokens`: length of the sliding windows of layers that have blocks of their own;
+        0: there are none."""
         self._pool = BlockPool(num_blocks, block_tokens)
-        self._tree = RadixTree(block_tokens)
+        self._tree = RadixTree(block_tokens, window_tokens)
         self._num_frees = 0
         self.sessions = Sessions(self._tree, policy.session_blocks, policy.session_idle, clock)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.has_cache = policy.prefix_cache
+        self.is_windowed = window_tokens > 0
 
     @property
     def num_free(self) -> int:
@@ -345,6 +453,14 @@ class PrefixCache:
         Only requests with the same cache salt find one another's blocks.
         """
         return self._tree.match(token_ids, salt) if self.has_cache else []
+
+    def window_blocks(self, hits: list[int]) -> list[int]:
+        """Returns the window blocks that whoever goes on from these cached blocks reads."""
+        return self._tree.window_blocks(hits)
+
+    def first_window_block(self, position: int) -> int:
+        """Returns the index of the first block that a window ending at this position reaches."""
+        return self._tree.first_window_block(position)
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:
         """Counts the blocks among `cached` that no sequence holds."""
@@ -408,6 +524,23 @@ class PrefixCache:
             elif not is_known:
                 self._pool.share([own])
         return num_merged
+
+    def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
+        """Caches window blocks, of which the first belongs to block `first` of a cached table.
+
+        Where the cache has one for the same tokens, it replaces the one in `windows`.
+        """
+        for index, own in enumerate(windows):
+            if first + index >= len(table):
+                return
+            kept = self._tree.window_block(table[first + index])
+            if kept is None:
+                self._tree.add_window(table[first + index], own)
+                self._pool.share([own])
+            elif kept != own:
+                self.share([kept])
+                self.free([own])
+                windows[index] = kept
 
     def evict_all(self) -> None:
         """Evicts every block that no sequence holds."""

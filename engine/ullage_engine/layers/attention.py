@@ -39,7 +39,7 @@ from ullage_engine.kernels.attention import (
     Workspace,
     fill_mask,
 )
-from ullage_engine.kernels.batch import ConvPlan, StepBatch
+from ullage_engine.kernels.batch import ConvPlan, PagedRows, StepBatch
 from ullage_engine.kernels.deterministic import (
     RowProducts,
     SplitWorkspace,
@@ -73,7 +73,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
         into attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
@@ -101,11 +101,11 @@ class DefaultBackend:
         return PlainLinear(rows)
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         parts = (rotated, attended, self._workspace, window)
-        decodes = [DecodeAttention(group, *parts) for group in batch.decodes]
-        return [*decodes, *(PrefillAttention(tile, *parts) for tile in batch.prefills)]
+        decodes = [DecodeAttention(group, *parts) for group in rows.decodes]
+        return [*decodes, *(PrefillAttention(tile, *parts) for tile in rows.prefills)]
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         return None
@@ -141,11 +141,11 @@ class DeterministicBackend:
         return self._matrices[-1]
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         parts = (rotated, attended, self._workspace, window)
-        decodes = [split_decodes(group, *parts) for group in batch.decodes]
-        return [*decodes, *(split_prefill(tile, *parts) for tile in batch.prefills)]
+        decodes = [split_decodes(group, *parts) for group in rows.decodes]
+        return [*decodes, *(split_prefill(tile, *parts) for tile in rows.prefills)]
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         model_config, limits = self._model_config, self._limits
@@ -197,10 +197,10 @@ class PagedBackend:
         return PlainLinear(rows)
 
     def attentions(
-        self, batch: StepBatch, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         parts = (rotated, attended, self._workspace, window)
-        return paged_attentions(batch.decodes, batch.prefills, *parts)
+        return paged_attentions(rows.decodes, rows.prefills, *parts)
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         return None
@@ -321,19 +321,20 @@ class AttentionStep:
         by_head = by_token.transpose(0, 1)
         self.unrotated, self._values = by_head[:rotated_heads], by_head[rotated_heads:]
         self._rotated_keys = self.rotated[heads:]
-        self._slots, self._codes = step.indices(step.batch.slots), step.find("kv_codes")
+        self._codes = step.find("kv_codes")
         self.cos, self.sin = tables.at(step)
         # Each window is prepared once, however many layers have it.
+        windows = {layer.window for layer in model_config.layers if layer.mixer == "attention"}
+        rows = {window: step.batch.paged(window) for window in windows}
         self._attentions = {
-            window: backend.attentions(step.batch, self.rotated, self.attended, window)
-            for window in {
-                layer.window for layer in model_config.layers if layer.mixer == "attention"
-            }
+            window: backend.attentions(rows[window], self.rotated, self.attended, window)
+            for window in windows
         }
+        self._slots = {window: step.indices(rows[window].slots) for window in windows}
 
-    def store(self, cache: LayerCache) -> None:
-        """Writes every token's rotated keys and values."""
-        write_kv(cache, self._slots, self._rotated_keys, self._values, self._codes)
+    def store(self, cache: LayerCache, window: int) -> None:
+        """Writes every token's rotated keys and values to a layer with such a window."""
+        write_kv(cache, self._slots[window], self._rotated_keys, self._values, self._codes)
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
         for attention in self._attentions[window]:
@@ -364,7 +365,7 @@ class AttentionLayer:
             head_norm(shared.queries, self.q_norm, self.eps)
             head_norm(shared.keys, self.k_norm, self.eps)
         rotate(shared.unrotated, shared.cos, shared.sin, shared.rotated)
-        shared.store(cache)
+        shared.store(cache, self.window)
         shared.attend(cache, self.window, self.sinks)
         self.output.forward_add(shared.attended, step.hidden)
         if self.output_bias is not None:

@@ -109,6 +109,26 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of keys and values of one token over all layers that attend."""
         return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
+    @property
+    def window(self) -> int:
+        """The longest sliding window of a model whose other layers see everything; 0 where no layer
+        has one, or every layer has."""
+        windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
+        return max(windows, default=0) if 0 in windows else 0
+
+    @property
+    def num_window_layers(self) -> int:
+        return sum(layer.mixer == "attention" and layer.window > 0 for layer in self.layers)
+
+    def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
+        """Bytes of one token in a block: over all layers that attend or, where those with windows
+        have blocks of their own, over as many as the larger of both groups has."""
+        whole = self.kv_bytes_per_token(itemsize)
+        if not windowed:
+            return whole
+        layers = max(self.num_window_layers, self.num_attention_layers - self.num_window_layers)
+        return whole // max(1, self.num_attention_layers) * layers
+
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's convolution state: the last kernel - 1 columns of every layer."""
         columns = max(0, self.conv_kernel - 1)

@@ -294,10 +294,16 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
     return buffers * max_rows * hidden * itemsize
 
 
-def group_kv_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
-    """Sums the KV bytes of a token on all ranks; heads that several keep count each time."""
+def group_kv_bytes(
+    model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
+) -> int:
+    """Sums the bytes of a token in a KV block on all ranks; heads that several keep count each
+    time.
+
+    `windowed`: layers with sliding windows have blocks of their own.
+    """
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
-    return sum(part.kv_bytes_per_token(itemsize) for part in parts)
+    return sum(part.page_bytes_per_token(itemsize, windowed=windowed) for part in parts)
 
 
 def group_state_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:

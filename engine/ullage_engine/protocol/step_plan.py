@@ -35,6 +35,9 @@ class Chunk:
     """Tokens that may be chosen, a bit each, the lowest of a byte first; None: any."""
     banned: list[int] = field(default_factory=list)
     """Tokens that may not be chosen."""
+    window_block_ids: list[int] = field(default_factory=list)
+    """Block table of the layers with sliding windows, where these have blocks of their own, as long
+    as `block_ids`. In place of blocks that every window has slid past stands the first held one."""
 
     @property
     def end(self) -> int:

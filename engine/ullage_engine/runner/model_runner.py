@@ -124,11 +124,13 @@ def _chunk(
 ) -> Chunk:
     """Makes a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
     end = start + tokens
+    table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(
         request_id=f"warm-up-{index}",
         token_ids=[0] * tokens,
         start=start,
-        block_ids=[(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))],
+        block_ids=table,
+        window_block_ids=table if limits.windowed else [],
         sampling=sampling,
         history=[0] * end,
         num_prompt_tokens=0,
@@ -198,7 +200,10 @@ class ModelRunner:
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block over all layers."""
         itemsize = 1 if self._limits.fp8_kv else self._dtype.itemsize
-        return kv_block_bytes(self.model_config, self._limits.block_tokens, itemsize)
+        limits = self._limits
+        return kv_block_bytes(
+            self.model_config, limits.block_tokens, itemsize, windowed=limits.windowed
+        )
 
     @property
     def state_pool_bytes(self) -> int:
@@ -257,6 +262,7 @@ class ModelRunner:
                 self._dtype,
                 self._device,
                 self._kv_scales,
+                windowed=self._limits.windowed,
             )
             self._host = HostPool(self._pool, num_host_slots)
             self._state_pool = StatePool(
@@ -405,6 +411,7 @@ class ModelRunner:
             limits.context_blocks,
             conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
             scratch_block=self._kv.scratch_block,
+            windowed=limits.windowed,
         )
         caches, states = self._kv.layers, self._states.layers
         received = transfers.receive(index)

@@ -175,7 +175,7 @@ class AdmissionControl:
     @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence that the pool and the model hold, tokens."""
-        pool_tokens = self._cache.num_blocks * self._cache.block_tokens
+        pool_tokens = most_tokens(self._profile, self._profile.kv_pool_bytes)
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
@@ -222,7 +222,10 @@ class AdmissionControl:
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        return holder_shares(sequence.block_ids, self._cache.ref_count)
+        shares = holder_shares(sequence.block_ids, self._cache.ref_count)
+        # Few, and not shared from the first one on.
+        windows = sequence.window_block_ids
+        return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
         """Free slots of the waiting queue; requests that find it empty always fit."""
@@ -233,7 +236,7 @@ class AdmissionControl:
     def _min_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence of a group needs to produce its first token."""
         return sample_blocks(
-            self._cache.block_tokens,
+            self._profile,
             len(sequence.token_ids) + 1,
             shared_tokens=sequence.num_shared_tokens,
             leads=sequence.has_children,

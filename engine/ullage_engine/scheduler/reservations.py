@@ -16,7 +16,7 @@ waits for memory that another one holds while waiting.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ullage_common.request_cost import sample_blocks
+from ullage_common.request_cost import MemoryProfile, sample_blocks
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
 from ullage_engine.scheduler.sequence import Sequence
 
@@ -41,8 +41,9 @@ class ReservationCost:
 class BlockReservations:
     """Reserves and allocates the blocks of all admitted sequences."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, profile: MemoryProfile) -> None:
         self._cache = cache
+        self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
         self.num_withheld = 0
@@ -70,8 +71,11 @@ class BlockReservations:
     def cost(self, sequence: Sequence) -> ReservationCost:
         """Computes what a sequence that holds nothing would have to reserve now."""
         hits = [] if sequence.parent else self._match(sequence)
-        num_reserved = self._blocks_needed(sequence) - len(hits)
-        return ReservationCost(hits, num_reserved, self._cache.count_reclaimable(hits))
+        windows = self._cache.window_blocks(hits)
+        num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
+        return ReservationCost(
+            hits, max(0, num_reserved), self._cache.count_reclaimable(hits + windows)
+        )
 
     def defer(self, sequence: Sequence) -> None:
         """Releases all that the sequence holds; `grant_deferred` reserves for it again."""
@@ -95,8 +99,10 @@ class BlockReservations:
             return
         hits = self._match(sequence)
         if hits[:held] == sequence.block_ids and len(hits) > held:
-            self._reserve(sequence, held - len(hits))
-            self._add_hits(sequence, hits[held:])
+            num_taken = len(hits) - held + len(self._cache.window_blocks(hits))
+            if num_taken <= sequence.num_reserved:
+                self._reserve(sequence, -num_taken)
+                self._add_hits(sequence, hits)
 
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, by_rank: Iterable[Sequence]
@@ -107,16 +113,45 @@ class BlockReservations:
         sequences: it is deferred, and nothing is shared.
         """
         size = self._cache.block_tokens
-        num_reserved = self._blocks_needed(child) - num_tokens // size
-        if not self._make_room(child, num_reserved, by_rank):
+        first = self._cache.first_window_block(num_tokens)
+        num_reserved = self._blocks_needed(child, num_tokens)
+        # The parent's windows may have slid on: the child then computes, or finds in the cache.
+        is_covered = not self._cache.is_windowed or parent.first_window_block <= first
+        if not is_covered or not self._make_room(child, num_reserved, by_rank):
             self.defer(child)
             return False
         self._deferred.pop(child.request_id, None)
         child.block_ids = parent.block_ids[: -(-num_tokens // size)]
         child.num_computed = num_tokens
         child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
-        self._cache.share(child.block_ids)
+        if self._cache.is_windowed:
+            skipped, num_blocks = first - parent.first_window_block, len(child.block_ids)
+            windows = parent.window_block_ids[skipped : num_blocks - parent.first_window_block]
+            child.first_window_block, child.window_block_ids = first, windows
+        self._cache.share(child.held_blocks)
         return True
+
+    def slide_window(self, sequence: Sequence, position: int) -> None:
+        """Gives back the blocks that a window ending at this position no longer reaches.
+
+        What becomes available by that is reserved for the blocks that the window comes to next.
+        """
+        if self._cache.is_windowed:
+            first = self._cache.first_window_block(position)
+            self._free_windows(sequence, max(0, first - sequence.first_window_block))
+
+    def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        """Makes `blocks` the sequence's window blocks in place of those that it holds."""
+        self._free_windows(sequence, len(sequence.window_block_ids))
+        sequence.first_window_block, sequence.window_block_ids = first, blocks
+
+    def _free_windows(self, sequence: Sequence, count: int) -> None:
+        blocks = sequence.window_block_ids[:count]
+        sequence.window_block_ids = sequence.window_block_ids[count:]
+        sequence.first_window_block += len(blocks)
+        if blocks:
+            self._cache.free(blocks)
+            self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
         """Allocates `count` blocks for the sequence; None where another must be preempted first."""
@@ -137,14 +172,15 @@ class BlockReservations:
         """Releases all blocks of the sequence and its reservation."""
         self._reserve(sequence, -sequence.num_reserved)
         self._deferred.pop(sequence.request_id, None)
-        self._cache.free(sequence.block_ids)
-        sequence.block_ids = []
+        self._cache.free(sequence.held_blocks)
+        sequence.block_ids, sequence.window_block_ids = [], []
+        sequence.first_window_block = 0
         sequence.num_computed = sequence.num_cached_blocks = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariant of the module and that the counts are those of `sequences`."""
         present = list(sequences)
-        self._cache.check_integrity(sequence.block_ids for sequence in present)
+        self._cache.check_integrity(sequence.held_blocks for sequence in present)
         num_reserved = sum(each.num_reserved for each in present)
         assert all(each.num_reserved >= 0 for each in present), "allocated without a reservation"
         assert num_reserved == self._num_reserved, (
@@ -156,16 +192,16 @@ class BlockReservations:
         )
         for each in present:
             if not each.is_running and not self.is_granted(each):
-                assert not each.block_ids and not each.num_reserved, "waits and holds memory"
+                assert not each.held_blocks and not each.num_reserved, "waits and holds memory"
 
-    def _blocks_needed(self, sequence: Sequence) -> int:
-        """Counts the blocks of the whole sequence, less those it will share with its parent."""
+    def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
+        """Counts the blocks of the whole sequence, less those it will share with its parent, or
+        shares of its first `num_shared` tokens already."""
+        if sequence.parent:
+            num_shared = sequence.num_shared_tokens
         length = sequence.request.charged_tokens(sequence.expected_output, sequence.limit)
         blocks = sample_blocks(
-            self._cache.block_tokens,
-            length,
-            shared_tokens=sequence.num_shared_tokens if sequence.parent else 0,
-            leads=sequence.has_children,
+            self._profile, length, shared_tokens=num_shared, leads=sequence.has_children
         )
         return min(self._cache.num_blocks, blocks)
 
@@ -191,8 +227,11 @@ class BlockReservations:
         return self._cache.match(sequence.token_ids, sequence.request.cache_salt)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        self._cache.share(hits)
-        sequence.block_ids = sequence.block_ids + hits
+        """Shares the cached blocks of a prefix, of which the sequence may hold the first ones."""
+        windows = self._cache.window_blocks(hits)
+        self._cache.share(hits[len(sequence.block_ids) :] + windows)
+        sequence.block_ids = hits
+        self.replace_windows(sequence, len(hits) - len(windows), windows)
         sequence.num_cached_blocks = len(sequence.block_ids)
         sequence.num_computed = len(sequence.block_ids) * self._cache.block_tokens
 

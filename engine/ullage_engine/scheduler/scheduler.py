@@ -135,6 +135,10 @@ class Scheduler:
         for each in self._sequences:
             held = len(each.block_ids) * self._cache.block_tokens
             assert each.num_computed <= held, f"{each.request_id}: tokens outside its blocks"
+            if self._cache.is_windowed:
+                reach = self._cache.first_window_block(each.num_computed)
+                assert each.first_window_block <= reach or not each.window_block_ids, "slid too far"
+                assert each.num_window_covered == len(each.block_ids), "tables of two lengths"
             assert each.parent is None or not each.is_running, "runs before its parent"
 
     # requests in and out -------------------------------------------------------------------------
@@ -332,7 +336,7 @@ class Scheduler:
             # `is_running` again: an older sequence of this loop may have preempted this one.
             if not sequence.is_running or not count:
                 continue
-            if not self._allocate(sequence, start + count):
+            if not self._allocate(sequence, start, start + count):
                 continue
             slots = self._conv_states.assign_slots(sequence)
             chunk = make_chunk(sequence, start, count, self._cache.block_tokens, slots)
@@ -386,19 +390,25 @@ class Scheduler:
         self._swap.swap_in(sequence, self._reservations)
         sequence.is_running = True
 
-    def _allocate(self, sequence: Sequence, end: int) -> bool:
-        """Allocates blocks that tokens up to `end` may be written to, preempting for them.
+    def _allocate(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Allocates blocks that tokens from `start` to `end` may be written to, preempting for
+        them.
 
         Returns False where the sequence itself was the least important and was preempted.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size
+        self._reservations.slide_window(sequence, start)
+        windows = sequence.window_block_ids
+        num_missing = max(0, -(-end // size) - len(sequence.block_ids))
+        num_windows = max(0, -(-end // size) - sequence.num_window_covered)
+        num_windows *= self._cache.is_windowed
         while True:
-            table = sequence.block_ids
-            missing = max(0, -(-end // size) - len(table))
             # Asked again in every round: a preempted sequence may have been the other holder.
-            is_shared = first < len(table) and self._cache.is_shared(table[first])
-            blocks = self._reservations.take(sequence, missing + is_shared, self._sequences)
+            is_shared = self._is_shared(sequence.block_ids, first)
+            is_window_shared = self._is_shared(windows, first - sequence.first_window_block)
+            count = num_missing + num_windows + is_shared + is_window_shared
+            blocks = self._reservations.take(sequence, count, self._sequences)
             if blocks is not None:
                 break
             victim = self._sequences.newest_running
@@ -407,16 +417,25 @@ class Scheduler:
             if victim is sequence:
                 return False
         if is_shared:
-            self._copy_on_write(sequence, first, blocks.pop(0))
+            sequence.block_ids = self._copied(sequence.block_ids, first, blocks.pop(0))
+        if is_window_shared:
+            first -= sequence.first_window_block
+            sequence.window_block_ids = self._copied(windows, first, blocks.pop(0))
         if blocks:
-            sequence.block_ids = sequence.block_ids + blocks
+            sequence.block_ids = sequence.block_ids + blocks[:num_missing]
+            sequence.window_block_ids = sequence.window_block_ids + blocks[num_missing:]
         return True
 
-    def _copy_on_write(self, sequence: Sequence, index: int, block: int) -> None:
-        shared = sequence.block_ids[index]
+    def _is_shared(self, table: list[int], index: int) -> bool:
+        """Whether others read a block of a table that is written next."""
+        return 0 <= index < len(table) and self._cache.is_shared(table[index])
+
+    def _copied(self, table: list[int], index: int, block: int) -> list[int]:
+        """Returns a table with a shared block replaced by its copy."""
+        shared = table[index]
         self._swap.copy(shared, block)
-        sequence.block_ids = [*sequence.block_ids[:index], block, *sequence.block_ids[index + 1 :]]
         self._cache.free([shared])
+        return [*table[:index], block, *table[index + 1 :]]
 
     # results -------------------------------------------------------------------------------------
 
@@ -430,6 +449,12 @@ class Scheduler:
         num_merged = self._cache.insert(sequence.token_ids, table, first, full, salt)
         self._prefix_merged_tokens += num_merged * self._cache.block_tokens
         sequence.block_ids, sequence.num_cached_blocks = table, full
+        if self._cache.is_windowed:
+            skipped = max(0, first - sequence.first_window_block)
+            held = sequence.window_block_ids
+            windows = held[skipped:]
+            self._cache.insert_windows(table[:full], windows, sequence.first_window_block + skipped)
+            sequence.window_block_ids = held[:skipped] + windows
 
     def _fork_child(self, parent: Sequence, child: Sequence) -> None:
         child.cached_prompt_tokens = parent.cached_prompt_tokens

@@ -34,8 +34,15 @@ class Swapped:
     """Index of the first copied block; those before are in use by other sequences, too."""
     slots: list[int]
     """Host slot of each block from there on."""
+    first_window_block: int
+    window_slots: list[int]
+    """Host slots of the blocks of layers with sliding windows."""
     num_tokens: int
     """Tokens whose KV was stored."""
+
+    @property
+    def all_slots(self) -> list[int]:
+        return self.slots + self.window_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,10 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     """Leading blocks of `block_ids` that are in the prefix cache."""
+    window_block_ids: list[int] = field(default_factory=list)
+    """Blocks of layers with sliding windows, where these have blocks of their own."""
+    first_window_block: int = 0
+    """Index of the first of them: those before were given back."""
     num_reserved: int = 0
     """Blocks that are reserved and not yet allocated."""
     parent: "Sequence | None" = None
@@ -117,6 +128,16 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_remaining == 1 and self.num_computed > 0
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """All blocks that it holds."""
+        return self.block_ids + self.window_block_ids
+
+    @property
+    def num_window_covered(self) -> int:
+        """Blocks of the sequence up to the last one in `window_block_ids`."""
+        return self.first_window_block + len(self.window_block_ids)
 
     @property
     def expected_remaining(self) -> int:
@@ -305,13 +326,15 @@ def make_chunk(
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
     """
     end, request = start + count, sequence.request
+    num_blocks = -(-end // block_tokens)
+    windows = sequence.window_block_ids
     is_sampled = end == len(sequence.token_ids)
     is_short = is_sampled and sequence.num_output < request.min_tokens
     return Chunk(
         request_id=sequence.request_id,
         token_ids=sequence.token_ids[start:end],
         start=start,
-        block_ids=sequence.block_ids[: -(-end // block_tokens)],
+        block_ids=sequence.block_ids[:num_blocks],
         sampling=request.sampling if is_sampled else None,
         history=sequence.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -319,6 +342,8 @@ def make_chunk(
         state_slot=slots[0],
         next_state_slot=slots[1],
         banned=request.stop_token_ids if is_short else [],
+        # What a window has slid past is never read; any block of its own stands for it.
+        window_block_ids=(windows[:1] * sequence.first_window_block + windows)[:num_blocks],
     )
 
 
@@ -380,6 +405,10 @@ def stored_tokens(
             if not is_cached(table[index]):
                 shared[table[index]] = max(tokens, shared.get(table[index], 0))
         num_tokens += max(0, sequence.num_computed - private * block_tokens)
+        for index, block in enumerate(sequence.window_block_ids, sequence.first_window_block):
+            if not is_cached(block):
+                tokens = max(0, min(block_tokens, sequence.num_computed - index * block_tokens))
+                shared[block] = max(tokens, shared.get(block, 0))
     return num_tokens + sum(shared.values())
 
 

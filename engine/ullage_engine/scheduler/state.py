@@ -169,13 +169,16 @@ class SwapManager:
         first, size = self._num_shared_blocks(sequence), self._cache.block_tokens
         blocks = sequence.block_ids[first : -(-sequence.num_computed // size)]
         recompute_s = self._throughput.seconds_until(sequence.num_computed - first * size, 0)
-        if not blocks or not is_swap_cheaper(len(blocks) * self._block_bytes, recompute_s):
+        first_window, windows = sequence.first_window_block, sequence.window_block_ids
+        count = len(blocks) + len(windows)
+        if not blocks or not is_swap_cheaper(count * self._block_bytes, recompute_s):
             return
-        if len(blocks) > self._slots.num_free:
+        if count > self._slots.num_free:
             return
-        slots = self._slots.allocate(len(blocks))
-        self._outs += zip(blocks, slots, strict=True)
-        sequence.swapped = Swapped(first, slots, sequence.num_computed)
+        slots = self._slots.allocate(count)
+        self._outs += zip(blocks + windows, slots, strict=True)
+        own, of_windows = slots[: len(blocks)], slots[len(blocks) :]
+        sequence.swapped = Swapped(first, own, first_window, of_windows, sequence.num_computed)
         self.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
@@ -186,20 +189,23 @@ class SwapManager:
         held = len(sequence.block_ids)
         missing = swapped.slots[max(0, held - swapped.first_block) :]
         is_usable = held >= swapped.first_block and sequence.num_computed < swapped.num_tokens
+        missing = missing + swapped.window_slots
         blocks = reservations.take(sequence, len(missing), ()) if is_usable else None
         if blocks is None:
             self.free_slots(sequence)
             return
         self._ins += zip(missing, blocks, strict=True)
         self._swapping_in.append(sequence)
-        sequence.block_ids = sequence.block_ids + blocks
+        num_own = len(missing) - len(swapped.window_slots)
+        sequence.block_ids = sequence.block_ids + blocks[:num_own]
+        reservations.replace_windows(sequence, swapped.first_window_block, blocks[num_own:])
         sequence.num_computed = swapped.num_tokens
 
     def free_slots(self, sequence: Sequence) -> None:
         """Frees the host slots of a sequence."""
         if sequence.swapped is None:
             return
-        slots = set(sequence.swapped.slots)
+        slots = set(sequence.swapped.all_slots)
         assert sequence not in self._swapping_in, "its swap_in is still to be drained"
         self._outs = [move for move in self._outs if move[1] not in slots]
         self._slots.free(slots)
@@ -216,7 +222,7 @@ class SwapManager:
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Asserts that every host slot is free or holds KV of one of `sequences`."""
-        self._slots.check_integrity(each.swapped.slots for each in sequences if each.swapped)
+        self._slots.check_integrity(each.swapped.all_slots for each in sequences if each.swapped)
 
     def _num_shared_blocks(self, sequence: Sequence) -> int:
         """Leading blocks that stay in the cache because other sequences use them."""
@@ -231,7 +237,7 @@ class SwapManager:
 
     def _cancel_swap_in(self, sequence: Sequence) -> None:
         assert sequence.swapped is not None, "swaps in without host slots"
-        slots = set(sequence.swapped.slots)
+        slots = set(sequence.swapped.all_slots)
         self._ins = [move for move in self._ins if move[0] not in slots]
         self._swapping_in.remove(sequence)
 
@@ -262,12 +268,14 @@ class SchedulerState:
     ) -> "SchedulerState":
         """Creates the state of an engine without requests; `clock` in seconds."""
         size = profile.block_bytes
-        cache = PrefixCache(profile.kv_pool_bytes // size, profile.block_tokens, policy, clock)
+        num_blocks = profile.kv_pool_bytes // size
+        window = profile.window_tokens
+        cache = PrefixCache(num_blocks, profile.block_tokens, policy, clock, window)
         sequences = SequenceTable()
         return cls(
             limits=limits,
             cache=cache,
-            reservations=BlockReservations(cache),
+            reservations=BlockReservations(cache, profile),
             sequences=sequences,
             swap=SwapManager(cache, size, policy.host_slots, throughput),
             conv_states=ConvStatePool(limits.replay_tokens, limits.max_sequences, sequences),

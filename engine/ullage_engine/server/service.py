@@ -258,9 +258,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         longest = min(ready.max_model_len, most_tokens(profile, profile.kv_pool_bytes))
         num_tokens = request.charged_tokens(state.expected_output_tokens, longest)
         num_samples = group.job.samples.num_sequences
-        blocks = request_blocks(
-            profile.block_tokens, request.num_prompt_tokens, num_tokens, num_samples
-        )
+        blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
         return responses.accepted(group.job, self._config.server.engine_id, charged)
 

@@ -136,7 +136,15 @@ class RankStartup:
             itemsize=self.dtype.itemsize,
             deterministic=model.deterministic,
             fp8_kv=model.kv_dtype == "fp8",
+            windowed=self.window_tokens > 0,
         )
+
+    @cached_property
+    def window_tokens(self) -> int:
+        """Length of the sliding windows whose layers have KV blocks of their own; 0: none have,
+        since no sequence is longer than what a window and a prompt chunk hold."""
+        window = self.model_config.window
+        return window if window + self.limits.prompt_tokens < self.max_model_len else 0
 
     @property
     def kv_itemsize(self) -> int:
@@ -146,7 +154,9 @@ class RankStartup:
     @property
     def block_bytes(self) -> int:
         """Bytes of a KV block on all ranks together."""
-        per_token = group_kv_bytes(self.model_config, self.layout, self.kv_itemsize)
+        per_token = group_kv_bytes(
+            self.model_config, self.layout, self.kv_itemsize, windowed=self.window_tokens > 0
+        )
         return self.step_limits.block_tokens * per_token
 
     @property

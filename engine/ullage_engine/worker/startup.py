@@ -17,7 +17,7 @@ from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.parallel.layout import device_map, group_kv_bytes, group_state_bytes
+from ullage_engine.parallel.layout import device_map, group_state_bytes
 from ullage_engine.protocol.errors import RankFailedError, WeightsError
 from ullage_engine.protocol.messages import RankPlace
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -219,11 +219,14 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
     limits, runner = own.limits, own.runner
-    per_token = group_kv_bytes(own.model_config, own.layout, own.kv_itemsize)
+    per_token = own.block_bytes // own.step_limits.block_tokens
+    groups = [CacheGroup(per_token)]
+    if own.window_tokens:
+        groups.append(CacheGroup(per_token, own.window_tokens))
     state_bytes = group_state_bytes(own.model_config, own.layout, own.dtype.itemsize)
     profile = MemoryProfile(
         block_tokens=own.step_limits.block_tokens,
-        groups=(CacheGroup(per_token),),
+        groups=tuple(groups),
         state_bytes_per_sequence=state_bytes,
         activation_bytes_per_token=runner.step_arena_bytes // own.step_limits.max_tokens,
         sampler_bytes_per_sequence=runner.sampler_arena_bytes // limits.max_sequences,

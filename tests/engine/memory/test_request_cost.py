@@ -2,6 +2,7 @@
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks
 from ullage_engine.kv_cache.block_pool import BlockPool
@@ -13,14 +14,16 @@ from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
 POOL_BLOCKS = 600
 LONGEST = 1000
 BLOCK = 16
+CHUNK = 96
 
 
 def make_profile(*groups: CacheGroup, state: int = 0) -> MemoryProfile:
-    per_token = sum(group.bytes_per_token for group in groups)
+    per_token = max(group.bytes_per_token for group in groups)
     return MemoryProfile(
         block_tokens=BLOCK,
         groups=groups,
         state_bytes_per_sequence=state,
+        prefill_chunk_tokens=CHUNK,
         kv_pool_bytes=POOL_BLOCKS * BLOCK * per_token,
     )
 
@@ -39,8 +42,11 @@ profiles = groups_of_a_model().map(lambda groups: make_profile(*groups))
 lengths = st.integers(1, LONGEST // 2)
 
 
-def price_of(prompt: int, output: int = 0, samples: int = 1) -> int:
-    return request_blocks(BLOCK, prompt, prompt + output, samples)
+PLAIN = make_profile(CacheGroup(bytes_per_token=10))
+
+
+def price_of(prompt: int, output: int = 0, samples: int = 1, profile: MemoryProfile = PLAIN) -> int:
+    return request_blocks(profile, prompt, prompt + output, samples)
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,9 +54,11 @@ def price_of(prompt: int, output: int = 0, samples: int = 1) -> int:
 def test_the_scheduler_promises_and_allocates_the_price(
     profile: MemoryProfile, prompt: int, output: int, is_chunked: bool
 ) -> None:
-    price = price_of(prompt, output) * profile.block_bytes
+    chunk = CHUNK if is_chunked else LONGEST // 2
+    profile = replace(profile, prefill_chunk_tokens=chunk)
+    price = price_of(prompt, output, profile=profile) * profile.block_bytes
     assume(price <= profile.kv_pool_bytes)
-    limits = SchedulerLimits(LONGEST, 8, 512 if not is_chunked else 96, is_chunked, 8192)
+    limits = SchedulerLimits(LONGEST, 8, chunk, is_chunked, 8192)
     scheduler = Scheduler(
         profile, limits, ThroughputEstimator(), OutputLengthEstimator(LONGEST, start=LONGEST)
     )
@@ -66,12 +74,19 @@ def test_the_scheduler_promises_and_allocates_the_price(
     held = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
-        held = max(held, profile.kv_pool_bytes - scheduler.stats().kv_free_bytes)
+        held = max(held, scheduler.stats().kv_held_bytes)
         sampled = [SampledToken("a", 2, 0.0, [], []) for chunk in plan.chunks if chunk.sampling]
         scheduler.commit(sampled)
     # The last token is priced and produced, but no further one needs its KV.
-    assert held == price_of(prompt + output - 1) * profile.block_bytes
-    assert 0 <= price - held <= profile.block_bytes
+    if profile.window_blocks is None:
+        assert held == price_of(prompt + output - 1) * profile.block_bytes
+        assert 0 <= price - held <= profile.block_bytes
+    else:
+        # Where a window begins within a block, and where chunks end, saves some of its blocks.
+        grown = -(-(prompt + output - 1) // BLOCK)
+        windows = held // profile.block_bytes - grown
+        assert held <= price
+        assert min(grown, profile.window_tokens // BLOCK) <= windows <= profile.window_blocks
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 def sequence_bytes(profile: MemoryProfile, num_tokens: int) -> int:
     """Of a sequence that shares nothing."""
-    return request_blocks(profile.block_tokens, 0, num_tokens) * profile.block_bytes
+    return request_blocks(profile, 0, num_tokens) * profile.block_bytes
 
 
 def refused(scheduler: Scheduler, request: EngineRequest) -> Rejected:

@@ -59,16 +59,18 @@ POLICIES = st.builds(
 
 
 @pytest.mark.parametrize(
-    ("conv_layers", "examples"),
+    ("conv_layers", "window", "examples"),
     [
-        (0, 40),
-        (4, 25),
-        pytest.param(0, 400, marks=pytest.mark.slow),
-        pytest.param(4, 250, marks=pytest.mark.slow),
+        (0, 0, 40),
+        (4, 0, 25),
+        (0, 20, 25),
+        pytest.param(0, 0, 400, marks=pytest.mark.slow),
+        pytest.param(4, 0, 250, marks=pytest.mark.slow),
+        pytest.param(0, 20, 400, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_leaks_all_ends_and_no_token_is_wrong(
-    make_rig: Callable[..., Any], conv_layers: int, examples: int
+    make_rig: Callable[..., Any], conv_layers: int, window: int, examples: int
 ) -> None:
     num_operations = 0
 
@@ -87,6 +89,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 expected=8,
                 prefill_rate=rate,
                 conv_layers=conv_layers,
+                window=window,
             )
             self.left: dict[str, list[int]] = {}
             self.seeds: dict[str, int] = {}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams
 from ullage_engine.scheduler.estimates import ThroughputEstimator
@@ -131,7 +132,8 @@ def test_a_sequence_preempted_again_before_it_came_back_stays_swapped(make_rig: 
 
 def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
     store = PrefixCache(8, 16, KvPolicy(), time.monotonic)
-    reservations, throughput = BlockReservations(store), ThroughputEstimator()
+    profile = MemoryProfile(16, (CacheGroup(1),), kv_pool_bytes=8 * 16)
+    reservations, throughput = BlockReservations(store, profile), ThroughputEstimator()
     throughput.prefill_tokens_per_second = SLOW
     mover = SwapManager(store, block_bytes=1, num_slots=8, throughput=throughput)
     request = EngineRequest(

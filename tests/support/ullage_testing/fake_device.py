@@ -57,13 +57,18 @@ class Device:
 
     def _check_writes(self, plan: StepPlan) -> None:
         """No chunk writes into a block that another chunk reads or writes."""
-        users = Counter(block for chunk in plan.chunks for block in chunk.block_ids)
+        users = Counter(
+            block
+            for chunk in plan.chunks
+            for block in chunk.block_ids + sorted(set(chunk.window_block_ids))
+        )
         for chunk in plan.chunks:
             assert len(chunk.block_ids) == -(-chunk.end // BLOCK_TOKENS), (
                 "table of the wrong length"
             )
             written = {at // BLOCK_TOKENS for at in range(chunk.first_stored, chunk.end)}
-            for block in [chunk.block_ids[index] for index in written]:
+            tables = [table for table in (chunk.block_ids, chunk.window_block_ids) if table]
+            for block in [table[index] for table in tables for index in written]:
                 assert users[block] == 1, f"{chunk.request_id} writes into a shared block"
 
     def _at(self, chunk: Chunk, position: int) -> tuple[list[int], int]:
@@ -96,6 +101,46 @@ def undisturbed(token_ids: list[int], seed: int, count: int) -> list[int]:
         token = [*token_ids, *chosen][position]
         entries.append(entry(entries[-1] if entries else 0, token, position))
     return chosen
+
+
+class WindowDevice(Device):
+    """A device whose entries depend on a sliding window, which has blocks of its own."""
+
+    def __init__(self, num_blocks: int, num_slots: int, window: int) -> None:
+        super().__init__(num_blocks, num_slots)
+        self._window = window
+
+    def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
+        """The next tokens of a context that nobody disturbs."""
+        entries: list[int] = []
+        windowed: list[int] = []
+        chosen: list[int] = []
+        for position in range(len(token_ids) + count):
+            if position >= len(token_ids):
+                chosen.append(choose(entries, seed))
+            token = [*token_ids, *chosen][position]
+            windowed.append(hash((token, position)))
+            before = hash((entries[-1] if entries else 0, *windowed[-self._window :]))
+            entries.append(entry(before, token, position))
+        return chosen
+
+    def _store(self, chunk: Chunk) -> None:
+        assert len(chunk.window_block_ids) == len(chunk.block_ids), "tables of two lengths"
+        before = self._read(chunk, chunk.start - 1) if chunk.start else 0
+        for position, token in enumerate(chunk.token_ids, chunk.start):
+            block, offset = self._window_at(chunk, position)
+            block[offset] = hash((token, position))
+            seen = [
+                self._window_at(chunk, each)
+                for each in range(max(0, position - self._window + 1), position + 1)
+            ]
+            before = hash((before, *(block[offset] for block, offset in seen)))
+            block, offset = self._at(chunk, position)
+            before = block[offset] = entry(before, token, position)
+
+    def _window_at(self, chunk: Chunk, position: int) -> tuple[list[int], int]:
+        block = chunk.window_block_ids[position // BLOCK_TOKENS]
+        return self.blocks[block], position % BLOCK_TOKENS
 
 
 KERNEL = 3
@@ -238,6 +283,7 @@ class Rig:
     """Scheduler and device together; the clock is a number.
 
     `session_blocks`: bound of one session, in blocks; 0: none.
+    `window`: some layers see so many tokens, and have blocks of their own.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
     """
 
@@ -257,12 +303,16 @@ class Rig:
         expected: int = 32,
         prefill_rate: float = 0.0,
         session_blocks: int = 0,
+        window: int = 0,
         conv_layers: int = 0,
         replay_tokens: int | None = None,
     ) -> None:
         profile = MemoryProfile(
             block_tokens=BLOCK_TOKENS,
-            groups=(CacheGroup(bytes_per_token=BLOCK_BYTES // BLOCK_TOKENS),),
+            groups=tuple(
+                CacheGroup(BLOCK_BYTES // BLOCK_TOKENS, each)
+                for each in ((0, window) if window else (0,))
+            ),
             state_bytes_per_sequence=100 * conv_layers,
             activation_bytes_per_token=1,
             sampler_bytes_per_sequence=1,
@@ -282,6 +332,9 @@ class Rig:
         self.num_blocks = blocks
         self.undisturbed: Callable[[list[int], int, int], list[int]] = undisturbed
         self.device = Device(blocks, policy.host_slots)
+        if window:
+            self.device = windowed = WindowDevice(blocks, policy.host_slots, window)
+            self.undisturbed = windowed.undisturbed
         if conv_layers:
             slots = state_slots(max_sequences)
             self.device = device = ConvDevice(blocks, policy.host_slots, conv_layers, slots)

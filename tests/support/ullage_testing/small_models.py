@@ -66,6 +66,7 @@ def make_runner(
     device: torch.device = CPU,
     deterministic: bool = False,
     kv_dtype: KvDtype = "auto",
+    windowed: bool = False,
 ) -> ModelRunner:
     limits = StepLimits(
         max_tokens=max_step_tokens,
@@ -75,6 +76,7 @@ def make_runner(
         itemsize=dtype.itemsize,
         deterministic=deterministic,
         fp8_kv=kv_dtype == "fp8",
+        windowed=windowed,
     )
     runner = ModelRunner(loaded, device, dtype, limits)
     runner.allocate_arena()

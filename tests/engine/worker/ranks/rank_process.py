@@ -24,7 +24,7 @@ def compute(case: dict[str, str], rank: int) -> None:
     own.load()
     own.allocate_arenas(Path(case["store"]))
     own.warm_up()
-    own.allocate_kv(64)
+    own.allocate_kv(128)
     own.finalize()
     plans = msgspec.msgpack.decode(Path(case["plans"]).read_bytes(), type=list[StepPlan])
     tokens = [[token.token_id for token in own.runner.execute(plan)] for plan in plans]

@@ -118,7 +118,7 @@ class Recorded:
         )
         self._runner = ModelRunner(loaded, cpu, torch.float32, limits)
         self._runner.allocate_arena()
-        self._runner.allocate_kv(64)
+        self._runner.allocate_kv(128)
         self._turns = [0] * SEQUENCES
         self.plans: list[StepPlan] = []
         self.tokens: list[list[int]] = []
@@ -152,6 +152,8 @@ class Recorded:
             # A state is read in one of the sequence's two slots and written to the other.
             state_slot=2 * index + self._turns[index] % 2 if start else None,
             next_state_slot=2 * index + (self._turns[index] + 1) % 2,
+            # Ranks keep windows in blocks of their own; one process, here, does not.
+            window_block_ids=list(range(64 + index, 128, 8))[: -(-end // 16)],
         )
 
 
