@@ -10,6 +10,7 @@ is computed.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import distributed
 
 from ullage_engine.kernels.kv_pool import shaped
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.step_plan import SampledToken, StepPlan
+from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
 
 class RankGroup:
@@ -164,10 +165,13 @@ class PipelineRank:
         hidden: int = 0,
         dtype: torch.dtype = torch.float32,
         max_batches: int = 1,
+        *,
+        splits_chunks: bool = False,
     ) -> None:
         """Without a group it is the only rank, for which nothing is split, summed or sent.
 
-        `max_rows`: rows of the largest product of a whole step, padding included.
+        `max_rows`: rows of the largest product of a whole step, padding included. `splits_chunks`:
+        a chunk may be in several micro-batches, as it may where no layer has a convolution state.
         """
         layout = group.layout if group else RankLayout()
         rank, device = (group.rank, group.device) if group else (0, torch.device("cpu"))
@@ -176,6 +180,7 @@ class PipelineRank:
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
         """Sums over the ranks that share a layer, in place; None where there is but one."""
         self._group, self._hidden, self._max_batches = group, hidden, max_batches
+        self._splits_chunks = splits_chunks
         self._is_staged = layout.pipeline > 1
         self._min_tokens = MIN_BATCH_TOKENS[device.type]
 
@@ -197,7 +202,9 @@ class PipelineRank:
         """Splits a step into micro-batches."""
         if not self._is_staged:
             return [plan]
-        return micro_batches(plan, self._max_batches, self._min_tokens)
+        return micro_batches(
+            plan, self._max_batches, self._min_tokens, splits_chunks=self._splits_chunks
+        )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
         """Starts the transfers of a step whose micro-batches have so many rows."""
@@ -218,32 +225,72 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 192}
+MIN_BATCH_TOKENS = {"cpu": 8, "cuda": 128}
 """Tokens below which another micro-batch costs more than it hides.
 
 Every micro-batch reads a stage's weights once more. That is free while its products take longer
-than reading does, from about this many tokens on: 788 TFLOP/s against 4.3 TB/s on an H200, and a
-bfloat16 product of 16 rows takes 1.4 times as long as one of a single row on a processor."""
+than reading does: from about 190 tokens on on an H200 (788 TFLOP/s against 4.3 TB/s), and a
+bfloat16 product of 16 rows takes 1.4 times as long as one of a single row on a processor. Less than
+that on a GPU lets a prompt chunk of 512 tokens be four micro-batches, of which a stage waits for
+one."""
 
 
-def micro_batches(plan: StepPlan, max_batches: int, min_tokens: int) -> list[StepPlan]:
+def micro_batches(
+    plan: StepPlan, max_batches: int, min_tokens: int, *, splits_chunks: bool = False
+) -> list[StepPlan]:
     """Cuts a plan into at most `max_batches`, of `min_tokens` or more where there are enough.
 
-    Each chunk is in one of them, whole: its sequence's convolution state and KV are in order. The
-    same plan is split the same way on every rank. Moves are left out; they are done before.
+    Chunks are dealt out whole, or with `splits_chunks` those of several tokens fill the
+    micro-batches evenly, one after the other: what goes on in the next one finds the KV of what
+    came before, since every stage computes micro-batches in their order. The same plan is split the
+    same way on every rank. Moves are left out; they are done before.
     """
-    count = max(1, min(max_batches, len(plan.chunks), plan.num_tokens // min_tokens))
+    sizes = [len(chunk.token_ids) for chunk in plan.chunks]
+    whole = [index for index, size in enumerate(sizes) if size == 1 or not splits_chunks]
+    split = [chunk for index, chunk in enumerate(plan.chunks) if index not in set(whole)]
+    num_parts = len(whole) + sum(len(chunk.token_ids) for chunk in split)
+    count = max(1, min(max_batches, num_parts, plan.num_tokens // min_tokens))
     if count == 1:
         return [StepPlan(plan.chunks)]
     # The longest first, each to the emptiest; their order within a micro-batch is the plan's.
-    sizes = [len(chunk.token_ids) for chunk in plan.chunks]
     loads = [0] * count
     dealt: list[list[int]] = [[] for _ in range(count)]
-    for index in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
+    for index in sorted(whole, key=lambda each: (-sizes[each], each)):
         emptiest = min(range(count), key=lambda each: (loads[each], each))
         loads[emptiest] += sizes[index]
         dealt[emptiest].append(index)
-    return [StepPlan([plan.chunks[index] for index in sorted(indices)]) for indices in dealt]
+    batches = [[plan.chunks[index] for index in sorted(indices)] for indices in dealt]
+    _fill(batches, loads, split)
+    return [StepPlan(batch) for batch in batches if batch]
+
+
+def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
+    """Appends chunks to batches, cut where one is as full as all would be on average."""
+    remaining = sum(len(chunk.token_ids) for chunk in chunks)
+    index, room = -1, 0
+    for chunk in chunks:
+        first, num_tokens = 0, len(chunk.token_ids)
+        while first < num_tokens:
+            while room <= 0:
+                index += 1
+                level = -(-(sum(loads[index:]) + remaining) // (len(loads) - index))
+                room = level - loads[index]
+            end = min(num_tokens, first + room)
+            batches[index].append(_piece(chunk, first, end))
+            room -= end - first
+            remaining -= end - first
+            first = end
+
+
+def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
+    """Returns some consecutive tokens of a chunk; only the last of its tokens is sampled after."""
+    is_last = end == len(chunk.token_ids)
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[first:end],
+        start=chunk.start + first,
+        sampling=chunk.sampling if is_last else None,
+    )
 
 
 def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:

@@ -280,7 +280,14 @@ class RankStartup:
         size = transfer_bytes(layout, self.rank, rows, hidden, self.dtype.itemsize)
         self.ledger.reserve("transfers", size)
         max_batches = self.config.parallelism.micro_batches
-        pipeline_rank = PipelineRank(self._group, rows, hidden, self.dtype, max_batches)
+        pipeline_rank = PipelineRank(
+            self._group,
+            rows,
+            hidden,
+            self.dtype,
+            max_batches,
+            splits_chunks=self.model_config.num_conv_layers == 0,
+        )
         self.ledger.allocated("transfers", pipeline_rank.nbytes)
         return pipeline_rank
 

@@ -24,7 +24,7 @@ from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.server.worker_process import worker_env
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 GREEDY = SamplingParams(temperature=0.0)
 CHUNK, SEQUENCES, LENGTH = 32, 8, 128
 
