@@ -69,8 +69,7 @@ class Scheduler:
         self._planned: list[tuple[Sequence, Chunk]] = []
         """Sequences of the last plan, each with the chunk of it that the plan computes."""
         self._max_running = limits.max_sequences
-        bytes_per_token = profile.block_bytes // profile.block_tokens
-        self._max_read_bytes = limits.decode_tokens * bytes_per_token
+        self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0

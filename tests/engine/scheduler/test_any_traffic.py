@@ -34,9 +34,11 @@ def check_usage(scheduler: Scheduler) -> None:
     filled: dict[int, int] = {}
     held = 0.0
     for each in scheduler._sequences:
-        held += each.num_reserved + sum(1 / cache.ref_count(block) for block in each.block_ids)
-        for index in range(each.num_cached_blocks, len(each.block_ids)):
-            block, tokens = each.block_ids[index], each.num_computed - index * size
+        held += each.num_reserved + sum(1 / cache.ref_count(block) for block in each.held_blocks)
+        places = [*enumerate(each.block_ids)]
+        places += enumerate(each.window_block_ids, each.first_window_block)
+        for index, block in places:
+            tokens = each.num_computed - index * size
             if not cache.is_cached(block):
                 filled[block] = max(filled.get(block, 0), min(size, tokens))
     num_tokens = cache.num_cached_used * size + sum(filled.values())
