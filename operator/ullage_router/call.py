@@ -100,6 +100,9 @@ class Call:
     """Whether the client reads tokens as they come; otherwise only the whole answer counts."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
+    prompt_cache_key: str = ""
+    """OpenAI's name for requests with a common beginning: they go to one engine, as those of a
+    session do, which holds no memory for them. A session comes first."""
     idempotency_key: str = ""
     """The key with which a later call of the tenant replaces this one; empty when none can."""
     decision: Decision = UNDECIDED

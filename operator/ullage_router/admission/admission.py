@@ -297,8 +297,8 @@ class Admission:
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
     def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
-        session_id, tenant = call.request.session_id, call.tenant.name
-        return self._balancer.cache_key(session_id, prompt.token_ids, tenant)
+        name = call.request.session_id or call.prompt_cache_key
+        return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""

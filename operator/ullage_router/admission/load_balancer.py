@@ -23,6 +23,7 @@ class LoadBalancer:
 
     def __init__(self, section: PlacementSection, engines: Engines) -> None:
         self._affinity = Affinity(section.affinity)
+        self._max_extra_load = section.affinity.max_extra_load
         self.budget = RetryBudget(section.retries, time.monotonic())
         self._engines = engines
         self.choices: Counter[str] = Counter()
@@ -35,10 +36,26 @@ class LoadBalancer:
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> str:
         """Returns the key of the engine with most of the key in its caches; empty when none of
-        that side is known."""
+        that side is known.
+
+        Where this process remembers none, another one may: all of them take the same of two
+        engines, for a session the first while it is not much busier than the second, for a block
+        of a prompt the one with less to do, if it has no prompts to compute.
+        """
         if not (cache_key.session or cache_key.prefixes):
             return ""
-        return self._affinity.find(cache_key, partial(self._is_usable, side))
+        remembered = self._affinity.find(cache_key, partial(self._is_usable, side))
+        return remembered or self._nearest(cache_key, side)
+
+    def _nearest(self, cache_key: CacheKey, side: Side) -> str:
+        point = cache_key.point
+        engines = self._engines.nearest_two(side, point) if point is not None else []
+        if not engines:
+            return ""
+        first, second = engines[0], engines[-1]
+        most = second.load + (self._max_extra_load if cache_key.session else 0)
+        nearest = first if first.load <= most else second
+        return nearest.key if cache_key.session or not nearest.backlog_tokens else ""
 
     def _is_usable(self, side: Side, key: str) -> bool:
         engine = self._engines.get(key)
@@ -46,8 +63,9 @@ class LoadBalancer:
 
     def on_placed(self, cache_key: CacheKey, preferred: str, engine: Engine) -> None:
         """Records that a request goes to this engine."""
-        choice = ("kept" if preferred == engine.key else "yielded") if preferred else "none"
-        self.choices[choice] += 1
+        is_remembered = preferred and self._affinity.find(cache_key, preferred.__eq__)
+        choice = "kept" if preferred == engine.key else "yielded"
+        self.choices[choice if is_remembered else "none"] += 1
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:

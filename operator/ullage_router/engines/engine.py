@@ -263,6 +263,13 @@ class Engine:
         return self.headroom.health if self.headroom else 0.0
 
     @property
+    def load(self) -> int:
+        """Number of requests that run, wait or are on their way."""
+        report = self.headroom
+        reported = report.requests_running + report.requests_waiting if report else 0
+        return reported + self._credit.uncounted
+
+    @property
     def expected_output(self) -> int:
         """Number of tokens that the engine expects of an answer."""
         return self.headroom.expected_output_tokens if self.headroom else 0
@@ -392,7 +399,7 @@ class Engine:
             expected_output=report.expected_output_tokens,
             max_model_len=model_info.max_model_len,
             health=report.health,
-            load=report.requests_running + report.requests_waiting + self._credit.uncounted,
+            load=self.load,
             backlog_tokens=self.backlog_tokens,
             prefill_pairs=self._prefill_pairs,
             prefill_speed=report.prefill_tokens_per_second,

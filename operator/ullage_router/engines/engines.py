@@ -264,6 +264,15 @@ class Engines:
             views += self._unusable(LARGE_POOL, now)
         return views
 
+    def nearest_two(self, side: Side, point: int) -> list[Engine]:
+        """Returns the two usable engines of the first pool that requests of that place on the ring
+        go to, or as many as there are."""
+        model = self.model_of(side)
+        if model is None:
+            return []
+        key = (side, self._pools[0].name, model.fingerprint)
+        return [self._engines[name] for name in self.roster.nearest_two(key, point)]
+
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
         """Returns one engine of a pool of which none can be used, if one has described its
         model."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ullage_router.policy.affinity import HashRing
 from ullage_router.policy.decision import WELL, EngineState, Side
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class _Group:
     """Those of them without prompts to compute, in any order."""
     places: "dict[Engine, int]" = field(default_factory=dict)
     """Indices in `idle`."""
+    ring: HashRing | None = None
+    """The usable engines by their keys; None until it was asked for."""
 
     def set_idle(self, engine: "Engine", is_idle: bool) -> None:
         place = self.places.pop(engine, None)
@@ -114,6 +117,16 @@ class Roster:
         """
         group = self._groups.get(key)
         return group.draw(number) if group else []
+
+    def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
+        """Returns the keys of two usable engines of a group by a request's place on the ring, or of
+        as many as there are."""
+        group = self._groups.get(key)
+        if group is None:
+            return ()
+        if group.ring is None:
+            group.ring = HashRing(engine.key for engine in group.usable)
+        return group.ring.nearest_two(point)
 
     def has(self, key: GroupKey, engine: "Engine") -> bool:
         """Whether the engine is a usable one of the group."""

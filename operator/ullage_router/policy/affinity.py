@@ -1,20 +1,30 @@
-"""Which engine has a request's beginning in its caches: two tables of fixed size.
+"""Which engine has a request's beginning in its caches: two tables of fixed size, and a hash where
+they know nothing.
 
 A session goes to the engine of its last turn. Any other request goes to the engine that computed
 the longest known part of its beginning: prompts are hashed block by block, each block's hash with
 all before it, as the engines' prefix caches do. A wrong guess costs time and nothing else, so
 hashes need not be safe against collisions; what is too long is compared by its first blocks.
 
+What this process does not remember another one may have placed. All of them draw the same two
+engines for a session, or for a prompt's first block, by a consistent hash (Karger et al., 1997): so
+a session meets its caches whichever process or router its next turn comes to.
+
 Tenants see nothing of one another's entries, and who has more than an equal share of a full table
 makes room in it: what others send, or say with `Pick` that they send, costs nobody his share.
 """
 
+import functools
+import hashlib
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ullage_common.config.router import AffinitySection
 
+RING_POINTS = 40
+"""Points of each engine on the ring: with more of them shares differ less."""
 PREFIX_BLOCK_TOKENS = 64
 MAX_PREFIX_BLOCKS = 64
 
@@ -27,6 +37,40 @@ class CacheKey:
     prefixes: tuple[int, ...]
     """Hashes of its leading blocks, shortest first."""
     tenant: str = ""
+
+    @property
+    def point(self) -> int | None:
+        """Where the request is on the ring; None where it has neither a session nor a block."""
+        if self.session:
+            return _point(f"{self.tenant}\0session\0{self.session}")
+        return _point(f"{self.tenant}\0block\0{self.prefixes[0]}") if self.prefixes else None
+
+
+class HashRing:
+    """Engines on a ring, each at many points, so that one that comes or goes moves only its own
+    share of the requests."""
+
+    def __init__(self, engines: Iterable[str]) -> None:
+        self._points = sorted(point for engine in engines for point in _engine_points(engine))
+
+    def nearest_two(self, point: int) -> tuple[str, ...]:
+        """Returns the first engine from the point on, and the next other one if there is one."""
+        points, start = self._points, bisect_left(self._points, (point, ""))
+        nearest: dict[str, None] = {}
+        for i in range(len(points)):
+            nearest[points[(start + i) % len(points)][1]] = None
+            if len(nearest) == 2:
+                break
+        return tuple(nearest)
+
+
+def _point(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+@functools.lru_cache(maxsize=1024)
+def _engine_points(engine: str) -> tuple[tuple[int, str], ...]:
+    return tuple((_point(f"{engine}\0{i}"), engine) for i in range(RING_POINTS))
 
 
 class Table:

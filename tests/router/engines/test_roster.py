@@ -127,3 +127,32 @@ def test_an_engine_that_drains_or_is_lost_gets_nothing(start_service: "StartServ
             assert answer.headers["x-ullage-engine"] in {"single-0", "single-1"}
 
     asyncio.run(scenario())
+
+
+def test_routers_agree_where_what_they_do_not_remember_belongs(
+    start_service: "StartService",
+) -> None:
+    """A session's next turn may come to another process or router."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100,) * 5) as one:
+            pools = {"single": [engine.address for engine in one.engines]}
+            async with start_service(single=(), wait=False, pools=pools) as two:
+                known = two.router.service.engines
+                await two.until(lambda: [e.state for e in known.all()].count("ready") == 5)
+                chosen = set()
+                for number in range(30):
+                    begun = f"{number:02}" + "x" * 70
+                    for text, more in (
+                        (f"{number}", {"session_id": f"s{number}"}),
+                        (f"k{number}", {"prompt_cache_key": f"p{number}"}),
+                        (begun, {}),
+                    ):
+                        first = await one.complete(text, **more)
+                        second = await two.complete(text, **more)
+                        names = [a.headers["x-ullage-engine"] for a in (first, second)]
+                        assert names[0] == names[1]
+                        chosen.add(names[0])
+                assert len(chosen) == 5
+
+    asyncio.run(scenario())

@@ -1,5 +1,7 @@
 """Affinity: the longest known beginning, in tables that never grow past their size."""
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,6 +10,8 @@ from ullage_router.policy.affinity import (
     MAX_PREFIX_BLOCKS,
     PREFIX_BLOCK_TOKENS,
     Affinity,
+    CacheKey,
+    HashRing,
     prefix_hashes,
 )
 
@@ -158,3 +162,41 @@ def test_memory_is_bounded_and_answers_were_true_once(
             assert find(known, *blocks) == engine
         found = find(known, 0, 1, 2)
         assert found in {"", *(e for e, _, b in runs if b[:1] == [0])}
+
+
+NAMES = [f"stable/single/10.0.0.{i}:9000" for i in range(16)]
+POINTS = [CacheKey(f"session {i}", (), "t").point or 0 for i in range(4000)]
+
+
+@given(st.permutations(NAMES), st.sampled_from(POINTS))
+def test_every_process_draws_the_same_two_engines(order: list[str], point: int) -> None:
+    nearest = HashRing(order).nearest_two(point)
+    assert nearest == HashRing(NAMES).nearest_two(point)
+    assert len(set(nearest)) == 2
+
+
+def test_an_engine_that_goes_moves_only_its_own_requests() -> None:
+    before, after = HashRing(NAMES), HashRing(NAMES[1:])
+    for point in POINTS:
+        first, second = before.nearest_two(point)
+        now = after.nearest_two(point)[0]
+        assert now == (second if first == NAMES[0] else first)
+
+
+def test_engines_have_about_equal_shares_of_the_ring() -> None:
+    ring = HashRing(NAMES)
+    counts = Counter(ring.nearest_two(point)[0] for point in POINTS)
+    mean = len(POINTS) / len(NAMES)
+    assert all(0.5 * mean < counts[name] < 1.7 * mean for name in NAMES), counts
+
+
+def test_a_ring_of_few() -> None:
+    assert HashRing([]).nearest_two(5) == ()
+    assert HashRing(["a"]).nearest_two(5) == ("a",)
+
+
+def test_who_has_a_place_on_the_ring() -> None:
+    assert CacheKey("", ()).point is None
+    assert CacheKey("s", (), "a").point != CacheKey("s", (), "b").point
+    assert CacheKey("s", (1,)).point == CacheKey("s", (2, 3)).point
+    assert CacheKey("", (1, 2)).point == CacheKey("", (1, 3)).point != CacheKey("", (2,)).point

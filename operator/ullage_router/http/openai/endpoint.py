@@ -188,6 +188,7 @@ class GenerateEndpoint:
             self._limits.request_timeout,
             trace_context(headers),
             tenant,
+            prompt_cache_key=parsed.prompt_cache_key or "",
             idempotency_key=headers.get(HEADER, ""),
             authorization=headers.get("authorization"),
             is_streamed=bool(parsed.stream),

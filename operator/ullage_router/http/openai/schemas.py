@@ -190,6 +190,8 @@ class Common(Unsupported, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     session_id: str | None = None
     """Session id; the header x-session-id takes precedence."""
+    prompt_cache_key: str | None = None
+    """Requests with the same one go to the engine that has their beginning in its caches."""
     cache_salt: str | None = None
     """Requests share cached KV only with the tenant's requests of the same salt."""
 
