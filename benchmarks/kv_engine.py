@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """An engine without a model: bounded KV, real gRPC, real admission; a process for load and faults.
 
-usage: kv_engine.py [--port 0] [--name engine-0] [--blocks 90] [--token-s 0.03]
+usage: kv_engine.py [--port 0] [--name engine-0] [--blocks 90] [--token-s 0.03] [--sequence-s 0]
 
 A request holds the blocks of its prompt and its output from Accepted to Finished and gets a token
-every `--token-s` seconds, whatever else runs; one that does not fit is refused with
-RESOURCE_EXHAUSTED, as engines do. Prints one JSON line with the port once it listens, and on
-SIGTERM one with what it served and what was cancelled.
+every `--token-s` seconds, and `--sequence-s` more for every other request that runs; one that does
+not fit is refused with RESOURCE_EXHAUSTED, as engines do. Prints one JSON line with the port once
+it listens, and on SIGTERM one with what it served and what was cancelled.
 """
 
 import argparse
@@ -61,12 +61,15 @@ def byte_tokenizer() -> str:
 
 @dataclass
 class Pool:
-    """Blocks, and when those in use are given back."""
+    """Blocks, and how many tokens those in use wait for."""
 
     blocks: int
+    token_s: float
+    sequence_s: float
     free: int = 0
-    running: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """End and blocks of each request."""
+    running: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens left and blocks of each request."""
+    step_seconds: list[float] = field(default_factory=list)
     served: int = 0
     cancelled: int = 0
     refused: int = 0
@@ -75,13 +78,20 @@ class Pool:
     def __post_init__(self) -> None:
         self.free = self.blocks
 
-    def take(self, key: int, blocks: int, end: float) -> bool:
+    @property
+    def step_s(self) -> float:
+        """Seconds until each running request has its next token."""
+        return self.token_s + self.sequence_s * max(0, len(self.running) - 1)
+
+    def take(self, key: int, blocks: int, tokens: int) -> bool:
         """Whether there was room."""
         if blocks > self.free:
             self.refused += 1
             return False
         self.free -= blocks
-        self.running[key] = (end, blocks)
+        self.running[key] = [tokens, blocks]
+        bucket = len(self.running).bit_length()
+        self.step_seconds[bucket - 1 : bucket] = [self.step_s]
         self.tell()
         return True
 
@@ -99,10 +109,9 @@ class KVEngine(
 ):
     """The engine's two services over one pool."""
 
-    def __init__(self, name: str, blocks: int, token_s: float) -> None:
+    def __init__(self, name: str, pool: Pool) -> None:
         self._name = name
-        self._token_s = token_s
-        self.pool = Pool(blocks)
+        self.pool = pool
         self._keys = itertools.count()
         self._epoch = time.time_ns()
 
@@ -135,11 +144,11 @@ class KVEngine(
                 continue
 
     def _headroom(self, sequence: int) -> headroom_pb2.Headroom:
-        pool, now = self.pool, time.monotonic()
+        pool = self.pool
         free = pool.free * BLOCK_BYTES
         releases = [
-            headroom_pb2.Release(after_ms=max(0, int(1e3 * (end - now))), bytes=n * BLOCK_BYTES)
-            for end, n in sorted(pool.running.values())[:32]
+            headroom_pb2.Release(after_ms=int(1e3 * left * pool.step_s), bytes=n * BLOCK_BYTES)
+            for left, n in sorted(pool.running.values())[:32]
         ]
         return headroom_pb2.Headroom(
             engine=self._name,
@@ -155,6 +164,8 @@ class KVEngine(
             requests_running=len(pool.running),
             expected_output_tokens=MAX_MODEL_LEN,
             releases=releases,
+            decode_tokens_per_second=1 / pool.step_s,
+            step_seconds=pool.step_seconds,
         )
 
     async def Multiplex(self, requests: object, context: Any) -> None:
@@ -165,8 +176,7 @@ class KVEngine(
     ) -> AsyncIterator[pb.GenerateResponse]:
         tokens, key = request.stop.max_tokens, next(self._keys)
         blocks = blocks_of(len(request.token_ids.ids), tokens)
-        end = time.monotonic() + tokens * self._token_s
-        if not self.pool.take(key, blocks, end):
+        if not self.pool.take(key, blocks, tokens):
             full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "no blocks left")
             await abort(context, full)
         try:
@@ -175,7 +185,7 @@ class KVEngine(
                 request_id=request.request_id, engine=self._name, continued_tokens=received
             )
             yield pb.GenerateResponse(accepted=accepted)
-            async for delta in self._deltas(tokens - received):
+            async for delta in self._deltas(key, tokens - received):
                 yield pb.GenerateResponse(delta=delta)
         except (asyncio.CancelledError, GeneratorExit):
             self.pool.cancelled += 1
@@ -187,10 +197,11 @@ class KVEngine(
         finished = pb.Finished(reason=pb.FINISH_REASON_LENGTH, usage=usage)
         yield pb.GenerateResponse(finished=finished)
 
-    async def _deltas(self, tokens: int) -> AsyncIterator[pb.Delta]:
+    async def _deltas(self, key: int, tokens: int) -> AsyncIterator[pb.Delta]:
         for start in range(0, tokens, TOKENS_A_MESSAGE):
             count = min(TOKENS_A_MESSAGE, tokens - start)
-            await asyncio.sleep(count * self._token_s)
+            await asyncio.sleep(count * self.pool.step_s)
+            self.pool.running[key][0] -= count
             yield pb.Delta(text="a" * count, num_tokens=count, token_ids=[A] * count)
 
 
@@ -199,7 +210,8 @@ async def serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine, server = KVEngine(options.name, options.blocks, options.token_s), new_server()
+    pool = Pool(options.blocks, options.token_s, options.sequence_s)
+    engine, server = KVEngine(options.name, pool), new_server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
     headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")
@@ -207,7 +219,6 @@ async def serve(options: argparse.Namespace) -> None:
     print(json.dumps({"port": port}), flush=True)
     await stop.wait()
     await server.stop(None)
-    pool = engine.pool
     totals = {"served": pool.served, "cancelled": pool.cancelled, "refused": pool.refused}
     print(json.dumps({**totals, "free": pool.free, "blocks": pool.blocks}), flush=True)
 
@@ -218,6 +229,7 @@ def main() -> None:
     parser.add_argument("--name", default="engine-0")
     parser.add_argument("--blocks", type=int, default=90)
     parser.add_argument("--token-s", type=float, default=0.03)
+    parser.add_argument("--sequence-s", type=float, default=0.0)
     uvloop.run(serve(parser.parse_args()))
 
 

@@ -32,6 +32,7 @@ class Engine:
     """A running engine and stubs of a client of it."""
 
     process: asyncio.subprocess.Process
+    address: str
     metrics_url: str
     inference: Any
     admin: Any
@@ -75,6 +76,7 @@ async def start_engine(
     async with open_channel(f"127.0.0.1:{grpc_port}") as channel:
         engine = Engine(
             process,
+            f"127.0.0.1:{grpc_port}",
             f"http://127.0.0.1:{metrics_port}/metrics",
             inference_pb2_grpc.InferenceServiceStub(channel),
             admin_pb2_grpc.AdminServiceStub(channel),

@@ -1,19 +1,25 @@
 #!/usr/bin/env python3
-"""Ten times the capacity: goodput, how fast the rest is refused, and that nothing hangs.
+"""Ten times the capacity of mixed lengths: goodput, lateness, and how fast the rest is refused.
 
-usage: overload.py [--seconds 60] [--factor 10] [--engines 2] [--quick]
+usage: overload.py [--seconds 60] [--factor 10] [--engines 2] [--sequence-s 0] [--real] [--quick]
 
-Starts engines with bounded KV (`kv_engine.py`) and one `ullage-router`, a process each, and sends
-requests at `--factor` times the rate that the engines' memory can serve, at even intervals and
-whatever comes back (an open loop). Refused at once is what never waited in the queue. Prints one
-JSON object:
+Starts engines and one `ullage-router` with its default ladder, a process each, and sends streamed
+requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals and
+whatever comes back (an open loop). The engines are either without a model, with bounded KV and a
+given time for a step (`kv_engine.py`), or, with --real, one engine with SmolLM2 on the CPU.
 
-capacity          requests/s that the engines' KV has room for
-goodput_share     answers/s in full during the load, over the capacity; without the first seconds
+What a request is worth is the KV that it holds times its output, or, where time is short rather
+than memory (--sequence-s, --real), its output. The capacity is computed of memory, and measured
+before the load of time: `--clients` at once, one request after another. Prints one JSON object:
+
+capacity          worth of the requests that can be served in a second
+goodput_share     worth of the answers in full and within the objectives, over the capacity; without
+                  the first seconds
+ttft_p95_s        from sending a request to its first token, of those that were served
+e2e_p95_s         the same to its last token
 refused_p50_ms    from sending a request to the whole of its refusal, those that waited left out
 router_cpu_ms     processor time of the router for a request
 hangs             requests without an answer at their time limit
-
 missed            figures that are worse than their floors (FLOORS); --quick has none
 
 exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; 1 otherwise
@@ -22,12 +28,14 @@ exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; 1 other
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,21 +43,38 @@ from typing import Any
 import aiohttp
 import psutil
 from kv_engine import MODEL, blocks_of
+from one_engine import start_engine as start_real_engine
 
 HERE = Path(__file__).resolve().parent
-PROMPT = "x" * 100
-OUTPUT_TOKENS = 40
-BLOCKS = blocks_of(len(PROMPT), OUTPUT_TOKENS)
 ALLOWED = {200, 429, 503, 504}
-REQUEST_TIMEOUT_S = 30.0
-HANG_S = REQUEST_TIMEOUT_S + 10.0
+HANG_S = 60.0
 START_S = 60.0
-QUEUED = "QUEUE_TIMEOUT"
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
+TTFT_S, E2E_S = 7.0, 20.0
 FLOORS = (
-    f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}"
+    f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}, "
+    f"ttft_p95_s <= {TTFT_S:g}, e2e_p95_s <= {E2E_S:g}"
 )
+REAL_MODEL = "smollm2"
+PROMPTS = (40, 100, 250)
+OUTPUTS = (10, 40, 90)
+"""Lengths of prompts, in characters or, of the real model, in words, and of outputs, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the mix."""
+
+    prompt: int
+    output: int
+
+    @property
+    def blocks(self) -> int:
+        return blocks_of(self.prompt, self.output)
+
+
+MIX = [Ask(prompt, output) for prompt in PROMPTS for output in OUTPUTS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +85,49 @@ class Plan:
     factor: float
     engines: int
     slots: int
-    """Requests that an engine's KV holds at once."""
+    """Average requests that an engine's KV holds at once."""
     token_s: float
-    queue: int
+    sequence_s: float
+    is_real: bool
+    clients: int
 
     @property
-    def capacity(self) -> float:
-        """Requests a second."""
-        return self.engines * self.slots / (OUTPUT_TOKENS * self.token_s)
+    def is_timed(self) -> bool:
+        """Whether time is short, rather than memory."""
+        return self.is_real or self.sequence_s > 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each engine."""
+        return round(self.slots * sum(ask.blocks for ask in MIX) / len(MIX))
+
+    def worth(self, ask: Ask) -> float:
+        return ask.output * (1 if self.is_timed else ask.blocks)
+
+    @property
+    def mean_worth(self) -> float:
+        return sum(map(self.worth, MIX)) / len(MIX)
 
     @property
     def ramp_s(self) -> float:
         """Until the engines are full and the first answers have come."""
-        return min(2 * OUTPUT_TOKENS * self.token_s, self.seconds / 3)
+        return min(2 * max(OUTPUTS) * self.token_s, self.seconds / 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    ask: Ask
     status: int
     """0: it hung."""
     code: str
+    has_waited: bool
     ended: float
+    ttft_s: float
     took_s: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == 200 and self.ttft_s <= TTFT_S and self.took_s <= E2E_S
 
 
 @contextlib.asynccontextmanager
@@ -101,8 +147,14 @@ async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.
 
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
     """The address of a new engine."""
+    if plan.is_real:
+        memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
+        real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
+        return real.address
     command = [sys.executable, str(HERE / "kv_engine.py"), "--name", f"engine-{number}"]
-    command += ["--blocks", str(plan.slots * BLOCKS), "--token-s", str(plan.token_s)]
+    blocks = plan.blocks * (100 if plan.is_timed else 1)
+    command += ["--blocks", str(blocks), "--token-s", str(plan.token_s)]
+    command += ["--sequence-s", str(plan.sequence_s)]
     log = to / f"engine-{number}.log"
     engine = await stack.enter_async_context(process(*command, log=log))
     assert engine.stdout
@@ -111,20 +163,17 @@ async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int
 
 
 async def start_router(
-    stack: contextlib.AsyncExitStack, plan: Plan, addresses: list[str], to: Path
+    stack: contextlib.AsyncExitStack, model: str, addresses: list[str], to: Path
 ) -> tuple[str, psutil.Process]:
     """The URL of a new router, and its process."""
     anywhere = {"host": "127.0.0.1", "port": 0}
     config = {
-        "model": MODEL,
+        "model": model,
         "http": {**anywhere, "public_stats": True},
         "grpc": anywhere,
         "metrics": anywhere,
         "pools": [{"name": "single", "targets": addresses}],
-        "routing": {
-            "queue": {"max_requests": plan.queue, "timeout": REQUEST_TIMEOUT_S / 2},
-        },
-        "limits": {"request_timeout": REQUEST_TIMEOUT_S},
+        "slo": {"ttft_p95": TTFT_S, "e2e_p95": E2E_S},
     }
     path, log = to / "router.yaml", to / "router.log"
     path.write_text(json.dumps(config))
@@ -157,49 +206,109 @@ async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def ask(session: aiohttp.ClientSession, url: str) -> Answer:
-    """One request, to its last byte."""
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": OUTPUT_TOKENS}
+class Client:
+    """Sends requests.
+
+    Args:
+        session: its connections.
+        url: of the router.
+        model: name of the served model.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._numbers = random.Random(5)
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """Prompts differ from their first token, so that no cache knows them."""
+        number = self._numbers.randrange(1 << 30)
+        words = [f"{number:010d}", *["x" if self._model == MODEL else "word "] * (ask.prompt - 10)]
+        return {
+            "model": self._model,
+            "prompt": "".join(words),
+            "max_tokens": ask.output,
+            "ignore_eos": True,
+            "stream": True,
+        }
+
+    async def ask(self, ask: Ask) -> Answer:
+        """One request, to its last byte."""
+        started = time.monotonic()
+        ttft_s, code, has_waited = 0.0, "", False
+        try:
+            async with (
+                asyncio.timeout(HANG_S),
+                self._session.post(self._url, json=self.body(ask)) as response,
+            ):
+                status = response.status
+                has_waited = "queue=" in response.headers.get("x-ullage-trail", "")
+                if status != 200:
+                    code = (await response.json())["error"]["code"]
+                async for line in response.content:
+                    if not ttft_s and line.startswith(b"data:"):
+                        ttft_s = time.monotonic() - started
+                    if b'"error"' in line:
+                        status, code = -1, "BROKEN"
+        except TimeoutError:
+            status, code = 0, "HUNG"
+        except aiohttp.ClientError as error:
+            status, code = -1, type(error).__name__
+        now = time.monotonic()
+        return Answer(ask, status, code, has_waited, now, ttft_s, now - started)
+
+
+async def measured_capacity(client: Client, plan: Plan) -> float:
+    """Worth of the answers to clients that each send one request after another, a second."""
+    asks = itertools.cycle(random.Random(3).sample(MIX * 20, k=20 * len(MIX)))
+    end, answers = time.monotonic() + max(5.0, plan.seconds / 2), list[Answer]()
+
+    async def go_on() -> None:
+        while time.monotonic() < end:
+            answers.append(await client.ask(next(asks)))
+            if answers[-1].status != 200:
+                await asyncio.sleep(0.5)
+
     started = time.monotonic()
-    try:
-        async with asyncio.timeout(HANG_S):
-            async with session.post(f"{url}/v1/completions", json=body) as response:
-                answer = await response.json()
-                status, code = response.status, (answer.get("error") or {}).get("code") or ""
-    except TimeoutError:
-        status, code = 0, "HUNG"
-    except aiohttp.ClientError as error:
-        status, code = -1, type(error).__name__
-    now = time.monotonic()
-    return Answer(status, code, now, now - started)
+    await asyncio.gather(*(go_on() for _ in range(plan.clients)))
+    served = sum(plan.worth(answer.ask) for answer in answers if answer.status == 200)
+    return served / (time.monotonic() - started)
 
 
-async def load(session: aiohttp.ClientSession, url: str, plan: Plan) -> tuple[float, list[Answer]]:
+async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Answer]]:
     """When the load began, and every answer."""
-    started, rate = time.monotonic(), plan.factor * plan.capacity
+    started, rate = time.monotonic(), plan.factor * capacity / plan.mean_worth
+    asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
     tasks = []
-    for number in range(int(rate * plan.seconds)):
+    for number, ask in enumerate(asks):
         await asyncio.sleep(started + number / rate - time.monotonic())
-        tasks.append(asyncio.create_task(ask(session, url)))
+        tasks.append(asyncio.create_task(client.ask(ask)))
     return started, list(await asyncio.gather(*tasks))
 
 
-def figures(plan: Plan, started: float, answers: list[Answer]) -> dict[str, Any]:
+def figures(
+    plan: Plan, capacity: float, started: float, answers: Sequence[Answer]
+) -> dict[str, Any]:
     """What is printed."""
     begin, end = started + plan.ramp_s, started + plan.seconds
-    good = sum(a.status == 200 and begin <= a.ended < end for a in answers)
-    refused = sorted(1e3 * a.took_s for a in answers if a.status == 429 and a.code != QUEUED)
+    good = [a for a in answers if a.is_good and begin <= a.ended < end]
+    goodput = sum(plan.worth(answer.ask) for answer in good) / (end - begin)
+    served = [answer for answer in answers if answer.status == 200]
+    refused = [a for a in answers if a.status == 429 and not a.has_waited]
+    refused_ms = sorted(1e3 * answer.took_s for answer in refused)
     counts = Counter(f"{a.status} {a.code}".strip() for a in answers)
     return {
         "seconds": plan.seconds,
-        "capacity": round(plan.capacity, 2),
-        "offered": round(plan.factor * plan.capacity, 2),
+        "capacity": round(capacity, 2),
         "requests": len(answers),
-        "goodput": round(good / (end - begin), 2),
-        "goodput_share": round(good / (end - begin) / plan.capacity, 3),
+        "goodput": round(goodput, 2),
+        "goodput_share": round(goodput / capacity, 3),
+        "ttft_p95_s": round(_quantile(sorted(a.ttft_s for a in served), 0.95), 2),
+        "e2e_p95_s": round(_quantile(sorted(a.took_s for a in served), 0.95), 2),
         "refused": len(refused),
-        "refused_p50_ms": round(_quantile(refused, 0.5), 2),
-        "refused_p99_ms": round(_quantile(refused, 0.99), 2),
+        "refused_p50_ms": round(_quantile(refused_ms, 0.5), 2),
+        "refused_p99_ms": round(_quantile(refused_ms, 0.99), 2),
         "statuses": dict(sorted(counts.items())),
         "hangs": sum(a.status == 0 for a in answers),
         "is_well": all(a.status in ALLOWED for a in answers),
@@ -215,22 +324,29 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
     is_reached = {
         "goodput_share": figures["goodput_share"] >= LEAST_GOODPUT_SHARE,
         "refused_p99_ms": figures["refused_p99_ms"] <= MOST_REFUSED_P99_MS,
+        "ttft_p95_s": figures["ttft_p95_s"] <= TTFT_S,
+        "e2e_p95_s": figures["e2e_p95_s"] <= E2E_S,
     }
     return [name for name, is_well in is_reached.items() if not is_well]
 
 
 async def run(plan: Plan) -> dict[str, Any]:
+    model = REAL_MODEL if plan.is_real else MODEL
     async with contextlib.AsyncExitStack() as stack:
         to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         addresses = [await start_engine(stack, plan, n, to) for n in range(plan.engines)]
-        url, router = await start_router(stack, plan, addresses, to)
+        url, router = await start_router(stack, model, addresses, to)
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, plan.engines)
+        client = Client(session, url, model)
+        capacity = plan.engines * plan.blocks / plan.token_s
+        if plan.is_timed:
+            capacity = await measured_capacity(client, plan)
         before = cpu_s(router)
-        started, answers = await load(session, url, plan)
+        started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
-    return {**figures(plan, started, answers), "router_cpu_ms": round(used_ms, 3)}
+    return {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -245,12 +361,15 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8, help="requests an engine holds at once")
     parser.add_argument("--token-s", type=float, default=0.05)
-    parser.add_argument("--queue", type=int, default=32)
+    parser.add_argument("--sequence-s", type=float, default=0.0, help="more for each other request")
+    parser.add_argument("--real", action="store_true", help="SmolLM2 on the CPU, one engine")
+    parser.add_argument("--clients", type=int, default=8, help="at once, to measure the capacity")
     parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
     o = parser.parse_args()
     if o.quick:
-        o.seconds, o.slots, o.token_s, o.queue = 3.0, 2, 0.01, 4
-    plan = Plan(o.seconds, o.factor, o.engines, o.slots, o.token_s, o.queue)
+        o.seconds, o.slots, o.token_s = 3.0, 2, 0.01
+    engines = 1 if o.real else o.engines
+    plan = Plan(o.seconds, o.factor, engines, o.slots, o.token_s, o.sequence_s, o.real, o.clients)
     figures = asyncio.run(run(plan))
     figures["missed"] = [] if o.quick else missed(figures)
     print(json.dumps(figures))

@@ -42,11 +42,7 @@ def asked(api, own):
 
 
 def granted(objects):
-    roles = [
-        obj
-        for obj in objects
-        if obj["kind"] in ("Role", "ClusterRole") and "aggregate-to" not in str(obj["metadata"])
-    ]
+    roles = [obj for obj in objects if obj["kind"] in ("Role", "ClusterRole")]
     return {
         (group, resource, verb)
         for role in roles

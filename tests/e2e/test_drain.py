@@ -29,6 +29,7 @@ async def routed(tmp_path: Path, engines: list["Engine"]) -> AsyncIterator[httpx
         "metrics": host,
         "pools": [{"name": "single", "targets": [engine.target for engine in engines]}],
         "limits": {"request_timeout": 180.0},
+        "slo": {"ttft_p95": 600.0, "e2e_p95": 600.0},
     }
     path = tmp_path / "router.yaml"
     path.write_text(json.dumps(document))

@@ -160,6 +160,7 @@ async def service(folder: Path, engines: list["Engine"]) -> AsyncIterator[Servic
         **dict.fromkeys(("http", "grpc", "metrics"), anywhere),
         "pools": [{"name": "single", "targets": [engine.target for engine in engines]}],
         "limits": {"request_timeout": PATIENCE_S},
+        "slo": {"ttft_p95": 600.0, "e2e_p95": 600.0},
     }
     path = folder / "router.yaml"
     path.write_text(json.dumps(config))

@@ -27,6 +27,7 @@ def hybrid(
     document["spec"]["model"] |= {"dtype": "Float32", "maxModelLen": 2048}
     document["spec"]["routing"]["largeRequestTokens"] = 200
     document["spec"]["limits"]["requestTimeout"] = "300s"  # of a machine with other work
+    document["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
     path = tmp_path_factory.mktemp("hybrid") / "hybrid.yaml"
     path.write_text(yaml.safe_dump(document))
     return start_service(path)

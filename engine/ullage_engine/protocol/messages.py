@@ -238,6 +238,8 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     threshold: float
     decode_tokens_per_second: float
     prefill_tokens_per_second: float
+    step_seconds: list[float] = []
+    """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on; empty until measured."""
     pressure_level: int = 0
     """Degrade level that holds, counted from 1, the mildest; 0 is none."""
     num_oom_events: int

@@ -72,6 +72,10 @@ _DEFAULT_DECODE_SPEED = 20.0
 """Decode tokens a second of one sequence before any was measured; only shapes a Retry-After."""
 
 
+_STEP_WEIGHT = 0.05
+"""Share of the newest step in the average of its batch size: steps with prompts are far longer."""
+
+
 class ThroughputEstimator:
     """Moving averages of decode and prefill speed, tokens a second; 0 until measured."""
 
@@ -79,6 +83,8 @@ class ThroughputEstimator:
         self.decode_tokens_per_second = 0.0
         """Decode speed of one running sequence."""
         self.prefill_tokens_per_second = 0.0
+        self._step_seconds: list[float] = []
+        """Average seconds of a step by the bits of its number of decodes; 0 where none was."""
 
     def observe(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
         """Counts one step that took `seconds`."""
@@ -86,10 +92,29 @@ class ThroughputEstimator:
             return
         if num_decodes:
             self.decode_tokens_per_second = _average(self.decode_tokens_per_second, 1.0 / seconds)
+            self._observe_step(num_decodes.bit_length() - 1, seconds)
         if num_prompt_tokens:
             self.prefill_tokens_per_second = _average(
                 self.prefill_tokens_per_second, num_prompt_tokens / seconds
             )
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on, up to the largest
+        batch so far; never fewer for a larger batch. A size that never ran is taken to be as slow
+        as the next larger one that did."""
+        steps: list[float] = []
+        bound = float("inf")
+        for seconds in reversed(self._step_seconds):
+            bound = min(bound, seconds or bound)
+            steps.append(bound)
+        return steps[::-1]
+
+    def _observe_step(self, bucket: int, seconds: float) -> None:
+        steps = self._step_seconds
+        steps.extend([0.0] * (bucket + 1 - len(steps)))
+        old = steps[bucket]
+        steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Predicts the seconds to compute a prompt and produce an output."""

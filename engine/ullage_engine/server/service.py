@@ -376,6 +376,7 @@ def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:
     headroom.decode_tokens_per_second = state.decode_tokens_per_second
     headroom.prefill_backlog_tokens = state.prefill_backlog_tokens
     headroom.prefill_tokens_per_second = state.prefill_tokens_per_second
+    headroom.step_seconds.extend(state.step_seconds)
     headroom.pressure_level = state.pressure_level
     soonest = sorted(state.releases, key=lambda release: release.after_s)[:MAX_RELEASES]
     for release in soonest:

@@ -241,6 +241,7 @@ class Worker:
             threshold=started.ledger.threshold,
             decode_tokens_per_second=started.throughput.decode_tokens_per_second,
             prefill_tokens_per_second=started.throughput.prefill_tokens_per_second,
+            step_seconds=started.throughput.step_seconds,
             num_oom_events=self._engine.num_oom_events,
             num_nonfinite_logits=self._engine.num_nonfinite_logits,
             releases=scheduler.releases(),

@@ -120,7 +120,7 @@ def router_config(service: Service) -> RouterConfig:
         memory=MemoryBudget(
             threshold=spec.memory.threshold, safety_reserve=spec.memory.safety_reserve
         ),
-        slo=SLOSection(ttft_p95=spec.slo.ttft_p95),
+        slo=SLOSection(ttft_p95=spec.slo.ttft_p95, e2e_p95=spec.slo.e2e_p95),
         streaming=spec.streaming,
         processes=spec.router.processes,
         tenants=tenants_config(spec.tenants, spec.router.replicas) if spec.tenants else None,

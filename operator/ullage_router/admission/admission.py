@@ -9,7 +9,6 @@ the window closes, all requests in it are balanced over the engines of their poo
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Mapping
@@ -45,6 +44,7 @@ from ullage_router.policy.decision import (
     RequestFacts,
     RoutingPolicy,
     Side,
+    TimeLimits,
 )
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.truncate import truncate
@@ -73,7 +73,7 @@ class Reservation:
     def move(self, engine: Engine) -> None:
         """Moves the reserved memory to another engine."""
         before, credit = self.engine, self.credit
-        self.credit = engine.reserve(self.choices[engine.key], credit.tokens)
+        self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
         self.engine = engine
         before.release(credit)
 
@@ -207,6 +207,7 @@ class Admission:
         self.window = PrefillWindow(routing.prefill, engines)
         self._max_output_tokens = config.limits.max_output_tokens
         self._queue_timeout_s = routing.queue.timeout
+        self._slo = config.slo
         self._engines = engines
         self._queue = queue
         self._threads = threads
@@ -273,9 +274,23 @@ class Admission:
             queue=request.queue_state if request else QueueState.OPEN,
             ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
-            patience_s=call.deadline.first_token_remaining_s,
+            waiting=self._queue.lengths(),
+            limits=self._limits(call),
             preferred=request.preferred if request else "",
             draw=random.getrandbits(30),
+        )
+
+    def _limits(self, call: Call) -> TimeLimits:
+        """Returns the times to keep; the objectives hold until the answer has begun."""
+        now, deadline = time.monotonic(), call.deadline
+        if call.progress.has_begun:
+            return TimeLimits(first_token_s=deadline.first_token_at - now)
+        return TimeLimits(
+            self._slo.ttft_p95,
+            self._slo.e2e_p95,
+            now - call.record.arrived - deadline.held_s,
+            deadline.first_token_at - now,
+            deadline.at - now,
         )
 
     def _decide(self, request: AdmissionRequest) -> NextStep:
@@ -305,7 +320,7 @@ class Admission:
         engine, prompt = self._engines.at(run.engine), request.prompt
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
-        credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids))
+        credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids), run.step_limit_s)
         reservation = Reservation(engine, credit, prompt, run.max_tokens, run.choices)
         if run.choices:
             await self.window.settle(reservation)
@@ -352,12 +367,9 @@ class Admission:
         allowed_s = self._queue_timeout_s - call.decision.queued_s
         if call.progress.has_begun:
             allowed_s = call.deadline.first_token_remaining_s
-        useful_s = math.inf
-        if wait.least_s:
-            useful_s = call.deadline.first_token_at - wait.least_s - started
         try:
-            if not await entry.wait_turn(min(allowed_s, useful_s)):
-                is_late = useful_s < allowed_s
+            if not await entry.wait_turn(min(allowed_s, wait.longest_s)):
+                is_late = wait.longest_s < allowed_s
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
             elif entry.is_evicted:
                 request.queue_state = QueueState.FULL

@@ -200,6 +200,7 @@ class Engine:
         """The engine as decisions see it; None after something has changed."""
         self._view_until = 0.0
         self._releases: tuple[Release, ...] = ()
+        self._step_seconds: tuple[float, ...] = ()
         self._previous: Multiplexer | None = None
         """The multiplexer of the previous channel, until the present one's is open."""
         self._connect()
@@ -403,6 +404,10 @@ class Engine:
             backlog_tokens=self.backlog_tokens,
             prefill_pairs=self._prefill_pairs,
             prefill_speed=report.prefill_tokens_per_second,
+            decode_speed=report.decode_tokens_per_second,
+            step_seconds=self._step_seconds,
+            step_limit_s=self._credit.step_limit_s,
+            max_sequences=report.max_sequences,
             releases=self._releases,
         )
 
@@ -436,9 +441,10 @@ class Engine:
             return self._previous.call(request, timeout_s, metadata, flow)
         raise no_stream(self.id)
 
-    def reserve(self, size: int, tokens: int) -> Credit:
-        """Reserves bytes and prompt tokens for a request that is about to be sent."""
-        credit = self._credit.reserve(size, tokens)
+    def reserve(self, size: int, tokens: int, step_limit_s: float = math.inf) -> Credit:
+        """Reserves bytes and prompt tokens for a request that is about to be sent, and keeps steps
+        as short as it needs them."""
+        credit = self._credit.reserve(size, tokens, step_limit_s)
         self._on_load_change()
         self.breaker.on_sent(credit, time.monotonic())
         return credit
@@ -529,6 +535,7 @@ class Engine:
         self.order.on_worker_restarts(headroom.worker_restarts)
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
+        self._step_seconds = tuple(headroom.step_seconds)
         self._reported_at = time.monotonic()
         self._is_connected = True
         self._credit.on_report()

@@ -16,9 +16,12 @@ Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest critical pa
 idle), as far as their memory allows.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from sortedcontainers import SortedList
 
 
 def pairs(tokens: int) -> int:
@@ -103,6 +106,8 @@ class Credit:
     size: int
     tokens: int
     """Tokens of the prompt."""
+    step_limit_s: float = math.inf
+    """Longest seconds of a step with which the request would still end in time."""
     counted_from: int | None = None
     """Which report must include the request, counted as they arrive; None before Accepted."""
 
@@ -132,6 +137,8 @@ class CreditBook:
         """Accepted credits in the order of the reports that must include them; some may have ended.
         """
         self._counted: set[Credit] = set()
+        self._step_limits: SortedList[float] = SortedList()
+        """Of all requests in flight."""
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
@@ -174,9 +181,15 @@ class CreditBook:
         """Requests sent and not ended."""
         return len(self._open) + len(self._counted)
 
-    def reserve(self, size: int, tokens: int) -> Credit:
-        credit = Credit(size, tokens)
+    @property
+    def step_limit_s(self) -> float:
+        """Longest seconds of a step with which every request in flight would still end in time."""
+        return self._step_limits[0] if self._step_limits else math.inf
+
+    def reserve(self, size: int, tokens: int, step_limit_s: float = math.inf) -> Credit:
+        credit = Credit(size, tokens, step_limit_s)
         self._open.add(credit)
+        self._step_limits.add(step_limit_s)
         self._prompts.add(credit)
         self._unsure.add(tokens)
         self._total += size
@@ -210,6 +223,8 @@ class CreditBook:
     def release(self, credit: Credit) -> None:
         """The request ended."""
         self.on_first_token(credit)  # or will not begin
+        if credit in self._open or credit in self._counted:
+            self._step_limits.remove(credit.step_limit_s)
         if credit in self._open:
             self._leave(credit)
         self._counted.discard(credit)
@@ -220,6 +235,8 @@ class CreditBook:
 
     def check_integrity(self) -> None:
         assert not self._open & self._counted
+        inflight = self._open | self._counted
+        assert list(self._step_limits) == sorted(credit.step_limit_s for credit in inflight)
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
         for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):

@@ -12,7 +12,7 @@ never fit is invalid at once, and a service without a ready engine is unavailabl
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -26,6 +26,7 @@ from ullage_router.policy.decision import (
     RequestFacts,
     RoutingPolicy,
 )
+from ullage_router.policy.forecast import is_on_time, longest_wait_s, step_limit_s, turn_s
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, retry_after
 
 Step = Literal["accept", "shrinkOutput", "route"]
@@ -44,6 +45,8 @@ class Run:
     demand: Demand
     step: Step
     """The step that made the request fit: room at home, a shorter output, or another pool."""
+    step_limit_s: float = math.inf
+    """Longest seconds of a step with which the request would still end in time there."""
     choices: Mapping[str, int] = field(default_factory=dict)
     """Bytes on every engine that may serve the request instead; empty where it need not wait to
     know."""
@@ -69,8 +72,8 @@ class Wait:
     reason: str
     pool: str
     demand: Demand
-    least_s: float
-    """Seconds that the answer takes at least: with less time left, waiting is in vain."""
+    longest_s: float = math.inf
+    """Seconds for which the request may wait: after that it would be late whatever is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +241,36 @@ class _LadderRun:
         recoverable = [e for e in self._pool(self.home) if e.standing is not EngineState.UNUSABLE]
         if not recoverable:
             return None
-        reason = self._shortage_reason() if self._usable(self.home) else "NOT_READY"
-        least_s = min(e.least_s(self.facts.prompt_tokens) for e in recoverable)
-        return Wait(reason, self.home, self._least(recoverable), least_s)
+        usable = self._usable(self.home)
+        if usable and self._turn_s(usable) == math.inf:
+            return None  # it would be late after the wait
+        reason = self._shortage_reason() if usable else "NOT_READY"
+        facts = self.facts
+        longest_s = max(
+            longest_wait_s(e, facts.prompt_tokens, self._expected_output(e), facts.limits)
+            for e in recoverable
+        )
+        return Wait(reason, self.home, self._least(recoverable), longest_s)
+
+    def _turn_s(self, engines: Sequence[EngineView], *, comes_back: bool = False) -> float | None:
+        """Returns in how many seconds the request could run in its home and keep its limits."""
+        facts = self.facts
+        limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits
+        demand = self._least(engines)
+        ahead = facts.ahead.get(self.home, 0), facts.waiting.get(self.home, 0)
+        output = max(1, demand.tokens - facts.prompt_tokens)
+        return turn_s(
+            engines,
+            facts.prompt_tokens,
+            output,
+            demand.kv_bytes,
+            ahead,
+            limits,
+            comes_back=comes_back,
+        )
+
+    def _expected_output(self, engine: EngineView) -> int:
+        return max(1, self._demand(engine).tokens - self.facts.prompt_tokens)
 
     def _overflow(self) -> Run | None:
         """Runs in another pool that has room now, with a shrunk output only where that rung comes
@@ -267,6 +297,9 @@ class _LadderRun:
         demand, available = self._least(engines), max(e.available for e in engines)
         ahead, bounds = self.facts.ahead.get(self.home, 0), self.policy.rungs.reject
         retry = retry_after(engines, demand.kv_bytes, ahead, bounds)
+        later_s = self._turn_s(engines, comes_back=True)
+        if later_s is not None:  # the second from which the limits can be kept
+            retry = max(retry, math.ceil(min(bounds.max_retry_after, later_s)))
         queue = self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN
         reason = _WAITED.get(queue, self._shortage_reason())
         message = _busy(reason, demand, available, retry)
@@ -298,7 +331,11 @@ class _LadderRun:
         demand = self._demand(engine)
         if is_short:
             demand = _price(self.facts, engine, max_tokens)
-        return Run(action, reason, engine.pool, engine.id, max_tokens, demand, step, choices)
+        prompt = self.facts.prompt_tokens
+        limit_s = step_limit_s(engine, prompt, max(1, demand.tokens - prompt), self.facts.limits)
+        return Run(
+            action, reason, engine.pool, engine.id, max_tokens, demand, step, limit_s, choices
+        )
 
     def _most_tokens(self, engine: EngineView) -> int:
         """Returns the length of the longest sequence that fits the engine now."""
@@ -324,17 +361,14 @@ class _LadderRun:
         if pool in self.facts.ahead:
             return []
         refused_by = self.facts.refused_by
-        return [
-            e
-            for e in self._usable(pool)
-            if e.id not in refused_by and (not e.backlog_tokens or self._is_in_time(e))
-        ]
+        return [e for e in self._usable(pool) if e.id not in refused_by and self._is_in_time(e)]
 
     def _is_in_time(self, engine: EngineView) -> bool:
-        return engine.is_in_time(self.facts.prompt_tokens, self.facts.patience_s)
+        facts = self.facts
+        return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
     def _shortage_reason(self) -> str:
-        """Returns what the home pool is short of: time where prompts pile up, memory otherwise."""
+        """Returns what the home pool is short of: time where no engine is in time, or memory."""
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
 

@@ -180,9 +180,9 @@ class Side(StrEnum):
 
 WELL = 0.5
 """Health from which on engines are compared by their load and no longer by their health."""
-
-# Share of the time left that the prompts before and its own may take: the answer needs the rest.
-PREFILL_SHARE = 0.8
+STEP_GROWTH = 1.5
+"""Times as long as a step is taken to be when twice as many sequences are in it as were measured.
+"""
 
 
 class EngineState(Enum):
@@ -238,6 +238,14 @@ class EngineView:
     """Products of queries and keys in the backlog, as far as this router sent it."""
     prefill_speed: float = 0.0
     """Prompt tokens a second; 0 when unknown."""
+    decode_speed: float = 0.0
+    """Tokens a second of one sequence at present; 0 when unknown."""
+    step_seconds: tuple[float, ...] = ()
+    """Measured seconds of a step with 1 sequence, 2 to 3, 4 to 7 and so on; empty when unknown."""
+    step_limit_s: float = math.inf
+    """Longest seconds of a step with which what runs there would still end in time."""
+    max_sequences: int = 0
+    """Most sequences in a step; 0 when unknown."""
     kind: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Engines of one kind have the same room for a request and price it alike."""
 
@@ -266,17 +274,37 @@ class EngineView:
         """Seconds until a new request's prompt is begun; 0 when the speed is unknown."""
         return self.backlog_tokens / self.prefill_speed if self.prefill_speed else 0.0
 
-    def least_s(self, prompt_tokens: int) -> float:
-        """Returns the seconds that an answer to such a prompt takes at least; 0 when the speed is
-        unknown."""
-        return prompt_tokens / self.prefill_speed / PREFILL_SHARE if self.prefill_speed else 0.0
+    def step_s(self, load: int) -> float:
+        """Returns the seconds of a step while so many requests are on the engine; 0 when unknown.
 
-    def is_in_time(self, prompt_tokens: int, patience_s: float) -> bool:
-        """Whether a prompt would be computed in time. An idle engine may always try."""
-        if not self.backlog_s:
-            return True
-        first_token_s = self.backlog_s + prompt_tokens / self.prefill_speed
-        return first_token_s <= PREFILL_SHARE * patience_s
+        One more sequence in a step costs little or much, as the device has it: what was measured
+        counts, and beyond it each doubling is taken to cost half more.
+        """
+        measured = self.step_seconds
+        if not measured:
+            return 1.0 / self.decode_speed if self.decode_speed else 0.0
+        if self.max_sequences:
+            load = min(load, self.max_sequences)
+        bucket, last = load.bit_length() - 1, len(measured) - 1
+        return (
+            measured[bucket] if bucket <= last else measured[last] * STEP_GROWTH ** (bucket - last)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """The times that a request must keep, in seconds; what is infinite is not limited."""
+
+    ttft_s: float = math.inf
+    """Objective of the first token, from the request's arrival."""
+    e2e_s: float = math.inf
+    """Objective of the last token, from the request's arrival."""
+    waited_s: float = 0.0
+    """Seconds since the arrival."""
+    first_token_s: float = math.inf
+    """Seconds from now until the first token must have come."""
+    end_s: float = math.inf
+    """Seconds from now until the last token must have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +327,9 @@ class RequestFacts:
     """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that have reported nothing since they refused the request."""
-    patience_s: float = math.inf
-    """Seconds left until the first token must have come."""
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    """Number of requests that wait before this one, by pool."""
+    limits: TimeLimits = field(default_factory=TimeLimits)
     preferred: str = ""
     """Key of the engine whose caches have most of the prompt's beginning; empty when none is known.
     """

@@ -26,7 +26,14 @@ from ullage_router.admission.queue import RequestQueue
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
 from ullage_router.policy.decide import Refuse, Run, ShrinkContext, decide, min_output
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.decision import (
+    EngineState,
+    EngineView,
+    RequestFacts,
+    RoutingPolicy,
+    TimeLimits,
+)
+from ullage_router.policy.forecast import is_on_time, step_limit_s
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import TicketSigner, new_ids
@@ -82,7 +89,7 @@ class Batch:
         policy: the ladder's.
         ahead: bytes that others wait for, by pool.
         max_output_tokens: the service's limit.
-        patience_s: time that each whole answer has.
+        limits: times that each request must keep.
     """
 
     def __init__(
@@ -91,12 +98,12 @@ class Batch:
         policy: RoutingPolicy,
         ahead: Mapping[str, int],
         max_output_tokens: int,
-        patience_s: float,
+        limits: TimeLimits,
     ) -> None:
         self._policy = policy
         self._ahead = ahead
         self._max_output_tokens = max_output_tokens
-        self._patience_s = patience_s
+        self._limits = limits
         kinds: dict[tuple[MemoryProfile, int], int] = {}
         self._engines_by_id = {view.id: _batch_engine(view, kinds) for view in views}
         self._prices: dict[tuple[int, int, int], Demand] = {}
@@ -127,22 +134,23 @@ class Batch:
         if isinstance(run, Refuse):
             return run, most
         engine = self._engines_by_id[run.engine]
-        count = self._fitting(engine, ask.prompt_tokens, run.demand.kv_bytes, most)
+        count = self._fitting(engine, ask.prompt_tokens, run.demand, most)
         engine.available -= count * run.demand.kv_bytes
         engine.load += count
         engine.backlog_tokens += count * ask.prompt_tokens
         return run, count
 
-    def _fitting(self, engine: _BatchEngine, prompt: int, size: int, most: int) -> int:
+    def _fitting(self, engine: _BatchEngine, prompt: int, demand: Demand, most: int) -> int:
         """Returns how many of such requests, the first of which fits, fit one after another."""
+        size, output = demand.kv_bytes, demand.tokens - prompt
         count = min(most, engine.available // size) if size else most
-        if not engine.view.prefill_speed:
-            return count
         while count > 1:
             before = replace(
-                engine.now(), backlog_tokens=engine.backlog_tokens + (count - 1) * prompt
+                engine.now(),
+                load=engine.load + count - 1,
+                backlog_tokens=engine.backlog_tokens + (count - 1) * prompt,
             )
-            if before.is_in_time(prompt, self._patience_s):
+            if is_on_time(before, prompt, output, self._limits):
                 break
             count //= 2
         return count
@@ -172,7 +180,9 @@ class Batch:
             if is_idle and (there := self._demand(engine, ask, most)):
                 drawn, demand = engine, there
         view = drawn.view
-        return Run("accept", "FITS", view.pool, view.id, most, demand, "accept")
+        output = max(1, demand.tokens - ask.prompt_tokens)
+        limit_s = step_limit_s(drawn.now(), ask.prompt_tokens, output, self._limits)
+        return Run("accept", "FITS", view.pool, view.id, most, demand, "accept", limit_s)
 
     def _demand(self, engine: _BatchEngine, ask: Ask, most: int) -> Demand | None:
         """Its bytes there; None where it does not simply fit."""
@@ -191,9 +201,8 @@ class Batch:
             return None
         if size > engine.available:
             return None
-        has_backlog = engine.backlog_tokens and view.prefill_speed
-        is_late = has_backlog and not engine.now().is_in_time(prompt, self._patience_s)
-        return None if is_late else demand
+        output = demand.tokens - prompt
+        return demand if is_on_time(engine.now(), prompt, output, self._limits) else None
 
     def _slow(self, ask: Ask, most: int, draw: int) -> Run | Refuse:
         asked = most if ask.max_tokens else None
@@ -204,7 +213,7 @@ class Batch:
             samples=ask.samples,
             ahead=self._ahead,
             refused_by=ask.refused_by,
-            patience_s=self._patience_s,
+            limits=self._limits,
             preferred=ask.preferred,
             draw=draw,
         )
@@ -441,13 +450,18 @@ class TicketIssuer:
             _check_priced(priced, f"requests[{i}]")
 
     def _batch(self, model: Model) -> Batch:
-        limits = self._config.limits
+        limits, slo = self._config.limits, self._config.slo
         return Batch(
             self._engines.views(model),
             self._policy,
             self._queue.ahead(0),
             limits.max_output_tokens,
-            limits.request_timeout,
+            TimeLimits(
+                slo.ttft_p95,
+                slo.e2e_p95,
+                first_token_s=limits.request_timeout,
+                end_s=limits.total_timeout,
+            ),
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
@@ -493,7 +507,7 @@ class TicketIssuer:
         engine = self._engines.at(run.engine)
         size, prompt_tokens = run.demand.kv_bytes, priced.prompt_tokens
         samples = priced.samples or 1
-        credits = [engine.reserve(size, prompt_tokens) for _ in range(count)]
+        credits = [engine.reserve(size, prompt_tokens, run.step_limit_s) for _ in range(count)]
         bill = pick.bill(run.max_tokens * samples)
         self._book.add(number, engine, credits, bill)
         pick.remaining -= count

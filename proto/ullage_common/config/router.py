@@ -439,9 +439,12 @@ class TLSSection(Strict, frozen=True, kw_only=True):
 
 
 class SLOSection(Strict, frozen=True, kw_only=True):
-    """Limits beyond which an answer counts as late."""
+    """Objectives: a request that would miss one waits, goes elsewhere, or is refused."""
 
     ttft_p95: SomeSeconds = 7.0
+    """Seconds from a request's arrival to its first token."""
+    e2e_p95: SomeSeconds = 20.0
+    """Seconds from a request's arrival to its last token."""
 
 
 class RouterConfig(Strict, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
-"""The decaying quantile of output lengths."""
+"""Output lengths as a decaying quantile, and the measured speed of steps."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.scheduler.estimates import OutputLengthEstimator
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 
 LENGTHS = st.lists(st.integers(1, 4096), max_size=300)
 
@@ -52,3 +53,23 @@ def test_weights_that_double_each_time_do_not_overflow() -> None:
     for number in range(5000):
         expected.observe(number % 50 + 1)
     assert 45 <= expected.estimate <= 57
+
+
+def test_steps_are_measured_by_the_size_of_their_batch() -> None:
+    throughput = ThroughputEstimator()
+    assert throughput.step_seconds == []
+    for num_decodes, seconds in ((1, 0.05), (5, 0.08), (6, 0.08), (9, 0.2)):
+        throughput.observe(seconds, num_decodes=num_decodes, num_prompt_tokens=0)
+    assert throughput.step_seconds == pytest.approx([0.05, 0.08, 0.08, 0.2])
+    for _ in range(500):
+        throughput.observe(0.1, num_decodes=12, num_prompt_tokens=0)
+        throughput.observe(0.15, num_decodes=1, num_prompt_tokens=0)
+    # Never more for a smaller batch than for a larger one.
+    assert throughput.step_seconds == pytest.approx([0.08, 0.08, 0.08, 0.1])
+
+
+def test_a_step_without_decodes_measures_no_batch() -> None:
+    throughput = ThroughputEstimator()
+    throughput.observe(0.5, num_decodes=0, num_prompt_tokens=100)
+    assert throughput.step_seconds == []
+    assert throughput.prefill_tokens_per_second == 200.0

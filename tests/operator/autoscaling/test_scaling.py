@@ -140,7 +140,7 @@ def test_routers_are_told_which_pools_sleep(make_plan: MakePlan):
         "large": False,
     }
     assert router["routing"]["wake"]["timeout"] == 120
-    assert router["slo"] == {"ttft_p95": 7.0}
+    assert router["slo"] == {"ttft_p95": 7.0, "e2e_p95": 20.0}
 
 
 def test_the_last_change_stays_in_the_status(make_plan: MakePlan):

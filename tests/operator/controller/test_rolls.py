@@ -35,7 +35,6 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"single": {"autoscaling": {"maxReplicas": 4}}}}, NOBODY),
     ({"pools": {"single": {"autoscaling": KEDA}}}, NOBODY),
     # What no pod reads.
-    ({"slo": {"e2eP95": "9s"}}, NOBODY),
     ({"slo": {"errorRate": 0.1}}, NOBODY),
     ({"observability": {"podMonitor": {"enabled": False}}}, NOBODY),
     ({"observability": {"podMonitor": {"interval": "30s"}}}, NOBODY),
@@ -46,6 +45,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"rollout": {"strategy": "Canary"}}, NOBODY),
     ({"serviceAccount": {"annotations": {"a": "b"}}}, NOBODY),
     # What routers alone read.
+    ({"slo": {"e2eP95": "9s"}}, ROUTER),  # they refuse what would be later
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it
     ({"pools": {"single": {"autoscaling": {"maxReplicas": 4, "minReplicas": 0}}}}, ROUTER),
     ({"routing": {"wake": {"timeout": "1m"}}}, ROUTER),

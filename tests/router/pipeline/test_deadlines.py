@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -47,6 +48,31 @@ def test_who_cannot_be_in_time_any_more_leaves(
             assert error(answer) == (429, "DEADLINE", "queue=KV_HEADROOM, reject=DEADLINE")
             assert 1 <= int(answer.headers["retry-after"]) <= 30
             assert len(service.router.service.queue) == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_would_be_late_is_refused_at_once_and_waits_where_that_helps(
+    start_service: "StartService",
+) -> None:
+    """The engine's batch of eight is full: a place comes in 12 s, or in one."""
+
+    async def scenario() -> None:
+        async with start_service(slo={"ttft_p95": 7.0, "e2e_p95": 20.0}) as service:
+            busy = {"requests_running": 8, "max_sequences": 8, "step_seconds": [0.1] * 4}
+            later = [headroom_pb2.Release(after_ms=12_000, bytes=BLOCK)]
+            await free(service, 80, **busy, releases=later)
+            answer = await service.complete("Hi")
+            assert error(answer) == (429, "DEADLINE", "reject=DEADLINE")
+            assert answer.headers["retry-after"] == "12"
+            soon = [headroom_pb2.Release(after_ms=1_000, bytes=BLOCK)]
+            await free(service, 79, releases=soon)
+            waits = asyncio.ensure_future(service.complete("Hi", max_tokens=16))
+            await free(service, 78, requests_running=7)
+            assert (await waits).status_code == 200
+            await free(service, 77, requests_running=8, step_seconds=[0.1, 0.3, 0.6, 1.2])
+            answer = await service.complete("Hi", max_tokens=30)  # 36 s beside the others
+            assert error(answer) == (429, "DEADLINE", "reject=DEADLINE")
 
     asyncio.run(scenario())
 

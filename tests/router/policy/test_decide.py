@@ -1,5 +1,6 @@
 """Every rung of the ladder and every way between them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,9 @@ from ullage_router.policy.decision import (
     Release,
     RequestFacts,
     RoutingPolicy,
+    TimeLimits,
 )
+from ullage_router.policy.forecast import is_on_time
 
 SHRINK = ShrinkOutputSection(min_share=0.25, below_expected=True)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
@@ -285,7 +288,7 @@ def test_a_failing_engine_is_taken_last() -> None:
 
 def test_a_pile_of_prompts_is_not_made_higher_than_time_allows() -> None:
     late = engine(free=90, backlog_tokens=2000, prefill_speed=100.0)
-    asked = facts(patience_s=30.0)
+    asked = facts(limits=TimeLimits(first_token_s=30.0))
     assert run(decide(asked, [engine(free=90, backlog_tokens=2000)], POLICY))[0] == "accept"
     assert run(decide(asked, [replace(late, backlog_tokens=2300)], POLICY))[0] == "accept"
     assert run(decide(asked, [replace(late, prefill_speed=101.0)], POLICY))[0] == "accept"
@@ -297,7 +300,10 @@ def test_a_pile_of_prompts_is_not_made_higher_than_time_allows() -> None:
     assert isinstance(refused, Refuse)
     assert (refused.kind, refused.reason, refused.retry_after_s) == ("busy", "DEADLINE", 25)
     idle = replace(slow, backlog_tokens=0)
-    assert run(decide(facts(prompt=900, patience_s=1.0), [idle], POLICY))[0] == "accept"
+    assert (
+        run(decide(facts(prompt=900, limits=TimeLimits(first_token_s=1.0)), [idle], POLICY))[0]
+        == "accept"
+    )
 
 
 releases = st.lists(st.builds(Release, st.floats(0, 200), st.integers(0, 100 * BLOCK)), max_size=4)
@@ -315,6 +321,10 @@ views = st.builds(
     releases=releases.map(tuple),
     backlog_tokens=st.integers(0, 10_000),
     prefill_speed=st.sampled_from((0.0, 50.0, 5000.0)),
+    load=st.integers(0, 40),
+    decode_speed=st.sampled_from((0.0, 5.0, 50.0)),
+    step_seconds=st.sampled_from(((), (0.05,), (0.05, 0.06, 0.1))),
+    max_sequences=st.sampled_from((0, 8, 64)),
 )
 engine_lists = st.lists(views, max_size=5, unique_by=lambda e: e.id)
 all_facts = st.builds(
@@ -325,7 +335,15 @@ all_facts = st.builds(
     queue=st.sampled_from(QueueState),
     ahead=st.dictionaries(st.sampled_from(("single", "large")), st.integers(0, 50 * BLOCK)),
     refused_by=st.frozensets(st.sampled_from("abcdef")),
-    patience_s=st.floats(0, 60),
+    limits=st.builds(
+        TimeLimits,
+        ttft_s=st.sampled_from((2.0, math.inf)),
+        e2e_s=st.sampled_from((5.0, math.inf)),
+        waited_s=st.floats(0, 10),
+        first_token_s=st.floats(0, 60),
+        end_s=st.sampled_from((20.0, math.inf)),
+    ),
+    waiting=st.dictionaries(st.sampled_from(("single", "large")), st.integers(0, 50)),
     draw=st.integers(0, 1 << 30),
     samples=st.integers(1, 16),
 )
@@ -379,7 +397,12 @@ def fits_at_home(engine_view: EngineView, wanted: RequestFacts, decision: Run) -
     return (
         engine_view.pool == decision.pool
         and engine_view.standing is EngineState.USABLE
-        and engine_view.is_in_time(wanted.prompt_tokens, wanted.patience_s)
+        and is_on_time(
+            engine_view,
+            wanted.prompt_tokens,
+            demand.tokens - wanted.prompt_tokens,
+            wanted.limits,
+        )
         and room >= wanted.min_tokens
         and (most, demand) == (decision.max_tokens, decision.demand)
         and demand.kv_bytes <= engine_view.available
@@ -424,7 +447,9 @@ def test_what_a_few_engines_say_all_would_say(
 ) -> None:
     """A decision over a sample places a request where the decision over all may, or leaves it to
     that."""
-    wanted = facts(prompt, most, samples=samples, draw=draw, patience_s=10.0, ahead=ahead)
+    wanted = facts(
+        prompt, most, samples=samples, draw=draw, limits=TimeLimits(first_token_s=10.0), ahead=ahead
+    )
     usable = [e for e in engines if e.standing is EngineState.USABLE]
     single = [e for e in usable if e.pool == "single"]
     sample = random.sample(single, min(len(single), random.randrange(5)))

@@ -202,7 +202,12 @@ def test_choices_are_those_that_may_have_it() -> None:
 
 # Through a router.
 
-POOL = {"single": (2000, 2000), "max_model_len": 8000, "limits": {"request_timeout": 150.0}}
+POOL = {
+    "single": (2000, 2000),
+    "max_model_len": 8000,
+    "limits": {"request_timeout": 150.0},
+    "slo": {"ttft_p95": 150.0, "e2e_p95": 150.0},
+}
 
 
 def start(start_service: "StartService", window: float) -> Any:

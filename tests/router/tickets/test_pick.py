@@ -18,7 +18,13 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.tickets.tickets import Claims, TicketError, engine_tag, load_keys, sign, verify
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.policy.decide import Refuse, Run, decide, min_output
-from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
+from ullage_router.policy.decision import (
+    EngineState,
+    EngineView,
+    RequestFacts,
+    RoutingPolicy,
+    TimeLimits,
+)
 from ullage_router.tickets.picker import Ask, Batch
 
 if TYPE_CHECKING:
@@ -96,7 +102,9 @@ def test_a_pick_is_what_decide_would_say(
     """The quick way never places what the ladder would not, nor at another price."""
     policy = RoutingPolicy(("single", "large"), 800, 60 * BLOCK_BYTES, LADDER)
     ahead = {"single": 1} if is_ahead else {}
-    found, _ = Batch(engines, policy, ahead, 400, 10.0).place(wanted, draw)
+    found, _ = Batch(engines, policy, ahead, 400, TimeLimits(first_token_s=10.0)).place(
+        wanted, draw
+    )
     most = min(wanted.max_tokens or 400, 400)
     facts = RequestFacts(
         prompt_tokens=wanted.prompt_tokens,
@@ -107,7 +115,7 @@ def test_a_pick_is_what_decide_would_say(
         samples=wanted.samples,
         ahead=ahead,
         refused_by=wanted.refused_by,
-        patience_s=10.0,
+        limits=TimeLimits(first_token_s=10.0),
         draw=draw,
     )
     said = decide(facts, engines, policy)
@@ -130,7 +138,7 @@ def test_a_pick_is_what_decide_would_say(
 def test_a_batch_never_promises_more_than_there_is(prompts: list[int], count: int) -> None:
     engines = [engine_view(i, "single", 20 * BLOCK_BYTES) for i in range(count)]
     policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
-    batch = Batch(engines, policy, {}, 400, 10.0)
+    batch = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
     used = dict.fromkeys((e.id for e in engines), 0)
     draws = random.Random(7)
     for prompt in prompts:

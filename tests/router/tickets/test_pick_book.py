@@ -17,7 +17,7 @@ from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_router.engines.engine import Engine
 from ullage_router.policy.credit import Credit, CreditBook
 from ullage_router.policy.decide import Refuse, Run
-from ullage_router.policy.decision import EngineState, EngineView, RoutingPolicy
+from ullage_router.policy.decision import EngineState, EngineView, RoutingPolicy, TimeLimits
 from ullage_router.tenants import Account, TenantSession, open_account
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.picker import Ask, Batch
@@ -166,7 +166,7 @@ def test_like_requests_never_take_more_than_there_is(
     blocks: list[int], asked: list[tuple[int, int]], speed: float, chance: Any
 ) -> None:
     views = [view(i, size, prefill_speed=speed) for i, size in enumerate(blocks)]
-    batch = Batch(views, POLICY, {}, 400, 10.0)
+    batch = Batch(views, POLICY, {}, 400, TimeLimits(first_token_s=10.0))
     used, prompts = Counter[str](), Counter[str]()
     for prompt, wanted in asked:
         ask, left, share = Ask(prompt, 32), wanted, batch.share(wanted)
@@ -186,14 +186,18 @@ def test_like_requests_never_take_more_than_there_is(
 
 
 def test_like_requests_are_spread() -> None:
-    batch = Batch([view(i, 1000) for i in range(4)], POLICY, {}, 400, 10.0)
+    batch = Batch(
+        [view(i, 1000) for i in range(4)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
+    )
     share, found = batch.share(64), Counter[str]()
     for draw in (1, 5, 6, 4):
         run, count = batch.place(Ask(10, 16), draw, share)
         assert isinstance(run, Run)
         found[run.engine] += count
     assert (share, found.total(), len(found)) == (16, 64, 4)
-    many = Batch([view(i, 1000) for i in range(100)], POLICY, {}, 400, 10.0)
+    many = Batch(
+        [view(i, 1000) for i in range(100)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
+    )
     assert (many.share(8), many.share(64)) == (1, 4)
 
 

@@ -131,9 +131,9 @@ class FakeEngine(
     def push(self, **changes: Any) -> None:
         """Changes the headroom and reports it."""
         for name, value in changes.items():
-            if name == "releases":
-                del self.headroom.releases[:]
-                self.headroom.releases.extend(value)
+            if name in {"releases", "step_seconds"}:
+                self.headroom.ClearField(name)
+                getattr(self.headroom, name).extend(value)
             else:
                 setattr(self.headroom, name, value)
         changed, self._changed = self._changed, asyncio.Event()

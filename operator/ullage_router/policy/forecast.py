@@ -1,0 +1,150 @@
+"""Predicts when an engine would give a request its first token and its last, and whether that keeps
+the service's objectives and the request's own limits.
+
+Engines report the prompt tokens that they have yet to compute, how fast they compute prompts, and
+how long a step takes by the number of sequences in it. A request of p prompt tokens and o expected
+output tokens, on an engine with load L and backlog B:
+
+    first = max(B / prefill speed, wait for a place in the batch) + p / prefill speed + step(L + 1)
+    end = first + (o - 1) * step(L + 1)
+
+A request that is admitted says how long steps may become until it would be late, and nothing is
+added to an engine that makes them longer. A prediction may take SHARE of an objective or a limit.
+Where a request could not keep an objective on an idle engine either, waiting mends nothing, and it
+is held to STRETCH times its time there. An idle engine may always try.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ullage_router.policy.decision import EngineView, TimeLimits
+
+SHARE = 0.8
+"""Share of an objective or a limit that a prediction may take: it cannot see everything."""
+STRETCH = 2.0
+"""Times as long as on an idle engine that a request may take which misses an objective there."""
+UNMEASURED_LOAD = 4
+"""Requests at once on an engine that has not measured a step yet."""
+PROBED_RELEASES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of releases after which is looked whether a request could run."""
+PROBED_ENGINES = 4
+"""Number of engines, those with the least load, that are looked at for it."""
+
+
+def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> bool:
+    """Whether a request that goes to the engine now would be in time."""
+    if not (engine.load or engine.backlog_tokens):
+        return True
+    if engine.max_sequences and not engine.decode_speed:
+        return engine.load < UNMEASURED_LOAD
+    wait_s = engine.backlog_s
+    if engine.max_sequences and engine.load >= engine.max_sequences:
+        wait_s = max(wait_s, _nth_release_s(engine, engine.load - engine.max_sequences + 1))
+    if engine.step_s(engine.load + 1) > engine.step_limit_s:
+        return False  # others would be late
+    return _slack_s(engine, engine.load + 1, wait_s, prompt, output, limits) >= 0.0
+
+
+def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
+    """Returns how long a step may take at most while a request runs that goes to the engine now."""
+    if limits.e2e_s == math.inf:
+        return math.inf
+    prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
+    lone_s = prompt_s + output * engine.step_s(1)
+    rest_s = _allowed_s(limits.e2e_s, lone_s) - limits.waited_s - engine.backlog_s - prompt_s
+    return max(rest_s / output, engine.step_s(engine.load + 1))
+
+
+def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
+    """Returns the seconds for which the request may wait at most: later, the engine could be idle
+    and it would be late."""
+    return _slack_s(engine, 1, 0.0, prompt, output, limits)
+
+
+def turn_s(
+    engines: Sequence[EngineView],
+    prompt: int,
+    output: int,
+    needed: int,
+    ahead: tuple[int, int],
+    limits: TimeLimits,
+    *,
+    comes_back: bool = False,
+) -> float | None:
+    """Returns in how many seconds one of the engines could take the request and keep its limits.
+
+    Args:
+        engines: of one pool, at least one.
+        needed: bytes that the request takes.
+        ahead: bytes and number of requests that wait before it for these engines.
+        comes_back: the request comes back then, rather than waiting until then.
+
+    Returns:
+        Infinity: in none, as far as can be seen; None: nothing is known of when work ends.
+    """
+    size, number = (-(-part // len(engines)) for part in ahead)
+    probed = sorted(engines, key=lambda e: e.load)[:PROBED_ENGINES]
+    turns: list[float | None] = []
+    for engine in probed:
+        for after_s, load in _probes(engine, needed + size, number):
+            wait_s = max(after_s, engine.backlog_s) - (after_s if comes_back else 0.0)
+            if _slack_s(engine, load, wait_s, prompt, output, limits) >= 0.0:
+                turns.append(after_s)
+                break
+        else:
+            turns.append(math.inf if engine.releases else None)
+    known = [turn for turn in turns if turn is not None]
+    return min(known) if known else None
+
+
+def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
+    """Yields the times at which the engine has the bytes and a place in its batch, with the load
+    that it has then, the request included."""
+    available, count = engine.available, 0
+    for number in PROBED_RELEASES:
+        if number > len(engine.releases):
+            return
+        available += sum(release.size for release in engine.releases[count:number])
+        count = number
+        load = max(1, engine.load + 1 + ahead - number)
+        has_place = not engine.max_sequences or load <= engine.max_sequences
+        has_place = has_place and engine.step_s(load) <= engine.step_limit_s
+        if has_place and available >= needed:
+            yield engine.releases[number - 1].after_s, load
+
+
+def _slack_s(
+    engine: EngineView, load: int, wait_s: float, prompt: int, output: int, limits: TimeLimits
+) -> float:
+    """Returns how much longer the request could wait, negative when it would be late.
+
+    Args:
+        load: requests on the engine then, this one included.
+        wait_s: until its prompt is begun.
+    """
+    prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
+    step_s, lone_step_s = engine.step_s(load), engine.step_s(1)
+    first_s, lone_first_s = wait_s + prompt_s + step_s, prompt_s + lone_step_s
+    rest = output - 1
+    end_s, lone_end_s = first_s + rest * step_s, lone_first_s + rest * lone_step_s
+    slack_s = min(
+        _allowed_s(limits.ttft_s, lone_first_s) - limits.waited_s - first_s,
+        _allowed_s(limits.e2e_s, lone_end_s) - limits.waited_s - end_s,
+    )
+    if wait_s or load == 1:  # where nothing is before it, it may try
+        slack_s = min(slack_s, limits.first_token_s - first_s / SHARE)
+    if lone_end_s <= SHARE * limits.end_s:
+        slack_s = min(slack_s, limits.end_s - end_s / SHARE)
+    return slack_s
+
+
+def _allowed_s(objective_s: float, lone_s: float) -> float:
+    """Returns the seconds that a prediction may take of an objective."""
+    allowed_s = SHARE * objective_s
+    return allowed_s if lone_s <= allowed_s else STRETCH * lone_s
+
+
+def _nth_release_s(engine: EngineView, number: int) -> float:
+    """Returns in how many seconds so many requests will have ended; 0 when it is unknown."""
+    releases = engine.releases
+    return releases[min(number, len(releases)) - 1].after_s if releases else 0.0
