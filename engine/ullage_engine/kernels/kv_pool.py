@@ -7,6 +7,7 @@ of one that applies it to keys and values.
 """
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -203,7 +204,8 @@ class HostPool:
     """Slots in host memory, each for one block over all layers; every page touched.
 
     Beside a GPU the memory is pinned, and a block passes through one block of staging on the
-    device, because only memory without gaps is copied between devices without a temporary.
+    device, because only memory without gaps is copied between devices without a temporary. What is
+    prefetched passes through another one, on a stream of its own.
     """
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:
@@ -214,6 +216,10 @@ class HostPool:
             (num_slots, rows, width), dtype=pool.blocks.dtype, pin_memory=is_remote
         ).zero_()
         self._staging = pool.blocks.new_zeros((rows, width)) if is_remote else None
+        self._prefetched = pool.blocks.new_zeros((rows, width)) if is_remote else None
+        self._stream = _side_stream(pool.blocks.device)
+        self._is_prefetching = False
+        self.timer = CopyTimer(pool.blocks.device)
 
     @property
     def num_slots(self) -> int:
@@ -228,20 +234,107 @@ class HostPool:
 
     def swap_in(self, slot: int, block: int) -> None:
         """Copies a slot to a block; later device work sees it."""
+        self._copy_in(slot, block, self._staging)
+
+    def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begins to copy slots to blocks, which are there after `finish_prefetch`.
+
+        On a GPU beside what is computed meanwhile; on a CPU, whose cores that takes, at once.
+        """
+        if self._stream is None:
+            with self.timer:
+                for slot, block in pairs:
+                    self._copy_in(slot, block, None)
+            return
+        self._is_prefetching = True
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream), self.timer:
+            for slot, block in pairs:
+                self._copy_in(slot, block, self._prefetched)
+
+    def finish_prefetch(self) -> None:
+        """Lets later device work see what was prefetched."""
+        if self._is_prefetching and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._is_prefetching = False
+
+    def measure(self) -> float:
+        """Measures the seconds of copying one block in either direction, at its best.
+
+        The blocks keep what they hold.
+        """
+        count = max(1, min(self.num_slots, self._pool.num_blocks, _MEASURED_BLOCKS))
+        timers = [CopyTimer(self._pool.blocks.device) for _ in range(_MEASUREMENTS)]
+        for timer in timers:
+            with timer:
+                for number in range(count):
+                    self.swap_out(number, number)
+                for number in range(count):
+                    self.swap_in(number, number)
+        return max(min(timer.seconds for timer in timers) / (2 * count), 1e-9)
+
+    def _copy_in(self, slot: int, block: int, staging: torch.Tensor | None) -> None:
         source = self._slots[slot]
-        if self._staging is not None:
-            source = self._staging.copy_(source, non_blocking=True)
+        if staging is not None:
+            source = staging.copy_(source, non_blocking=True)
         self._pool.blocks[:, block].copy_(source)
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+_MEASURED_BLOCKS, _MEASUREMENTS = 16, 3
+
+
+class CopyTimer:
+    """Sums the seconds of copies: on a GPU between two events of its stream, else by the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._started_at = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if not self._is_cuda:
+            self._started_at = time.perf_counter()
+            return
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        begin.record()
+        self._events.append((begin, end))
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._started_at
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all copies so far; waits for those under way."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        self._events = []
+        return self._seconds
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
     """Makes copies of whole blocks in the order of `Moves`; allocates nothing."""
-    for block, slot in moves.swap_out:
-        host.swap_out(block, slot)
-    for slot, block in moves.swap_in:
-        host.swap_in(slot, block)
+    if moves.swap_out or moves.swap_in:
+        with host.timer:
+            for block, slot in moves.swap_out:
+                host.swap_out(block, slot)
+            for slot, block in moves.swap_in:
+                host.swap_in(slot, block)
     for source, destination in moves.copy:
         pool.copy(source, destination)
+    if moves.prefetch:
+        host.prefetch(moves.prefetch)
 
 
 def allocate(

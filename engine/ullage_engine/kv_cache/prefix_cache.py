@@ -380,6 +380,8 @@ class KvPolicy:
     """Seconds after which a session that is not used ends."""
     host_slots: int = 0
     """Blocks of host memory for swapped sequences."""
+    swap_bytes_per_second: float = 4 << 30
+    """Bandwidth between device and host, over all ranks."""
 
 
 class PrefixCache:

@@ -203,6 +203,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Preemptions since the worker started."""
     num_swaps: int = 0
     """Preemptions by swapping since the worker started."""
+    swap_out_bytes: int = 0
+    """KV copied to host memory since the worker started."""
+    swap_in_bytes: int = 0
+    """KV copied back since the worker started."""
     prefix_lookup_tokens: int = 0
     """Tokens looked up in the prefix cache when requests first started."""
     prefix_hit_tokens: int = 0
@@ -250,6 +254,10 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     ledger: list[ReservationState]
     rss_bytes: int
     """Resident bytes of the worker process (device bytes on CUDA)."""
+    swap_seconds: float = 0.0
+    """Seconds of copying to host memory and back since the worker started, on rank 0."""
+    swap_bytes_per_second: float = 0.0
+    """Bandwidth to host memory measured at start, over all ranks; 0 without host memory for KV."""
     kv_withheld_bytes: int = 0
     """KV that new requests may not take, because other processes took memory of the device."""
 

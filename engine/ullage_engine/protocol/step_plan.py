@@ -73,9 +73,12 @@ class Moves:
     """Pairs (host slot, block) to copy."""
     copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (source block, destination block) to copy."""
+    prefetch: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (host slot, block) to copy beside the step, which neither reads nor writes these
+    blocks; they are done when it is."""
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.copy)
+        return bool(self.swap_out or self.swap_in or self.copy or self.prefetch)
 
 
 @dataclass(frozen=True, slots=True)

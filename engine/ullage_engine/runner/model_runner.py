@@ -322,10 +322,16 @@ class ModelRunner:
 
         Of several ranks every one computes its part, and the tokens are on the one that samples.
         """
-        parts = self.logits(plan)
-        tokens = [
-            token for chunks, logits in parts for token in sample(logits, chunks, self._counts)
-        ]
+        if not plan.moves.prefetch:
+            # Those before it may belong to a plan that was never executed.
+            self._finish_prefetch()
+        try:
+            parts = self.logits(plan)
+            tokens = [
+                token for chunks, logits in parts for token in sample(logits, chunks, self._counts)
+            ]
+        finally:
+            self._finish_prefetch()
         return in_plan_order(plan, tokens) if tokens else []
 
     @torch.inference_mode()
@@ -354,10 +360,27 @@ class ModelRunner:
     def move(self, moves: Moves) -> None:
         """Copies whole blocks over all layers: out to the host, in from it, then on the device.
 
-        Allocates nothing, and steps executed later see the result.
+        Allocates nothing, and steps executed later see the result. What is prefetched is there when
+        the step that is executed next has ended.
         """
         assert self._host is not None, "allocate_kv comes first"
+        self._finish_prefetch()
         move(moves, self._kv, self._host)
+
+    @torch.inference_mode()
+    def measure_swap(self) -> float:
+        """Measures the seconds of copying one block to the host or back; there must be a slot."""
+        assert self._host is not None, "allocate_kv comes first"
+        return self._host.measure()
+
+    @property
+    def swap_seconds(self) -> float:
+        """Seconds of copying to the host and back so far."""
+        return self._host.timer.seconds if self._host else 0.0
+
+    def _finish_prefetch(self) -> None:
+        if self._host is not None:
+            self._host.finish_prefetch()
 
     @property
     def num_host_slots(self) -> int:

@@ -112,6 +112,8 @@ class Scheduler:
             prefill_backlog_tokens=sum(each.num_remaining for each in waiting),
             num_preemptions=self._num_preemptions,
             num_swaps=self._swap.num_swaps,
+            swap_out_bytes=self._swap.num_blocks_out * self._profile.block_bytes,
+            swap_in_bytes=self._swap.num_blocks_in * self._profile.block_bytes,
             prefix_lookup_tokens=self._prefix_lookup_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             prefix_merged_tokens=self._prefix_merged_tokens,
@@ -258,7 +260,7 @@ class Scheduler:
             self._start_waiting()
             chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
-        return StepPlan(chunks=chunks, moves=self._swap.drain())
+        return StepPlan(chunks=chunks, moves=self._swap.drain(chunks))
 
     def replan(self, prompt_tokens: int) -> StepPlan:
         """Plans the same step again with smaller prompt chunks; no waiting sequence starts.
@@ -266,7 +268,7 @@ class Scheduler:
         The moves of the previous plan are done; the new plan has only those requested since.
         """
         chunks = self._plan_chunks(prompt_tokens, is_chunked=True)
-        return StepPlan(chunks=chunks, moves=self._swap.drain())
+        return StepPlan(chunks=chunks, moves=self._swap.drain(chunks))
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Advances the sequences of the planned step by its sampled tokens.
@@ -317,6 +319,9 @@ class Scheduler:
 
     def _plan_chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
         running = self._sequences.running
+        # KV is copied in beside this step, unless there is nothing else to compute.
+        present = [each for each in running if not self._swap.is_arriving(each)]
+        running = present or running
         ready = [each for each in running if self._can_decode(each)]
         decoding = pick_decodes(
             ready, self._limits.max_decodes, self._max_read_bytes, self._profile.decode_read_bytes

@@ -121,32 +121,37 @@ class ConvStatePool:
             sequence.state = None
 
 
-SWAP_BYTES_PER_SECOND = 4 << 30
-"""Assumed bandwidth between device and host: what a PCIe 3 link or one core's copy reaches at the
-least. Too low only means that short sequences are computed again."""
-
-
-def is_swap_cheaper(num_bytes: int, recompute_s: float) -> bool:
+def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float) -> bool:
     """Whether copying KV out and back takes less time than computing it again."""
-    return 2 * num_bytes / SWAP_BYTES_PER_SECOND < recompute_s
+    return 2 * num_bytes / bytes_per_second < recompute_s
 
 
 class SwapManager:
     """Collects the block copies of the next plan and owns the host slots.
 
     A plan does swap_out before swap_in before copy, in whatever order they were requested; so no
-    block or slot may be read after something requested later has overwritten it. Slots read by a
-    swap_in are therefore not used again before the plan is drained, and a sequence preempted before
-    its swap_in is drained stays swapped.
+    block or slot may be read after something requested later has overwritten it. KV is copied in
+    beside the step before the one that needs it, where there is anything else to compute: until
+    then its sequence is arriving. Slots read by a swap_in are therefore not used again before the
+    plan is drained, and a sequence preempted before its swap_in is drained stays swapped.
     """
 
     def __init__(
-        self, cache: PrefixCache, block_bytes: int, num_slots: int, throughput: ThroughputEstimator
+        self,
+        cache: PrefixCache,
+        block_bytes: int,
+        policy: KvPolicy,
+        throughput: ThroughputEstimator,
     ) -> None:
         self.num_swaps = 0
+        self.num_blocks_out = 0
+        """Blocks copied to the host so far."""
+        self.num_blocks_in = 0
+        """Blocks copied back so far."""
+        self._bytes_per_second = policy.swap_bytes_per_second
         self._cache = cache
         self._block_bytes = block_bytes
-        self._slots = BlockPool(num_slots, block_tokens=1)
+        self._slots = BlockPool(policy.host_slots, block_tokens=1)
         self._throughput = throughput
         self._outs: list[tuple[int, int]] = []
         self._ins: list[tuple[int, int]] = []
@@ -171,7 +176,8 @@ class SwapManager:
         recompute_s = self._throughput.seconds_until(sequence.num_computed - first * size, 0)
         first_window, windows = sequence.first_window_block, sequence.window_block_ids
         count = len(blocks) + len(windows)
-        if not blocks or not is_swap_cheaper(count * self._block_bytes, recompute_s):
+        num_bytes = count * self._block_bytes
+        if not blocks or not is_swap_cheaper(num_bytes, recompute_s, self._bytes_per_second):
             return
         if count > self._slots.num_free:
             return
@@ -211,9 +217,23 @@ class SwapManager:
         self._slots.free(slots)
         sequence.swapped = None
 
-    def drain(self) -> Moves:
-        """Returns the moves of the plan that is executed now; each move is returned once."""
-        moves = Moves(swap_out=self._outs, swap_in=self._ins, copy=self._copies)
+    def is_arriving(self, sequence: Sequence) -> bool:
+        """Whether the sequence's KV is still to be copied in."""
+        return sequence in self._swapping_in
+
+    def drain(self, computed: list[Chunk]) -> Moves:
+        """Returns the moves of the plan that computes these chunks; each move is returned once."""
+        arriving = {sequence.request_id for sequence in self._swapping_in}
+        # What is computed now, or is all there is to do, is copied in first.
+        is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
+        moves = Moves(
+            swap_out=self._outs,
+            swap_in=self._ins if is_waited_for else [],
+            copy=self._copies,
+            prefetch=[] if is_waited_for else self._ins,
+        )
+        self.num_blocks_out += len(self._outs)
+        self.num_blocks_in += len(self._ins)
         swapped_in, self._swapping_in = self._swapping_in, []
         self._outs, self._ins, self._copies = [], [], []
         for sequence in swapped_in:
@@ -277,7 +297,7 @@ class SchedulerState:
             cache=cache,
             reservations=BlockReservations(cache, profile),
             sequences=sequences,
-            swap=SwapManager(cache, size, policy.host_slots, throughput),
+            swap=SwapManager(cache, size, policy, throughput),
             conv_states=ConvStatePool(limits.replay_tokens, limits.max_sequences, sequences),
             throughput=throughput,
             output_lengths=output_lengths,

@@ -42,6 +42,11 @@ _GAUGES: tuple[tuple[str, str, Read], ...] = (
         "Headroom withheld because other processes took memory of the device",
         lambda s: s.kv_withheld_bytes,
     ),
+    (
+        "swap_bandwidth_bytes_per_second",
+        "Bandwidth to host memory measured at start; 0 without host memory for KV",
+        lambda s: s.swap_bytes_per_second,
+    ),
     ("worker_resident_bytes", "Resident memory of the worker", lambda s: s.rss_bytes),
     ("sessions", "Sessions that keep KV between requests", lambda s: s.num_sessions),
     ("session_bytes", "KV that sessions keep between requests", lambda s: s.session_bytes),
@@ -50,6 +55,9 @@ _GAUGES: tuple[tuple[str, str, Read], ...] = (
 _COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("preemptions", "Sequences preempted for memory", lambda s: s.num_preemptions),
     ("swaps", "Preemptions by swapping to host memory", lambda s: s.num_swaps),
+    ("swap_out_bytes", "KV copied to host memory", lambda s: s.swap_out_bytes),
+    ("swap_in_bytes", "KV copied back from host memory", lambda s: s.swap_in_bytes),
+    ("swap_seconds", "Time of copying KV to host memory and back", lambda s: s.swap_seconds),
     ("oom_events", "Steps that ran out of memory", lambda s: s.num_oom_events),
     (
         "nonfinite_logits",

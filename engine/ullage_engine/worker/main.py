@@ -247,6 +247,8 @@ class Worker:
             releases=scheduler.releases(),
             ledger=started.ledger.states(),
             rss_bytes=started.used_bytes(),
+            swap_seconds=started.swap_seconds(),
+            swap_bytes_per_second=started.swap_bytes_per_second,
             kv_withheld_bytes=started.free_memory.missing_bytes(),
         )
 

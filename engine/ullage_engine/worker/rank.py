@@ -77,6 +77,8 @@ class RankStartup:
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
         self.meter = MemoryMeter(self.device)
         self.ledger = open_ledger(config, self.device)
+        self.swap_bytes_per_second = 0.0
+        """Bandwidth to host memory, over all ranks, as this rank measured it; 0 without any."""
         self._report = report
         self._group: RankGroup | None = None
         self._loaded: LoadedModel | None = None
@@ -227,6 +229,8 @@ class RankStartup:
         self.ledger.allocated("kv_pool", size)
         if self.num_host_slots:
             self.ledger.allocated("host_kv", self._host_kv_bytes())
+            self.swap_bytes_per_second = self.block_bytes / self.runner.measure_swap()
+            log.info("KV is swapped at %s a second", mib(int(self.swap_bytes_per_second)))
         progress(size, size)
         self._check_prices(size)
 
@@ -327,9 +331,11 @@ class RankStartup:
 
     def _host_kv_bytes(self) -> int:
         """Returns what of the host's slots lies on the device: all of this rank's share where it is
-        the host, else the one block of staging that they are copied through."""
+        the host, else the two blocks of staging that they are copied through."""
         slots = self.num_host_slots
-        return self.runner.kv_block_bytes * (slots if self.device.type == "cpu" else min(slots, 1))
+        return self.runner.kv_block_bytes * (
+            slots if self.device.type == "cpu" else min(slots, 1) * 2
+        )
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
         """Compares what was allocated with the formulas that admission and the router use."""

@@ -56,6 +56,10 @@ class Started:
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
     """Memory in use now: resident bytes of all ranks, or used bytes of rank 0's CUDA device."""
+    swap_seconds: Callable[[], float]
+    """Seconds of copying KV to host memory and back, on rank 0."""
+    swap_bytes_per_second: float
+    """Bandwidth to host memory measured at start; 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
     """What other processes took of rank 0's device."""
     stop: Callable[[], None]
@@ -171,6 +175,8 @@ def _started(
         session_idle=memory.session_idle,
         host_slots=own.num_host_slots,
     )
+    if own.swap_bytes_per_second:
+        policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
     output_lengths = OutputLengthEstimator(own.max_model_len)
     limits = replace(own.limits, decode_tokens=own.decode_tokens)
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
@@ -178,6 +184,8 @@ def _started(
         engine=EngineCore(scheduler, runner, throughput, _grammars(own)),
         ledger=ledger,
         used_bytes=used_bytes,
+        swap_seconds=lambda: own.runner.swap_seconds,
+        swap_bytes_per_second=own.swap_bytes_per_second,
         free_memory=FreeMemoryMonitor(own.meter.free_bytes, memory.safety_reserve, time.monotonic),
         stop=stop,
         throughput=throughput,

@@ -130,3 +130,21 @@ def test_moves_allocate_nothing_on_a_gpu() -> None:
     move(Moves(swap_out=[(0, 1)], swap_in=[(1, 2)], copy=[(2, 3)]), pool, host)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert torch.equal(pool.blocks[:, 3], expected)
+
+
+def test_what_is_prefetched_is_there_and_copies_are_timed() -> None:
+    pool, host = make_pools()
+    before = [block_of(pool, block).clone() for block in range(NUM_BLOCKS)]
+    assert host.measure() > 0
+    for block in range(NUM_BLOCKS):
+        assert torch.equal(block_of(pool, block), before[block])
+    assert host.timer.seconds == 0.0
+    move(Moves(swap_out=[(0, 1)]), pool, host)
+    swapped = host.timer.seconds
+    assert swapped > 0
+    move(Moves(copy=[(5, 4)]), pool, host)
+    assert host.timer.seconds == swapped
+    move(Moves(prefetch=[(1, 2)]), pool, host)
+    host.finish_prefetch()
+    assert torch.equal(block_of(pool, 2), before[0])
+    assert host.timer.seconds > swapped

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.scheduler import KvPolicy
 from ullage_engine.scheduler.sequence import Sequence
-from ullage_engine.scheduler.state import SWAP_BYTES_PER_SECOND, SwapManager, is_swap_cheaper
+from ullage_engine.scheduler.state import SwapManager, is_swap_cheaper
 
 MakeRig = Callable[..., Any]
 SLOW, FAST = 1.0, 1e12
@@ -31,14 +32,44 @@ def prompt(number: int, length: int) -> list[int]:
 # swap or recompute -------------------------------------------------------------------------------
 
 
-@given(num_bytes=st.integers(1, 1 << 40), seconds=st.floats(0, 1e6))
+@given(num_bytes=st.integers(1, 1 << 40), seconds=st.floats(0, 1e6), bandwidth=st.floats(1.0, 1e12))
 @hypothesis_settings(max_examples=100, deadline=None)
 def test_swapping_pays_when_both_ways_take_less_than_computing(
-    num_bytes: int, seconds: float
+    num_bytes: int, seconds: float, bandwidth: float
 ) -> None:
-    both_ways = 2 * num_bytes / SWAP_BYTES_PER_SECOND
-    assert is_swap_cheaper(num_bytes, seconds) == (both_ways < seconds)
-    assert not is_swap_cheaper(num_bytes, 0.0)
+    both_ways = 2 * num_bytes / bandwidth
+    assert is_swap_cheaper(num_bytes, seconds, bandwidth) == (both_ways < seconds)
+    assert not is_swap_cheaper(num_bytes, 0.0, bandwidth)
+
+
+@pytest.mark.parametrize(("bandwidth", "num_swaps"), [(1e3, 0), (1e6, 1)])
+def test_the_measured_bandwidth_decides(
+    make_rig: MakeRig, bandwidth: float, num_swaps: int
+) -> None:
+    """8 blocks of 16 kB both ways take 256 s at 1 kB/s; computing 119 tokens takes 119 s."""
+    rig = make_rig(policy=replace(SWAPS, swap_bytes_per_second=bandwidth), prefill_rate=SLOW)
+    preempted(rig)
+    assert rig.scheduler.stats().num_swaps == num_swaps
+
+
+def test_kv_is_copied_in_beside_the_step_before_the_one_that_needs_it(make_rig: MakeRig) -> None:
+    rig = make_rig(policy=SWAPS, prefill_rate=SLOW)
+    rig.submit(rig.request("beside", prompt(2, 20), max_tokens=60))
+    preempted(rig)
+    rig.scheduler.evict_all()
+    plan = rig.scheduler.schedule()
+    assert [chunk.request_id for chunk in plan.chunks] == ["beside"]
+    assert (len(plan.moves.swap_out), len(plan.moves.prefetch)) == (8, 8)
+    assert not plan.moves.swap_in
+    rig.finish(plan)
+    plan = rig.scheduler.schedule()
+    assert not plan.moves
+    assert [each.request_id for each in plan.chunks] == ["beside", "a"]
+    assert (plan.chunks[1].start, len(plan.chunks[1].token_ids)) == (119, 1)
+    rig.finish(plan)
+    assert rig.run()["a"] == rig.undisturbed(prompt(1, 100), 0, 60)
+    stats = rig.scheduler.stats()
+    assert (stats.swap_out_bytes, stats.swap_in_bytes) == (8 * rig.block_bytes, 8 * rig.block_bytes)
 
 
 def preempted(rig: Any, decodes: int = 20) -> None:
@@ -135,7 +166,7 @@ def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
     profile = MemoryProfile(16, (CacheGroup(1),), kv_pool_bytes=8 * 16)
     reservations, throughput = BlockReservations(store, profile), ThroughputEstimator()
     throughput.prefill_tokens_per_second = SLOW
-    mover = SwapManager(store, block_bytes=1, num_slots=8, throughput=throughput)
+    mover = SwapManager(store, 1, KvPolicy(host_slots=8), throughput)
     request = EngineRequest(
         request_id="a",
         token_ids=prompt(1, 40),
@@ -155,7 +186,7 @@ def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
         mover.swap_in(sequence, reservations)
     mover.check_integrity([sequence])
     # Out once and in once, however often it was about to start.
-    moves = mover.drain()
+    moves = mover.drain([])
     assert (len(moves.swap_out), len(moves.swap_in)) == (3, 3)
     assert [slot for slot, _ in moves.swap_in] == [slot for _, slot in moves.swap_out]
     assert [block for _, block in moves.swap_in] == sequence.block_ids

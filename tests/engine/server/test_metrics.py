@@ -146,6 +146,11 @@ def test_the_workers_memory_cache_and_sessions() -> None:
             num_sessions=4,
             session_bytes=2400,
             num_swaps=2,
+            swap_out_bytes=800,
+            swap_in_bytes=500,
+            swap_seconds=0.25,
+            swap_bytes_per_second=4e9,
+            kv_withheld_bytes=160,
             num_preemptions=5,
             pressure_level=2,
         )
@@ -158,6 +163,12 @@ def test_the_workers_memory_cache_and_sessions() -> None:
     assert (samples["ullage_sessions"], samples["ullage_session_bytes"]) == (4, 2400)
     assert (samples["ullage_preemptions_total"], samples["ullage_swaps_total"]) == (5, 2)
     assert samples["ullage_engine_pressure_level"] == 2
+    swapped = [
+        samples[f"ullage_swap_{name}_total"] for name in ("out_bytes", "in_bytes", "seconds")
+    ]
+    assert swapped == [800, 500, 0.25]
+    assert samples["ullage_swap_bandwidth_bytes_per_second"] == 4e9
+    assert samples["ullage_memory_withheld_bytes"] == 160
     for queries, hits in (
         ("ullage_prefix_cache_queries_tokens_total", "ullage_prefix_cache_hits_tokens_total"),
         ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),

@@ -32,8 +32,11 @@ class Device:
         self.blocks = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
         self.slots = [[0] * BLOCK_TOKENS for _ in range(num_slots)]
         self.num_copies = 0
+        self._arriving: list[tuple[int, int]] = []
 
     def move(self, moves: Moves) -> None:
+        self._arrive()
+        self._arriving = list(moves.prefetch)
         for kind in (moves.swap_out, moves.swap_in, moves.copy):
             written = Counter(destination for _, destination in kind)
             assert not kind or max(written.values()) == 1, "one destination written twice"
@@ -46,7 +49,14 @@ class Device:
             self.num_copies += 1
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
+        if not plan.moves.prefetch:
+            self._arrive()
         self._check_writes(plan)
+        tokens = self.compute(plan)
+        self._arrive()
+        return tokens
+
+    def compute(self, plan: StepPlan) -> list[SampledToken]:
         for chunk in plan.chunks:
             self._store(chunk)
         return [
@@ -54,6 +64,12 @@ class Device:
             for chunk in plan.chunks
             if chunk.sampling is not None
         ]
+
+    def _arrive(self) -> None:
+        """What is copied in beside a step is there when it ends, and not before."""
+        for slot, block in self._arriving:
+            self.blocks[block] = list(self.slots[slot])
+        self._arriving = []
 
     def _check_writes(self, plan: StepPlan) -> None:
         """No chunk writes into a block that another chunk reads or writes."""
@@ -211,8 +227,7 @@ class ConvDevice(Device):
         for block in (*self.blocks, *self.slots):
             block[:] = [self._nothing] * BLOCK_TOKENS
 
-    def execute(self, plan: StepPlan) -> list[SampledToken]:
-        self._check_writes(plan)
+    def compute(self, plan: StepPlan) -> list[SampledToken]:
         for block in begun_blocks(plan, BLOCK_TOKENS):
             self.blocks[block] = [self._nothing] * BLOCK_TOKENS
         batch = build_batch(
