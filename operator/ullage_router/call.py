@@ -103,7 +103,7 @@ class Call:
     prompt_cache_key: str = ""
     """OpenAI's name for requests with a common beginning: they go to one engine, as those of a
     session do, which holds no memory for them. A session comes first."""
-    idempotency_key: str = ""
+    replace_key: str = ""
     """The key with which a later call of the tenant replaces this one; empty when none can."""
     decision: Decision = UNDECIDED
     """The latest decision about the request."""

@@ -15,8 +15,8 @@ from ullage_router.call import Call, ResponseStream
 from ullage_router.cascade import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
-from ullage_router.pipeline.idempotency import HEADER
 from ullage_router.pipeline.pipeline import RequestPipeline
+from ullage_router.pipeline.replace import HEADER
 from ullage_router.telemetry.record import RequestRecord, trace_context
 from ullage_router.tenants import Tenants, TenantSession
 from ullage_router.tickets.picker import TicketIssuer
@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._limits.request_timeout,
             trace_context(metadata),
             tenant,
-            idempotency_key=metadata.get(HEADER, ""),
+            replace_key=metadata.get(HEADER, ""),
             authorization=metadata.get("authorization"),
             path=_path(metadata),
         )

@@ -1,6 +1,6 @@
 """A request's way through the router: a chain of stages, built once of the features that are on.
 
-    replace_earlier   a later request with the same idempotency key ends it      routing.replace
+    replace_earlier   a later request with the same x-ullage-replace ends it     routing.replace
     open              not draining; within its deadline, bounds and quota
     charge_estimate   an estimate of its tokens is charged                       cascade
     run               the steps of the cascade; own engines are the chain below  cascade

@@ -15,8 +15,8 @@ from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineStages
-from ullage_router.pipeline.idempotency import Replacer
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
+from ullage_router.pipeline.replace import Replacer
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder

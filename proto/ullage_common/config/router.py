@@ -286,9 +286,9 @@ class CoalesceSection(Strict, frozen=True, kw_only=True):
 
 
 class ReplaceSection(Strict, frozen=True, kw_only=True):
-    """Whether a later request with the same idempotency key ends the earlier one."""
+    """Whether a later request with the same `x-ullage-replace` ends the earlier one."""
 
-    enabled: bool = True
+    enabled: bool = False
 
 
 class RoutingSection(Strict, frozen=True, kw_only=True):

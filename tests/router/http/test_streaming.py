@@ -5,6 +5,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,6 +184,33 @@ def test_a_silent_stream_is_kept_alive(start_service: "StartService") -> None:
             service.engine.script.pause.set()
             text = first.choices[0].text + "".join([c.choices[0].text async for c in stream])
             assert text == "Hello big world"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_stream_that_waits_is_kept_alive(start_service: "StartService", is_served: bool) -> None:
+    async def scenario() -> None:
+        routing = {"ladder": ["queue", "reject"], "queue": {"timeout": 60.0 if is_served else 1.0}}
+        streaming = {"keepalive": 0.05}
+        async with start_service(single=(10,), routing=routing, streaming=streaming) as service:
+            full = service.engine.headroom.headroom_bytes
+            service.engine.push(headroom_bytes=0)
+            known = service.router.service.engines.all()[0]
+            await service.until(lambda: known.available == 0)
+            body = {"prompt": "x", "stream": True}
+            async with service.http.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                lines = answer.aiter_lines()
+                assert [await anext(lines) for _ in range(4)] == [": keepalive", ""] * 2
+                if is_served:
+                    service.engine.push(headroom_bytes=full)
+                rest = [line async for line in lines if line and line != ": keepalive"]
+            assert rest[-1] == "data: [DONE]"
+            assert ("QUEUE_TIMEOUT" in rest[-2]) is not is_served
+            texts = [json.loads(line[6:]).get("choices") for line in rest[:-1]]
+            words = "".join(choices[0]["text"] for choices in texts if choices)
+            assert words == ("Hello big world" if is_served else "")
 
     asyncio.run(scenario())
 

@@ -371,11 +371,14 @@ def test_sampled_requests_never_share(start_service: "StartService", more: dict[
     asyncio.run(scenario())
 
 
+REPLACING = {"replace": {"enabled": True}}
+
+
 def test_a_later_request_with_the_same_key_replaces_the_older(
     start_service: "StartService",
 ) -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing=REPLACING) as service:
             service.engine.script.hold = asyncio.Event()
             older = asyncio.ensure_future(asked_with_key(service, "k"))
             await service.until(lambda: len(service.engine.requests) == 1)
@@ -384,7 +387,7 @@ def test_a_later_request_with_the_same_key_replaces_the_older(
             with pytest.raises(openai.ConflictError) as caught:
                 await older
             assert caught.value.body == {
-                "message": "a later request with the idempotency-key 'k' replaced this one",
+                "message": "a later request with the x-ullage-replace 'k' replaced this one",
                 "type": "conflict_error",
                 "param": None,
                 "code": "REPLACED",
@@ -403,7 +406,7 @@ def test_a_client_that_retries_conflicts_sends_no_replaced_request_again(
     start_service: "StartService",
 ) -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing=REPLACING) as service:
             service.engine.script.hold = asyncio.Event()
             retries = openai.DEFAULT_MAX_RETRIES
             older = asyncio.ensure_future(asked_with_key(service, "k", retries))
@@ -418,12 +421,14 @@ def test_a_client_that_retries_conflicts_sends_no_replaced_request_again(
     asyncio.run(scenario())
 
 
-async def asked_with_key(service: "Service", key: str, max_retries: int = 0) -> str | None:
+async def asked_with_key(
+    service: "Service", key: str, max_retries: int = 0, header: str = "x-ullage-replace"
+) -> str | None:
     client = service.openai.with_options(max_retries=max_retries)
     answer = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
-        extra_headers={"Idempotency-Key": key},
+        extra_headers={header: key},
     )
     content: str | None = answer.choices[0].message.content
     return content
@@ -431,9 +436,9 @@ async def asked_with_key(service: "Service", key: str, max_retries: int = 0) -> 
 
 def test_a_stream_that_is_replaced_says_so(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing=REPLACING) as service:
             service.engine.script.pause = asyncio.Event()
-            headers, body = {"Idempotency-Key": "k"}, {"prompt": "x", "stream": True}
+            headers, body = {"x-ullage-replace": "k"}, {"prompt": "x", "stream": True}
             async with service.http.stream(
                 "POST", "/v1/completions", json=body, headers=headers
             ) as answer:
@@ -452,14 +457,14 @@ def test_a_stream_that_is_replaced_says_so(start_service: "StartService") -> Non
 
 def test_over_grpc(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service() as service:
+        async with start_service(routing=REPLACING) as service:
             service.engine.script.hold = asyncio.Event()
 
             async def ask(metadata: tuple[tuple[str, str], ...] = (), **more: Any) -> list[Event]:
                 request = Request(text="Hi", **more)
                 return [e async for e in service.grpc.Generate(request, metadata=metadata)]
 
-            key = (("idempotency-key", "k"),)
+            key = (("x-ullage-replace", "k"),)
             older = asyncio.ensure_future(ask(key))
             await service.until(lambda: len(service.engine.requests) == 1)
             newer = asyncio.ensure_future(ask(key))
@@ -474,16 +479,28 @@ def test_over_grpc(start_service: "StartService") -> None:
             await asyncio.gather(newer, *greedy)
             assert len(service.engine.requests) == 3
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await ask((("idempotency-key", "k" * 257),))
+                await ask((("x-ullage-replace", "k" * 257),))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     asyncio.run(scenario())
 
 
-def test_keys_can_be_turned_off(start_service: "StartService") -> None:
+@pytest.mark.parametrize("header", ["x-ullage-replace", "Idempotency-Key"])
+def test_nothing_is_replaced_unless_asked_for(start_service: "StartService", header: str) -> None:
     async def scenario() -> None:
-        async with start_service(routing={"replace": {"enabled": False}}) as service:
-            asked = [asked_with_key(service, "k") for _ in range(3)]
+        async with start_service() as service:
+            asked = [asked_with_key(service, "k", header=header) for _ in range(3)]
+            assert await asyncio.gather(*asked) == ["Hello big world"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_an_idempotency_key_replaces_nothing(start_service: "StartService") -> None:
+    """It asks for the same answer again, not for the end of the one under way."""
+
+    async def scenario() -> None:
+        async with start_service(routing=REPLACING) as service:
+            asked = [asked_with_key(service, "k", header="Idempotency-Key") for _ in range(3)]
             assert await asyncio.gather(*asked) == ["Hello big world"] * 3
 
     asyncio.run(scenario())

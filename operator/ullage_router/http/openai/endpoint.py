@@ -28,7 +28,7 @@ from ullage_router.http.openai.responses import (
     sse_event,
 )
 from ullage_router.http.openai.schemas import Common
-from ullage_router.pipeline.idempotency import HEADER
+from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, trace_context
 
@@ -98,7 +98,21 @@ class Writer:
         later = [(b"x-ullage-resumed-on", ", ".join(resumed_on).encode())] if resumed_on else []
         await self._body(200, _encode(answer), later)
 
+    def wait_for_stream(self) -> None:
+        """Begins the stream with a comment when nothing else does for too long: balancers would cut
+        the connection."""
+        if self._keepalive_s:
+            self._timer = self._loop.call_later(self._keepalive_s, self._start_early)
+
+    def _start_early(self) -> None:
+        self.start_stream()
+        self._reply.nudge(KEEPALIVE)
+
     def start_stream(self) -> None:
+        """Begins the stream, if it has not begun."""
+        if self._is_streaming:
+            return
+        self.stop()
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -137,6 +151,7 @@ class Writer:
     async def error(self, error: ServiceError) -> None:
         """The error as a response, or as an event where the answer has begun."""
         body = envelope(error, self._input_field)
+        self.stop()
         if self._is_streaming:
             await self.end_stream(sse_event(body))
         else:
@@ -189,7 +204,7 @@ class GenerateEndpoint:
             trace_context(headers),
             tenant,
             prompt_cache_key=parsed.prompt_cache_key or "",
-            idempotency_key=headers.get(HEADER, ""),
+            replace_key=headers.get(HEADER, ""),
             authorization=headers.get("authorization"),
             is_streamed=bool(parsed.stream),
         )
@@ -199,6 +214,8 @@ class GenerateEndpoint:
         return Writer(reply, record, self._dialect.input_field, self._keepalive_s)
 
     async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
+        if body.stream:
+            writer.wait_for_stream()
         try:
             async with self._pipeline.serve(call) as stream:
                 options = self._response_options(call, body)
@@ -209,6 +226,8 @@ class GenerateEndpoint:
                     await _whole(stream, form, writer, body.n or 1)
         except Exception as error:
             await writer.error(_as_service_error(error, call.record))
+        finally:
+            writer.stop()
 
     def _response_options(self, call: Call, body: Common) -> ResponseOptions:
         return ResponseOptions(
@@ -234,15 +253,12 @@ def _as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
 
 async def _stream(stream: ResponseStream, chunks: Chunks, writer: Writer) -> None:
     writer.start_stream()
-    try:
-        opening = chunks.opening(stream.accepted)
-        async for event in stream.events():
-            if data := chunks.of(event):
-                await writer.events(opening + data)
-                opening = b""
-        await writer.end_stream()
-    finally:
-        writer.stop()
+    opening = chunks.opening(stream.accepted)
+    async for event in stream.events():
+        if data := chunks.of(event):
+            await writer.events(opening + data)
+            opening = b""
+    await writer.end_stream()
 
 
 async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -> None:

@@ -1,4 +1,7 @@
-"""A tenant's later request with the same idempotency key ends the earlier one."""
+"""A tenant's later request with the same key in `x-ullage-replace` ends the earlier one.
+
+`Idempotency-Key` is another thing, by which clients ask for the same answer again: it is not read.
+"""
 
 import asyncio
 import contextlib
@@ -12,13 +15,13 @@ from ullage_router.call import Call, Event, Handler, ResponseStream
 from ullage_router.errors import REPLACED
 
 MAX_KEY_CHARACTERS = 256
-HEADER = "idempotency-key"
+HEADER = "x-ullage-replace"
 # What the earlier request holds of a quota is the later one's, which so waits for it to end.
 MAX_WAIT_S = 1.0
 
 
 class Replacer:
-    """The requests of this router that hold an idempotency key, at most one entry for each request
+    """The requests of this router that hold a key, at most one entry for each request
     in flight.
 
     replaced
@@ -35,10 +38,10 @@ class Replacer:
         Raises:
             ServiceError: it was replaced, or its key is too long.
         """
-        if not call.idempotency_key:
+        if not call.replace_key:
             return await proceed(call)
-        name = (call.tenant.name, _checked(call.idempotency_key))
-        earlier, holder = self._holders.get(name), _Holder(call.idempotency_key)
+        name = (call.tenant.name, _checked(call.replace_key))
+        earlier, holder = self._holders.get(name), _Holder(call.replace_key)
         self._holders[name] = holder
         self.replaced += earlier is not None
         try:
