@@ -58,7 +58,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"routing": {"placement": {"retries": {"burst": 2}}}}, ROUTER),
     ({"routing": {"prefill": {"window": "1ms"}}}, ROUTER),
     ({"routing": {"coalesce": {"enabled": False}}}, ROUTER),
-    ({"routing": {"replace": {"enabled": False}}}, ROUTER),
+    ({"routing": {"replace": {"enabled": True}}}, ROUTER),
     ({"routing": {"rungs": {"shrinkOutput": {"minTokens": 2}}}}, ROUTER),
     ({"prompts": {"cleanse": {"html": True}}}, ROUTER),
     ({"prompts": {"compress": {"method": "Extractive"}}}, ROUTER),

@@ -72,7 +72,7 @@ def test_all_features_stand_in_their_order(tmp_path: Path) -> None:
         rollout_file=str(tmp_path / "rollout.yaml"),
         cascade=CASCADE,
         pools=[{**OFF["pools"][0], "sleeps": True}],
-        routing={},
+        routing={"replace": {"enabled": True}},
     )
     assert stages == [
         "Replacer.replace_earlier",
