@@ -74,6 +74,11 @@ def canary_pool(pool: str) -> str:
     return f"{pool}{_CANARY}"
 
 
+def stable_pool(pool: str) -> str:
+    """Returns the pool of the spec that a pool or its canary is."""
+    return pool.removesuffix(_CANARY)
+
+
 def is_canary_pool(pool: str) -> bool:
     return pool.endswith(_CANARY)
 

@@ -280,6 +280,8 @@ class Placing(Strict, frozen=True, kw_only=True):
     priority_class_name: str | None = None
     pod_labels: dict[str, str] = field(default_factory=dict)
     pod_annotations: dict[str, str] = field(default_factory=dict)
+    pod_template: dict[str, Any] = field(default_factory=dict)
+    """What pods have beside what the operator sets."""
 
 
 class Targets(Strict, frozen=True, kw_only=True):

@@ -273,7 +273,22 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
-    return excesses(spec) + [each for name, pool in pools for each in _memory(spec, name, pool)]
+    places = {"spec.router": spec["router"]} | {f"spec.pools.{name}": pool for name, pool in pools}
+    unnamed = [each for path, section in places.items() for each in _unnamed(path, section)]
+    memory = [each for name, pool in pools for each in _memory(spec, name, pool)]
+    return excesses(spec) + unnamed + memory
+
+
+def _unnamed(path: str, section: Mapping[str, Any]) -> Iterator[Problem]:
+    """Lists of a pod template that cannot be merged with the operator's."""
+    pod = section.get("podTemplate", {}).get("spec", {})
+    for field in ("containers", "initContainers", "volumes"):
+        items = pod.get(field, [])
+        is_list = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+        names = [item.get("name") for item in items] if is_list else [None]
+        if None in names or len(set(map(str, names))) < len(names):
+            where = f"{path}.podTemplate.spec.{field}"
+            yield Problem(where, "must be a list of objects, each with a name of its own")
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.manifests.overlay import merge_key
 
 Object = dict[str, Any]
 
@@ -90,9 +91,6 @@ def failed_status(observed: Observed, generation: int, reason: str, message: str
     }
 
 
-_MERGE_KEYS = ("mountPath", "containerPort", "name")
-
-
 def with_applied_hash(desired: Mapping[str, Any]) -> Object:
     """Returns `desired` with its hash as an annotation."""
     meta = desired["metadata"]
@@ -123,28 +121,12 @@ def _is_within(desired: Any, live: Any) -> bool:
             name in live and _is_within(value, live[name]) for name, value in desired.items()
         )
     if isinstance(desired, list) and isinstance(live, list):
-        key = _merge_key(desired, live)
+        key = merge_key(desired, live)
         if key is not None:
             items = {item[key]: item for item in live}
             return all(_is_within(item, items.get(item[key])) for item in desired)
         return len(desired) == len(live) and all(map(_is_within, desired, live))
     return bool(desired == live)
-
-
-def _merge_key(desired: list[Any], live: list[Any]) -> str | None:
-    """Returns the field that identifies a list's items, as in server-side apply; None for other
-    lists.
-
-    What others add to such a list, such as an injected container, is theirs.
-    """
-    items = [*desired, *live]
-    if not desired or not all(isinstance(item, Mapping) for item in items):
-        return None
-    for key in _MERGE_KEYS:
-        names = [[item.get(key) for item in each] for each in (desired, live)]
-        if all(None not in each and len(set(each)) == len(each) for each in names):
-            return key
-    return None
 
 
 class Replaced(Exception):
@@ -264,7 +246,7 @@ class ApplyResult:
             return
         text = f"{object_name(obj)}: {clipped(str(error))}"
         if isinstance(error, ClusterRefused):
-            self.refused.append(text)
+            self.refused.append(text + _remedy(obj))
         else:
             self.delayed.append(text)
             self.delay_s = max(self.delay_s, error.delay_s)
@@ -375,6 +357,14 @@ class Applier:
         raise ClusterRefused(
             "it exists and is not this service's: delete it, or name the LLMService otherwise"
         )
+
+
+def _remedy(obj: Object) -> str:
+    """Names the part of the manifest that a workload's pods come from; empty for other objects."""
+    if obj["kind"] not in ("StatefulSet", "Deployment"):
+        return ""
+    pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
+    return f"; its pods are made of {f'spec.pools.{pool}' if pool else 'spec.router'}: correct it"
 
 
 def _config_hash(obj: Object) -> Any:

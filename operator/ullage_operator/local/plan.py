@@ -374,6 +374,12 @@ def check_pools(service: Service) -> None:
     """What only a cluster can give; a process of this machine sees its files and environment."""
     for name, pool in service.spec.pools.items():
         path = f"spec.pools.{name}"
+        beside = {"containers", "initContainers", "volumes"}
+        if more := beside & pool.pod_template.get("spec", {}).keys():
+            raise LocalFailure(
+                f"{path}.podTemplate.spec.{min(more)}: ullage up runs the engine alone and mounts "
+                "nothing; leave it out here"
+            )
         if pool.volumes:
             raise LocalFailure(
                 f"{path}.volumes: ullage up mounts nothing; leave them out here, its processes see "

@@ -15,6 +15,7 @@ from ullage_operator.api.sections import ModelCache, Placing, PoolSpec, canonica
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.config_files import digest
+from ullage_operator.manifests.overlay import over_template
 from ullage_operator.manifests.resources import engine_resources, router_resources
 
 Manifest = dict[str, Any]
@@ -177,7 +178,7 @@ def engine_template(
         "volumes": engine_volumes(service, pool_name, pool),
     }
     meta = metadata(service, naming.ENGINE, pool_name, pool, config)
-    return {"metadata": meta, "spec": spec}
+    return over_template(pool.pod_template, {"metadata": meta, "spec": spec})
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
@@ -252,10 +253,8 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             *secret_volumes(secrets),
         ],
     }
-    return {
-        "metadata": metadata(service, naming.ROUTER, None, router, config),
-        "spec": spec,
-    }
+    meta = metadata(service, naming.ROUTER, None, router, config)
+    return over_template(router.pod_template, {"metadata": meta, "spec": spec})
 
 
 def metadata(
@@ -297,10 +296,11 @@ def placement(placing: Placing, match: dict[str, str]) -> Manifest:
         "affinity": placing.affinity,
         "priorityClassName": placing.priority_class_name,
     }
-    spread = placing.topology_spread_constraints or [DEFAULT_SPREAD]
-    constraints = [{**each, "labelSelector": {"matchLabels": match}} for each in spread]
     present = {name: value for name, value in fields.items() if value}
-    return present | {"topologySpreadConstraints": constraints}
+    is_given = "topologySpreadConstraints" in placing.pod_template.get("spec", {})
+    spread = placing.topology_spread_constraints or ([] if is_given else [DEFAULT_SPREAD])
+    constraints = [{**each, "labelSelector": {"matchLabels": match}} for each in spread]
+    return present | ({"topologySpreadConstraints": constraints} if constraints else {})
 
 
 def engine_pre_stop_s(settings: Settings) -> int:

@@ -4,13 +4,21 @@ from typing import Any
 
 import pytest
 import yaml
-from ullage_cluster.kubectl import Kubectl
+from ullage_cluster.kubectl import Kubectl, until
 from ullage_cluster.release import Release
 from ullage_cluster.service import manifest
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "at most 1"),
     ("spec.device", {"device": "tpu"}, "Unsupported value"),
+    ("spec.device", {"device": "cpu"}, '"CPU"'),
+    ("spec.rollout.strategy", {"rollout": {"strategy": "canary"}}, '"Canary"'),
+    ("spec.rollout.maxWait", {"rollout": {"stepDuration": "1s", "maxWait": "4s"}}, "at least 3m"),
+    (
+        "spec.pools",
+        {"pools": {"single": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}},
+        "must not name gpuResourceName",
+    ),
     ("spec.router.replicas", {"router": {"replicas": -1}}, "greater than or equal to"),
     ("spec.limits.requestTimeout", {"limits": {"requestTimeout": "soon"}}, "should match"),
     (
@@ -47,6 +55,27 @@ def test_an_unknown_field_is_named(kubectl: Kubectl, release: Release) -> None:
     text = yaml.safe_dump(manifest("wrong", modell={}))
     done = kubectl.run("apply", "--filename", "-", stdin=text)
     assert done.returncode == 1 and 'unknown field "spec.modell"' in done.stderr, done.stderr
+
+
+def test_a_missing_secret_is_named_within_a_minute(
+    kubectl: Kubectl, release: Release, make_service: Any
+) -> None:
+    made = make_service("no-keys", tenants={"secretName": "nobody-made-it"})
+    until(lambda: made.condition("Degraded").get("status") == "True", "it says so", 60)
+    told = made.condition("Degraded")
+    assert "nobody-made-it" in told["message"], told
+    progressing = made.condition("Progressing")
+    assert progressing["status"] == "True", progressing
+
+
+def test_what_kubernetes_refuses_of_pods_names_the_pool(
+    kubectl: Kubectl, release: Release, make_service: Any
+) -> None:
+    pools = {"single": {"gpus": 1, "podTemplate": {"spec": {"dnsPolicy": "Sometimes"}}}}
+    made = make_service("bad-dns", pools=pools)
+    until(lambda: made.condition("Degraded").get("reason") == "ApplyFailed", "it says so", 60)
+    told = made.condition("Degraded")["message"]
+    assert "dnsPolicy" in told and "spec.pools.single" in told, told
 
 
 def test_what_only_the_engine_can_know_is_told_in_the_status(

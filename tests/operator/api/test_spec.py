@@ -237,6 +237,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         },
         "spec.memory.deviceBytes: 4Gi is more than resources.limits.memory 4G",
     ),
+    (
+        {"pools": {"single": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}}},
+        "spec.pools.single.podTemplate.spec.containers: must be a list of objects, each with",
+    ),
+    (
+        {"router": {"podTemplate": {"spec": {"volumes": [{"name": "a"}, {"name": "a"}]}}}},
+        "spec.router.podTemplate.spec.volumes: must be a list of objects, each with a name",
+    ),
+    (
+        {"router": {"podTemplate": {"metadata": {"labels": {"serving.ullage.dev/pool": "x"}}}}},
+        "spec.router.podTemplate.metadata.labels: app.kubernetes.io/ and serving.ullage.dev/ are",
+    ),
     ({"memory": {"hostKV": "9Ei"}}, "spec.memory.hostKV: 9Ei is more than any machine has"),
     ({"memory": {"maxKV": "1k"}}, "spec.memory.maxKV: 1k holds no request"),
     (

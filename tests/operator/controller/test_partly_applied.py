@@ -62,6 +62,16 @@ def test_a_quota_or_webhook_is_told_and_waits_for_nothing_else(world, played, st
     assert ("poddisruptionbudgets", "s-single") in world.owned()
 
 
+def test_what_kubernetes_refuses_of_pods_is_told_with_the_part_of_the_manifest() -> None:
+    result = ApplyResult("demo")
+    labels = {"serving.ullage.dev/pool": "large-next"}
+    pods = {"kind": "StatefulSet", "metadata": {"name": "demo-large-next", "labels": labels}}
+    result.on_failed(pods, ClusterRefused("spec.template.spec.dnsPolicy: Unsupported value"))
+    [problem] = result.problems
+    assert problem.message.startswith("StatefulSet demo-large-next: spec.template.spec.dnsPolicy: ")
+    assert problem.message.endswith("its pods are made of spec.pools.large: correct it")
+
+
 def test_a_missing_secret_is_named_by_the_pods_events(world, played, start) -> None:
     start()
     world.create(router={"replicas": 1})

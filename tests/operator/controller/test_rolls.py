@@ -95,6 +95,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"single": {"env": [{"name": "A", "value": "b"}]}}}, SINGLE),
     ({"pools": {"large": {"nodeSelector": {"a": "b"}}}}, LARGE),
     ({"pools": {"large": {"microBatches": 2}}}, LARGE),
+    ({"pools": {"large": {"podTemplate": {"spec": {"hostNetwork": True}}}}}, LARGE),
+    ({"router": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, ROUTER),
     ({"pools": {"large": {"shmSize": "2Gi"}}}, LARGE),
     ({"pools": {"large": {"startTimeout": "2h"}}}, LARGE),
     ({"pools": {"large": {"modelCache": {"claimName": "c"}}}}, LARGE),

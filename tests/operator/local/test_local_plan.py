@@ -140,6 +140,7 @@ def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) 
         ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}, "env"),
         ({"envFrom": [{"secretRef": {"name": "s"}}]}, "env"),
         ({"volumes": [{"name": "v", "emptyDir": {}}]}, "volumes"),
+        ({"podTemplate": {"spec": {"containers": [{"name": "x"}]}}}, "podTemplate.spec.containers"),
     ],
 )
 def test_what_only_a_cluster_can_give_is_refused(

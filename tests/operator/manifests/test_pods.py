@@ -58,6 +58,65 @@ MONITORED = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
 SPECS = pytest.mark.parametrize("spec", [{}, {"device": "CPU"}, WHOLE], ids=["plain", "cpu", "all"])
 
 
+SIDECAR = {
+    "name": "log",
+    "image": "log:1",
+    "resources": {"limits": {"memory": "1024Mi"}},
+    "securityContext": {"allowPrivilegeEscalation": False},
+}
+TEMPLATE = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
+    "spec": {
+        "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
+        "automountServiceAccountToken": True,
+        "terminationGracePeriodSeconds": 1,
+        "securityContext": {"runAsUser": 0, "supplementalGroups": [7]},
+        "topologySpreadConstraints": [SPREAD],
+        "volumes": [
+            {"name": "config", "emptyDir": {}},
+            {"name": "keys", "csi": {"driver": "secrets.example"}},
+        ],
+        "containers": [
+            SIDECAR,
+            {
+                "name": "engine",
+                "image": "mine",
+                "stdin": True,
+                "env": [{"name": "POD_NAME", "value": "x"}, {"name": "A", "value": "b"}],
+                "volumeMounts": [{"name": "keys", "mountPath": "/keys"}],
+            },
+        ],
+    },
+}
+
+
+def test_a_pod_template_lies_under_what_the_operator_sets(make_plan: MakePlan) -> None:
+    plain = templates(make_plan())["engine"]
+    made = templates(make_plan(pools={"single": {"podTemplate": TEMPLATE}}))["engine"]
+    assert made["metadata"]["labels"] == plain["metadata"]["labels"] | {"team": "a"}
+    assert made["metadata"]["annotations"]["note"] == "b"
+    pod, own = made["spec"], plain["spec"]
+    assert pod["hostAliases"] == TEMPLATE["spec"]["hostAliases"]
+    assert pod["topologySpreadConstraints"] == [SPREAD]
+    for field in ("automountServiceAccountToken", "terminationGracePeriodSeconds"):
+        assert pod[field] == own[field]
+    assert pod["securityContext"] == own["securityContext"] | {"supplementalGroups": [7]}
+    assert pod["volumes"] == [*own["volumes"], TEMPLATE["spec"]["volumes"][1]]
+    engine_, sidecar = pod["containers"]
+    assert sidecar == SIDECAR | {"resources": {"limits": {"memory": "1Gi"}}}
+    [before] = own["containers"]
+    assert engine_ == before | {
+        "stdin": True,
+        "env": [*before["env"], {"name": "A", "value": "b"}],
+        "volumeMounts": [*before["volumeMounts"], {"name": "keys", "mountPath": "/keys"}],
+    }
+
+
+def test_an_empty_pod_template_changes_nothing(make_plan: MakePlan) -> None:
+    empty = {"podTemplate": {"metadata": {}, "spec": {}}}
+    assert templates(make_plan(pools={"single": empty}, router=empty)) == templates(make_plan())
+
+
 def templates(plan: ServicePlan) -> dict[str, dict[str, Any]]:
     """Pod templates by component."""
     return {
