@@ -14,7 +14,7 @@ import uvloop
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
-from ullage_engine.protocol.messages import usable_cores
+from ullage_engine.protocol.messages import is_pinned, usable_cores
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
@@ -87,7 +87,12 @@ def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
     base = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(config_path)]
     return WorkerLaunch(
         command=lambda endpoint: [*base, "--endpoint", endpoint],
-        environment=worker_env(threads, config.gpus, config.parallelism.nccl),
+        environment=worker_env(
+            threads,
+            config.gpus,
+            config.parallelism.nccl,
+            owns_cores=config.server.owns_cores or is_pinned(),
+        ),
     )
 
 

@@ -22,13 +22,12 @@ from ullage_engine.model_loader.safetensors import PlainMatrices
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
     BLOCK,
-    KEPT,
     Encoding,
     Format,
     Quantized,
-    read_blocks,
     read_mxfp4,
 )
+from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
 MODEL_TYPES = {
     "llama": "llama",
@@ -245,7 +244,10 @@ def is_known(architecture: str, name: str) -> bool:
     return re.fullmatch(rf"(blk\.\d+\.)?({whole}|{suffixes})", name) is not None
 
 
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4")
+QUANTISATIONS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q4_K", "Q5_K", "Q6_K", "MXFP4"),
+)
 
 
 class GgufReader(PlainMatrices):
@@ -289,17 +291,24 @@ class GgufReader(PlainMatrices):
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Keeps MXFP4 of gpt-oss's experts, and blocks of four bits if int4 is the target."""
+        """Keeps MXFP4 of gpt-oss's experts, and blocks of four to eight bits if int4 is the
+        target."""
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
         own, expert = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors.get(own)
         if target != "int4" or tensor is None or expert is not None:
             return None
-        if tensor.tensor_type.name not in KEPT:
-            return None
         columns, rows = (int(size) for size in tensor.shape)
-        return Encoding(format="int4", shape=(rows, columns), group=BLOCK, has_zeros=True)
+        return block_encoding(tensor.tensor_type.name, (rows, columns))
+
+    def block_kind(self, name: str) -> str:
+        is_stacked = ".mlp.experts." in name
+        architecture = self._metadata.architecture
+        own = _stacked_names(name)[0] if is_stacked else gguf_name(architecture, name)[0]
+        tensor = self._tensors.get(own)
+        kind = tensor.tensor_type.name if tensor is not None else ""
+        return "" if kind in ("F32", "F16", "BF16") else kind
 
     def quantized(self, name: str) -> Quantized:
         if ".mlp.experts." in name:
@@ -309,9 +318,9 @@ class GgufReader(PlainMatrices):
         own, _ = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors[own]
         blocks = read_blocks(tensor.data, tensor.tensor_type.name)
-        assert blocks.zeros is not None, "both kinds have zeros"
+        assert blocks.zeros is not None, "all kinds have zeros"
         parts = (blocks.values, blocks.scales, blocks.zeros)
-        return Quantized("int4", *(self._unpermute(own, part) for part in parts))
+        return Quantized(blocks.format, *(self._unpermute(own, part) for part in parts))
 
     def _dequantised(self, own: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._tensors.get(own)

@@ -270,6 +270,7 @@ def _prepare(files: ModelFiles, path: Path, form: PreparedForm, progress: Progre
     reader = open_checkpoint(files)
     plans = plan_tensors(reader.model_config)
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
+    _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
     try:
@@ -296,6 +297,19 @@ def _prepare(files: ModelFiles, path: Path, form: PreparedForm, progress: Progre
     _sync_folder(path.parent)
     _mark_verified(path)
     return header
+
+
+def _warn_rounded_twice(prepared: list[PreparedTensor], form: PreparedForm) -> None:
+    matrices = [each for each in prepared if each.rounded_kinds]
+    if matrices:
+        kinds = sorted(set().union(*(each.rounded_kinds for each in matrices)))
+        log.warning(
+            "model.quantization %s rounds %d matrices a second time, which the file has as %s; "
+            "set int4 to keep their blocks, or none, or use the unquantised model",
+            form.quantization,
+            len(matrices),
+            ", ".join(kinds),
+        )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -23,6 +23,7 @@ from ullage_engine.quantization.formats import (
     pieces_of,
     quantise,
     stacked,
+    widened,
 )
 
 MATRICES = frozenset(
@@ -64,6 +65,13 @@ class PreparedTensor:
         named = pieces_of(self.encoding, self.dtype)
         return [each._replace(name=f"{self.name}.{each.name}") for each in named]
 
+    @property
+    def rounded_kinds(self) -> set[str]:
+        """Kinds of small numbers that the matrix had in the checkpoint and is now rounded from."""
+        if self.encoding is None or self.is_kept:
+            return set()
+        return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
+
     def chunks(self) -> Iterator[Iterable[torch.Tensor]]:
         """Yields the contents of each piece, in parts that follow one another."""
         if self.encoding is None:
@@ -76,7 +84,7 @@ class PreparedTensor:
 
     def _quantized(self, part: Part, encoding: Encoding) -> Quantized:
         if self.is_kept:
-            return self._kept(part)
+            return widened(self._kept(part), encoding)
         return quantise(self._read(part).flatten(0, -2), encoding, self.dtype)
 
     def _kept(self, part: Part) -> Quantized:
@@ -173,13 +181,24 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Returns the encoding of parts that differ in nothing but their rows."""
-    whole = {
-        Encoding(format=each.format, shape=shape, group=each.group, has_zeros=each.has_zeros)
-        for each in parts
-        if each is not None
-    }
-    return whole.pop() if len(whole) == 1 and None not in parts else None
+    """Returns an encoding that keeps the numbers of all parts, one above the other.
+
+    Integers of different widths or groups, as GGUF has them for the three matrices of one product,
+    are kept as int8 in the smallest of the groups.
+    """
+    kept = [each for each in parts if each is not None]
+    if not kept or len(kept) < len(parts):
+        return None
+    formats = {each.format for each in kept}
+    groups = {each.group for each in kept}
+    if len(formats) == len(groups) == 1:
+        format = kept[0].format
+    elif formats <= {"int4", "int8"} and all(each % min(groups) == 0 for each in groups):
+        format = "int8"
+    else:
+        return None
+    has_zeros = any(each.has_zeros for each in kept)
+    return Encoding(format=format, shape=shape, group=min(groups), has_zeros=has_zeros)
 
 
 def is_matrix(plan: TensorPlan) -> bool:

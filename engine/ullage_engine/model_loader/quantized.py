@@ -356,6 +356,10 @@ class QuantizedReader:
     def quantized(self, name: str) -> Quantized:
         return self.matrices.quantized(name.removesuffix(".weight"))
 
+    def block_kind(self, name: str) -> str:
+        # A second quantisation of these is refused, so nobody needs to be told.
+        return ""
+
 
 def open_directory(folder: Path) -> SafetensorsReader | QuantizedReader:
     """Opens the reader of a model's directory, quantised or not.

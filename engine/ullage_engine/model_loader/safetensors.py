@@ -39,6 +39,11 @@ class CheckpointReader(Protocol):
         """Returns the numbers of a matrix that has an `encoding`."""
         ...
 
+    def block_kind(self, name: str) -> str:
+        """Returns the kind of small numbers that a matrix is read from, such as Q4_K; empty: it is
+        stored in full."""
+        ...
+
 
 class PlainMatrices:
     """The part of a reader for checkpoints that are not quantised."""
@@ -52,6 +57,9 @@ class PlainMatrices:
 
     def quantized(self, name: str) -> Quantized:
         raise KeyError(name)
+
+    def block_kind(self, name: str) -> str:
+        return ""
 
 
 class SafetensorsReader(PlainMatrices):

@@ -6,8 +6,8 @@ number), then `Ready` once or `StartFailed` once; from then on the server sends 
 request of a `Submit` is answered by tokens ending with a finish, by one `Rejected` or by one
 `RequestFailed`.
 
-`EngineRequest` is a request as every room of the engine sees it, and `usable_cores` says how many
-CPU cores a process of either kind may keep busy.
+`EngineRequest` is a request as every room of the engine sees it, and `usable_cores` and `is_pinned`
+say how many CPU cores a process of either kind may keep busy, and whether they are chosen for it.
 """
 
 import math
@@ -355,6 +355,11 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def is_pinned() -> bool:
+    """Whether the process may use only some of the machine's cores, as exclusive ones of a pod."""
+    return len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
 def _quota(root: Path) -> float | None:

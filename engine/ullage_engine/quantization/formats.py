@@ -2,10 +2,8 @@
 
 weight[row, column] = value[row, column] * scale[row, column // group] + zero[row, column // group]
 
-MXFP4's values and scales are codes: one of 16 numbers, and a power of two. GGUF's blocks of 32
-numbers of four bits are kept as they are: Q4_0 is a float16 scale d and 16 bytes, weight =
-d * (q - 8); Q4_1 has a float16 minimum m after the scale, weight = d * q + m. An MXFP4 block is a
-scale of one byte and 16 bytes. Low halves of the bytes are the first 16 numbers.
+MXFP4's values and scales are codes: one of 16 numbers, and a power of two. A block of it is a scale
+of one byte and 16 bytes, whose low halves are the first 16 numbers.
 
 Matrices are packed alike in memory and in prepared files. int4, row by row: two columns a byte, the
 even one in the low half; mxfp4 the same, with scales of a byte each. int4, tiled: for each 64 rows
@@ -134,6 +132,18 @@ def stacked(parts: list[Quantized]) -> Quantized:
     )
 
 
+def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
+    """Returns the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
+    scales, zeros = quantized.scales, quantized.zeros
+    if encoding.has_zeros and zeros is None:
+        zeros = torch.zeros_like(scales)
+    times = quantized.encoding.group // encoding.group
+    if times > 1:
+        scales = scales.repeat_interleave(times, dim=1)
+        zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)
+    return Quantized(encoding.format, quantized.values, scales, zeros)
+
+
 def int4_group(columns: int) -> int | None:
     """Returns the columns of an int4 group; None if no group divides them."""
     return next((group for group in GROUPS if columns % group == 0), None)
@@ -152,30 +162,12 @@ def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
 
 BLOCK = 32
 
-KEPT = ("Q4_0", "Q4_1")
-
-
-def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Reads a matrix of either kind from its rows [out, bytes]."""
-    blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, 18 if kind == "Q4_0" else 20)
-    scales = _half(blocks, 0)
-    codes = blocks[..., -BLOCK // 2 :]
-    values = torch.cat([codes & 15, codes >> 4], dim=2).view(torch.int8) + MIN_VALUE["int4"]
-    zeros = _half(blocks, 2) + 8 * scales if kind == "Q4_1" else torch.zeros_like(scales)
-    return Quantized("int4", values.flatten(1), scales, zeros)
-
 
 def read_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads codes 0 to 15 [..., in] and scales [..., groups] from [..., bytes], both uint8."""
     blocks = torch.from_numpy(np.array(data)).view(*data.shape[:-1], -1, 17)
     codes = blocks[..., 1:]
     return torch.cat([codes & 15, codes >> 4], dim=-1).flatten(-2), blocks[..., 0]
-
-
-def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Reads the float16 at a byte of each block, as float32."""
-    stored = blocks[..., start : start + 2].contiguous()
-    return stored.view(torch.float16).squeeze(2).to(torch.float32)
 
 
 VALUES, SCALES, ZEROS = "values", "scales", "zeros"

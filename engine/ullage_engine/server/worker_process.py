@@ -225,11 +225,6 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         "MALLOC_MMAP_MAX_": "0",
         # Never give the heap's top back to the kernel: what warm-up took is in the ledger already.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
-        # Threads spin this often for one another, then sleep. The default is 300,000: when anything
-        # else runs on their cores they burn whole time slices waiting for a thread that is not
-        # running. 120 small products with two threads on two cores took 18 ms either way when the
-        # cores were free; with two busy neighbours 26 ms against 80 ms, at worst 32 ms against 2 s.
-        "GOMP_SPINCOUNT": "1000",
         # Descriptors and code of one shape of matrix product take about 0.6 MB, and are kept in two
         # caches of 1,024: oneDNN's and torch's own above it. One is enough, and not that large:
         # shapes that fell out cost about a millisecond when they come again.
@@ -239,6 +234,18 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
 )
 """Environment of every worker, on top of the parent's."""
 
+
+SLEEPING_ENV: Mapping[str, str] = MappingProxyType(
+    {
+        # Threads spin this often for one another, then sleep. The default is 300,000: when another
+        # engine computes on their cores they burn whole time slices waiting for a thread that is
+        # not running. 120 small products with two threads on two cores took 26 ms against 80 ms
+        # with two busy neighbours, at worst 32 ms against 2 s. On cores of its own an engine's
+        # steps are 1.3 to 1.7 times slower for it.
+        "GOMP_SPINCOUNT": "1000",
+    }
+)
+"""Environment of workers that share their cores with other engines' or ranks'."""
 
 TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     {
@@ -256,8 +263,18 @@ TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
 
 
 def worker_env(
-    threads: int, num_ranks: int = 1, nccl: Mapping[str, str] = MappingProxyType({})
+    threads: int,
+    num_ranks: int = 1,
+    nccl: Mapping[str, str] = MappingProxyType({}),
+    *,
+    owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Returns `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0."""
+    """Returns `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0.
+
+    `owns_cores`: no other engine computes on the cores that this one may use. Several ranks share
+    them with one another.
+    """
     own = {**WORKER_ENV, "OMP_NUM_THREADS": str(threads)}
-    return own if num_ranks == 1 else {**own, **TRANSFER_ENV, **nccl}
+    if num_ranks > 1:
+        return {**own, **SLEEPING_ENV, **TRANSFER_ENV, **nccl}
+    return own if owns_cores else {**own, **SLEEPING_ENV}

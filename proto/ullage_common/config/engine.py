@@ -157,6 +157,9 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     """Folder of prepared weights, mapped by every worker; engines of one host may share it."""
     threads: int | None = None
     """CPU threads of a worker; None is every core the process may use."""
+    owns_cores: bool = False
+    """Whether no other engine computes on these cores, so that threads spin for one another where
+    they would sleep. An engine that is pinned to some of the machine's cores owns them anyway."""
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
 

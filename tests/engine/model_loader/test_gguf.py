@@ -59,8 +59,13 @@ def permuted(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def write(
-    path: Path, tensors: Tensors, quantisation: str = "F32", **metadata: Callable[[Any], None]
+    path: Path,
+    tensors: Tensors,
+    quantisation: str = "F32",
+    value_kind: str = "",
+    **metadata: Callable[[Any], None],
 ) -> None:
+    """`value_kind`: of the matrices of values, if it is another."""
     writer = gguf.GGUFWriter(path, str(metadata.pop("architecture", "llama")))
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
@@ -73,7 +78,8 @@ def write(
     for change in metadata.values():
         change(writer)
     for name, values in tensors.items():
-        kind = Quantisation["F32" if values.ndim == 1 else quantisation]
+        own = value_kind if value_kind and ".v_proj." in name else quantisation
+        kind = Quantisation["F32" if values.ndim == 1 else own]
         raw = encoded(permuted(name, values), kind)
         writer.add_tensor(gguf_name("llama", name)[0], raw, raw_dtype=kind)
     writer.write_header_to_file()
@@ -149,6 +155,51 @@ def test_ranks_hold_the_files_own_blocks(tmp_path: Path, quantisation: str) -> N
             assert torch.equal(unpack(part.packed(name)).dequantise(), expected)
 
 
+def prepared(path: Path, quantization: str) -> LoadedModel:
+    section = ModelSection(source=f"file://{path}", name="t", quantization=quantization)  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    return load_weights(section, cpu, torch.float32, path.parent, lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "format"),
+    [
+        (("Q4_K", "Q4_K"), "int4"),
+        (("Q5_0", "Q5_0"), "int8"),
+        (("Q8_0", "Q8_0"), "int8"),
+        (("Q4_K", "Q6_K"), "int8"),
+        (("Q4_0", "Q5_1"), "int8"),
+    ],
+)
+def test_int4_keeps_blocks_of_four_to_eight_bits(
+    kinds: tuple[str, str], format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the three matrices of one product the last may be wider than the others."""
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), kinds[0], kinds[1])
+    plain, kept = prepared(path, "none"), prepared(path, "int4")
+    for name, encoding in kept.encodings.items():
+        assert encoding.format == (format if name.endswith("qkv") else kept_format(kinds[0]))
+        numbers = unpack(kept.packed(name)).dequantise()
+        assert torch.allclose(numbers, plain.tensors[name], rtol=1e-5, atol=1e-5), name
+    assert not caplog.records
+
+
+def kept_format(kind: str) -> str:
+    return "int4" if kind.startswith("Q4") else "int8"
+
+
+def test_rounding_a_files_blocks_a_second_time_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors(), "Q4_0")
+    prepared(path, "fp8")
+    (record,) = caplog.records
+    assert "fp8 rounds 8 matrices a second time" in record.getMessage()
+    assert "Q4_0" in record.getMessage()
+
+
 def test_geometry_comes_from_the_metadata(tmp_path: Path) -> None:
     path, tensors = tmp_path / "model.gguf", random_tensors()
     write(path, tensors, rope=lambda writer: writer.add_rope_freq_base(5e5))
@@ -199,8 +250,8 @@ def test_another_architecture_is_told(tmp_path: Path, load: Callable[..., Loaded
 
 def test_another_quantisation_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
     path = tmp_path / "model.gguf"
-    write(path, random_tensors(), "Q5_0")
-    fails_with(path, load, "Q5_0", "token_embd.weight", "Q4_1")
+    write(path, random_tensors(), "TQ2_0")
+    fails_with(path, load, "TQ2_0", "token_embd.weight", "Q4_1")
 
 
 def test_missing_metadata_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:

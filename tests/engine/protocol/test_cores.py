@@ -1,9 +1,12 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ullage_engine.protocol.messages import usable_cores
+from ullage_engine.server.worker_process import worker_env
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -27,3 +30,23 @@ def test_the_first_version_has_a_file_each(tmp_path: Path, quota: str, cores: in
 
 def test_without_a_cgroup_the_affinity_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == ALL
+
+
+def test_an_engine_that_shares_its_cores_lets_its_threads_sleep() -> None:
+    assert worker_env(2)["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in worker_env(2, owns_cores=True)
+    assert worker_env(2, num_ranks=2, owns_cores=True)["GOMP_SPINCOUNT"] == "1000"
+
+
+def test_a_process_with_some_of_the_cores_is_pinned() -> None:
+    program = "from ullage_engine.protocol.messages import is_pinned; print(is_pinned())"
+    first = min(os.sched_getaffinity(0))
+    # Of a machine with one core all of them are one.
+    wanted = (os.cpu_count() or 1) > 1
+    output = subprocess.run(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{first}}}); {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert output.stdout.strip() == str(wanted)
