@@ -102,12 +102,12 @@ async def served(service: "Service", *calls: tuple[str, float, int]) -> list[str
     return [request.request_id for request in service.engine.requests]
 
 
-def test_the_earliest_deadline_is_served_first(start_service: "StartService") -> None:
+def test_a_deadline_far_away_lets_nobody_overtake(start_service: "StartService") -> None:
     async def scenario() -> None:
         routing = {"queue": {"timeout": 60.0}}
         async with start_service(routing=routing, limits={"request_timeout": 90.0}) as service:
-            calls = (("late", 80.0, 0), ("later", 85.0, 0), ("soon", 60.0, 0))
-            assert await served(service, *calls) == ["soon", "late", "later"]
+            calls = (("first", 80.0, 0), ("second", 85.0, 0), ("third", 60.0, 0))
+            assert await served(service, *calls) == ["first", "second", "third"]
 
     asyncio.run(scenario())
 
