@@ -40,8 +40,20 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
     wait_s = engine.backlog_s
     if engine.max_sequences and engine.load >= engine.max_sequences:
         wait_s = max(wait_s, _nth_release_s(engine, engine.load - engine.max_sequences + 1))
-    if engine.step_s(engine.load + 1) > engine.step_limit_s:
+    step_s = engine.step_s(engine.load + 1)
+    if step_s > engine.step_limit_s:
         return False  # others would be late
+    prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
+    first_s = wait_s + prompt_s + step_s
+    end_s = first_s + (output - 1) * step_s
+    waited_s = limits.waited_s
+    if (
+        first_s <= SHARE * limits.ttft_s - waited_s
+        and end_s <= SHARE * limits.e2e_s - waited_s
+        and first_s <= SHARE * limits.first_token_s
+        and end_s <= SHARE * limits.end_s
+    ):
+        return True  # nearly always, so what follows is not worked out
     return _slack_s(engine, engine.load + 1, wait_s, prompt, output, limits) >= 0.0
 
 
