@@ -426,7 +426,7 @@ some_engines = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(
     some_engines,
     st.integers(1, 1700),
