@@ -336,7 +336,7 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     """Workers without a budget of their own get equal parts of what others leave.
 
     On Kubernetes an engine's share is its container's limit; here each would take the whole
-    machine. A worker that is the only one also owns the machine's cores.
+    machine.
     """
     num_pods = {item["metadata"]["name"]: len(pod_names(item)) for item in workloads(objects)}
     engines: dict[str, Document] = {
@@ -349,10 +349,8 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     taken = sum((budgets[name] or 0) * num_workers[name] for name in engines)
     num_open = sum(num_workers[name] for name in engines if budgets[name] is None)
     share = max(0, usable_bytes() - taken) // max(1, num_open)
-    is_alone = sum(num_workers.values()) == 1
     for engine in engines.values():
         engine["memory"].setdefault("device_bytes", share)
-        engine["server"]["owns_cores"] = is_alone
     return [
         {**item, "data": item["data"] | {naming.ENGINE_CONFIG: to_yaml(engines[name])}}
         if naming.ENGINE_CONFIG in item.get("data", {})

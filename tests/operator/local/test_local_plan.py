@@ -126,14 +126,6 @@ def test_engines_share_what_the_machine_has_free(manifest: Make, tmp_path: Path)
     assert shares[0] == pytest.approx((usable_bytes() - (1 << 30)) // 2, rel=0.2)
 
 
-@pytest.mark.parametrize(("replicas", "owns"), [(1, True), (2, False)])
-def test_an_engine_owns_the_machines_cores_where_it_is_the_only_one(
-    replicas: int, owns: bool, manifest: Make, tmp_path: Path
-) -> None:
-    plan = local(manifest(pools={"single": {"replicas": replicas}}), tmp_path)
-    assert read(plan, "demo-single-0", EngineConfig).server.owns_cores is owns
-
-
 def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) -> None:
     ranks = {"gpus": 3, "parallelism": {"pipeline": 3}}
     large = LARGE | {"memory": {"deviceBytes": "1Gi", "safetyReserve": "64Mi"}}
