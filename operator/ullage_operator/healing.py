@@ -7,7 +7,7 @@ that: it is deleted, so that its StatefulSet creates another. Restarts are bound
 hour, by a backoff that doubles, by one pod of a pool at a time, and the last pod that serves is
 never deleted.
 
-The headroom of a pool is added up here as well, from the same reports.
+The memory pressure of a pool comes from the same reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -242,10 +242,6 @@ def _soonest(waits: Iterable[float | None]) -> float | None:
     return min((wait for wait in waits if wait is not None), default=None)
 
 
-NEWS_SHARE = 0.01
-"""A change of headroom below this share of the whole is not worth a status update."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """Reports of one engine, with ages in seconds that the operator itself was running."""
@@ -261,73 +257,18 @@ class EngineHealth:
     """Since when its health is below what the service asks for."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolHeadroom:
-    """Headroom of all engines of a pool that report, added up."""
-
-    engines: int
-    free_bytes: int
-    total_bytes: int
-    free_tokens: int
-    total_tokens: int
-    pressure_level: int
-    """The highest of them."""
-
-    def status(self) -> dict[str, Any]:
-        """Returns the headroom in the form of `status.pools.*.headroom`."""
-        return {
-            "engines": self.engines,
-            "freeBytes": self.free_bytes,
-            "totalBytes": self.total_bytes,
-            "freeTokens": self.free_tokens,
-            "totalTokens": self.total_tokens,
-            "pressureLevel": self.pressure_level,
-        }
+PressureLevels = Mapping[str, int]
+"""Highest level of memory pressure of the engines that report, by pool."""
 
 
-Headroom = Mapping[str, PoolHeadroom]
-"""Headroom by pool."""
-
-
-def headroom_by_pool(
+def pressure_by_pool(
     reports: Iterable[tuple[str, headroom_pb2.Headroom]],
-) -> dict[str, PoolHeadroom]:
-    """The pools' headroom of (pool, report); engines that do not serve offer none."""
-    pools: dict[str, list[headroom_pb2.Headroom]] = {}
+) -> dict[str, int]:
+    """Returns the highest level of each pool's engines, of (pool, report)."""
+    levels: dict[str, int] = {}
     for pool, report in reports:
-        pools.setdefault(pool, []).append(report)
-    return {pool: _pool_headroom(own) for pool, own in sorted(pools.items())}
-
-
-def _pool_headroom(reports: list[headroom_pb2.Headroom]) -> PoolHeadroom:
-    serving = [report for report in reports if report.ready and not report.draining]
-    described = [report for report in reports if report.kv_bytes_per_token]
-    return PoolHeadroom(
-        engines=len(reports),
-        free_bytes=sum(report.headroom_bytes for report in serving),
-        total_bytes=sum(report.kv_pool_bytes for report in reports),
-        free_tokens=sum(
-            report.headroom_bytes // report.kv_bytes_per_token
-            for report in serving
-            if report.kv_bytes_per_token
-        ),
-        total_tokens=sum(report.kv_pool_bytes // report.kv_bytes_per_token for report in described),
-        pressure_level=max(report.pressure_level for report in reports),
-    )
-
-
-def is_worth_reporting(before: Headroom, now: Headroom) -> bool:
-    """Whether the difference is worth a status update."""
-    return before.keys() != now.keys() or any(_differs(before[pool], now[pool]) for pool in now)
-
-
-def _differs(before: PoolHeadroom, now: PoolHeadroom) -> bool:
-    def whole(each: PoolHeadroom) -> tuple[int, ...]:
-        return each.engines, each.total_bytes, each.total_tokens, each.pressure_level
-
-    change = abs(now.free_bytes - before.free_bytes)
-    is_end = now.free_bytes != before.free_bytes and now.free_bytes in (0, now.total_bytes)
-    return whole(before) != whole(now) or is_end or change >= NEWS_SHARE * max(1, now.total_bytes)
+        levels[pool] = max(levels.get(pool, 0), report.pressure_level)
+    return levels
 
 
 @dataclass(frozen=True, slots=True)

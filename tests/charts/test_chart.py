@@ -1,5 +1,7 @@
 """The chart: lints, renders valid objects, refuses typos, and grants no more than is used."""
 
+import itertools
+import json
 import re
 import tomllib
 import warnings
@@ -10,11 +12,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from ullage_engine.server.metrics import EngineMetrics
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.controller import OperatorMetrics
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.main import arguments_parser
+from ullage_router.telemetry.metrics import Metrics
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -36,8 +40,25 @@ VALUE_SETS = [
 ]
 
 
+HOOK = "helm.sh/hook"
+AGGREGATE = "rbac.authorization.k8s.io/aggregate-to-"
+
+
 def by_kind(objects, kind):
-    return [obj for obj in objects if obj["kind"] == kind]
+    """Without what `helm test` makes, and the roles of people."""
+    return [
+        obj
+        for obj in objects
+        if obj["kind"] == kind
+        and HOOK not in obj["metadata"].get("annotations", {})
+        and not aggregates(obj)
+    ]
+
+
+def aggregates(obj):
+    """The cluster's roles that a role adds to."""
+    labels = obj["metadata"].get("labels", {})
+    return {key.removeprefix(AGGREGATE) for key in labels if key.startswith(AGGREGATE)}
 
 
 def rules(objects):
@@ -98,6 +119,59 @@ def test_the_pod_is_hardened(render):
         "capabilities": {"drop": ["ALL"]},
     }
     assert container["resources"]["limits"]["memory"]
+
+
+def test_people_see_and_edit_services_by_the_clusters_roles(render):
+    verbs = {"view": set(), "edit": set(), "admin": set()}
+    for role in (obj for obj in render() if aggregates(obj)):
+        for rule in role["rules"]:
+            assert rule["apiGroups"] == ["serving.ullage.dev"]
+            for name in aggregates(role):
+                verbs[name] |= {*itertools.product(rule["resources"], rule["verbs"])}
+    services = "llmservices"
+    assert {verb for each, verb in verbs["view"] if each == services} == {"get", "list", "watch"}
+    for name in ("edit", "admin"):
+        assert verbs["view"] < verbs[name]
+        assert {(services, "create"), (services, "delete")} <= verbs[name]
+        assert (f"{services}/scale", "patch") in verbs[name]
+        assert (f"{services}/status", "patch") not in verbs[name]
+    for off in ("rbac.aggregate=false", "rbac.create=false"):
+        assert not [obj for obj in render(off) if aggregates(obj)]
+
+
+def test_helm_test_asks_the_operator_that_the_policy_lets_it_reach(render):
+    made = [obj for obj in render() if HOOK in obj["metadata"].get("annotations", {})]
+    by_name = {obj["kind"]: obj for obj in made}
+    service, policy, pod = (by_name[kind] for kind in ("Service", "NetworkPolicy", "Pod"))
+    (deployment,) = by_kind(render(), "Deployment")
+    template, own = deployment["spec"]["template"], pod["metadata"]["labels"]
+    for match in (service["spec"]["selector"], policy["spec"]["podSelector"]["matchLabels"]):
+        assert match.items() <= template["metadata"]["labels"].items()
+        assert not match.items() <= own.items()
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"][0]["podSelector"]["matchLabels"].items() <= own.items()
+    (container,) = pod["spec"]["containers"]
+    compile(container["args"][0], "args", "exec")
+    assert f"http://{service['metadata']['name']}:9090/readyz" in container["args"][0]
+    assert container["image"] == template["spec"]["containers"][0]["image"]
+
+
+def test_dashboards_show_metrics_that_there_are_and_carry_the_sidecars_label(render):
+    assert not by_kind(render(), "ConfigMap")
+    (made,) = by_kind(render("dashboards.enabled=true"), "ConfigMap")
+    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+    ((name, text),) = made["data"].items()
+    assert name == "ullage-services.json"
+    router, known = Metrics(), set()
+    router.watch("inflight_requests", "as the service has it", float)
+    for registry in (EngineMetrics("m").registry, router.registry):
+        for metric in registry.collect():
+            known |= {metric.name, f"{metric.name}_total", f"{metric.name}_bucket"}
+    panels = json.loads(text)["panels"]
+    assert len(panels) >= 6
+    for target in (target for panel in panels for target in panel["targets"]):
+        named = set(re.findall(r"ullage_\w+", target["expr"]))
+        assert named and named <= known, target["expr"]
 
 
 def test_named_namespaces_need_no_cluster_role(render):
@@ -175,8 +249,10 @@ def test_only_the_own_lease_may_be_changed(render):
 def test_whoever_grants_rights_by_hand_is_told_of_all_of_them():
     """docs/install.md names each file and each list of rules, lest somebody copies only some."""
     told = (ROOT / "docs" / "install.md").read_text()
-    texts = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
-    assert {name for name, text in texts.items() if "verbs:" in text} == {"_helpers.tpl"}
+    texts = {path.name: path.read_text() for path in (CHART / "templates").glob("*.*")}
+    of_people = "aggregated-roles.yaml"
+    written = {name for name, text in texts.items() if "verbs:" in text}
+    assert written == {"_helpers.tpl", of_people}
     lists = re.findall(r'define "(ullage\.\w*[rR]ules)"', texts["_helpers.tpl"])
     assert {f'include "{name}"' in texts["rbac.yaml"] for name in lists} == {True}
     assert all(f"`{name}`" in told for name in ("templates/_helpers.tpl", *lists))

@@ -42,7 +42,11 @@ def asked(api, own):
 
 
 def granted(objects):
-    roles = [obj for obj in objects if obj["kind"] in ("Role", "ClusterRole")]
+    roles = [
+        obj
+        for obj in objects
+        if obj["kind"] in ("Role", "ClusterRole") and "aggregate-to" not in str(obj["metadata"])
+    ]
     return {
         (group, resource, verb)
         for role in roles

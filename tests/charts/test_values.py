@@ -85,6 +85,10 @@ SAMPLES: dict[str, Any] = {
     "podMonitor.additionalLabels": {"release": "prometheus"},
     "prometheusRule.enabled": True,
     "prometheusRule.additionalLabels": {"release": "prometheus"},
+    "dashboards.enabled": True,
+    "dashboards.label": "grafana",
+    "dashboards.labelValue": "yes",
+    "rbac.aggregate": False,
 }
 """Another value than the default, which for crds.enabled is the fixture's, for everything."""
 
@@ -96,6 +100,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "podMonitor.interval": {"podMonitor.enabled": True},
     "podMonitor.additionalLabels": {"podMonitor.enabled": True},
     "prometheusRule.additionalLabels": {"prometheusRule.enabled": True},
+    "dashboards.label": {"dashboards.enabled": True},
+    "dashboards.labelValue": {"dashboards.enabled": True},
 }
 """Values that matter only together with others."""
 

@@ -27,13 +27,12 @@ from ullage_operator.healing import (
     HOUR,
     EngineHealth,
     EngineTarget,
-    Headroom,
+    PressureLevels,
     Restart,
     RestartEvent,
     doubtful_nodes,
-    headroom_by_pool,
     is_lost,
-    is_worth_reporting,
+    pressure_by_pool,
     restart_history,
     restart_note,
     stream_targets,
@@ -50,7 +49,7 @@ class StreamTimes:
     """How often the streams of headroom are looked at, in seconds."""
 
     status_interval_s: float = 10.0
-    """A service's headroom is reported at most this often."""
+    """A service's memory pressure is reported at most this often."""
     tick_s: float = 5.0
     """How finely the time that this process runs is counted."""
 
@@ -89,12 +88,12 @@ class Healer:
         self._events.clear()
 
     async def observe(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """`observed` with the engines' headroom and health, and with nodes that are lost."""
+        """`observed` with the engines' memory pressure and health, and with nodes that are lost."""
         healing = service.spec.healing
         self._streams.follow(key, stream_targets(observed.pods, healing.min_health))
         return dataclasses.replace(
             observed,
-            headroom=self._streams.headroom(key),
+            pressure_levels=self._streams.pressure_levels(key),
             engine_health=self._streams.engine_health(key),
             restarts=self._recent(key, observed),
             lost_nodes=await self._lost(doubtful_nodes(observed.pods, observed.now)),
@@ -165,14 +164,14 @@ class HeadroomStreams(Generic[Key]):
     """The headroom streams of all services, by service and by the pods' uid.
 
     Args:
-        on_news: called with a service whose headroom or health is worth a look.
+        on_news: called with a service whose memory pressure or health is worth a look.
     """
 
     def __init__(self, on_news: Callable[[Key], None], times: StreamTimes) -> None:
         self._on_news = on_news
         self._times = times
         self._streams: dict[Key, dict[str, _Stream]] = {}
-        self._reported: dict[Key, tuple[float, Headroom]] = {}
+        self._reported: dict[Key, tuple[float, PressureLevels]] = {}
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._clock_s = 0.0
         self._ticker = asyncio.create_task(self._tick(), name="headroom clock")
@@ -205,8 +204,8 @@ class HeadroomStreams(Generic[Key]):
         if timer := self._timers.pop(key, None):
             timer.cancel()
 
-    def headroom(self, key: Key) -> Headroom:
-        """Returns headroom by pool, as last reported: it changes at most once in
+    def pressure_levels(self, key: Key) -> PressureLevels:
+        """Returns memory pressure by pool, as last reported: it changes at most once in
         `status_interval_s`."""
         return self._reported[key][1] if key in self._reported else {}
 
@@ -265,10 +264,10 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Reports the service's headroom if it has changed, now or when that is due."""
+        """Reports the service's memory pressure if it has changed, now or when that is due."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
-        if key in self._timers or not is_worth_reporting(reported, current):
+        if key in self._timers or reported == current:
             return
         loop = asyncio.get_running_loop()
         if (wait_s := reported_at + self._times.status_interval_s - loop.time()) > 0:
@@ -279,16 +278,16 @@ class HeadroomStreams(Generic[Key]):
     def _on_timer(self, key: Key) -> None:
         del self._timers[key]
         current = self._current(key)
-        if is_worth_reporting(self._reported[key][1], current):
+        if self._reported[key][1] != current:
             self._publish(key, current)
 
-    def _publish(self, key: Key, current: Headroom) -> None:
+    def _publish(self, key: Key, current: PressureLevels) -> None:
         self._reported[key] = (asyncio.get_running_loop().time(), current)
         self._on_news(key)
 
-    def _current(self, key: Key) -> Headroom:
+    def _current(self, key: Key) -> PressureLevels:
         streams = self._streams[key].values()
-        return headroom_by_pool(
+        return pressure_by_pool(
             (s.target.pool, s.report) for s in streams if s.report and not s.is_silent
         )
 

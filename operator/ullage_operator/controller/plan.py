@@ -48,7 +48,7 @@ from ullage_operator.conditions.pod_problems import (
 )
 from ullage_operator.healing import (
     EngineHealth,
-    Headroom,
+    PressureLevels,
     RestartDecision,
     RestartEvent,
     decide_restarts,
@@ -103,8 +103,8 @@ class Observed:
     """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
     warnings: Warnings = field(default_factory=dict)
     """Newest warnings about pods that do not start and workloads without pods, by uid."""
-    headroom: Headroom = field(default_factory=dict)
-    """Headroom of the engines that report to the operator, by pool."""
+    pressure_levels: PressureLevels = field(default_factory=dict)
+    """Memory pressure of the engines that report to the operator, by pool."""
     engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
     """Health of the engines that report to the operator, by the pods' uid."""
     unreachable_pools: frozenset[str] = frozenset()
@@ -411,13 +411,13 @@ def with_canary_engines(
 
 def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
     match = naming.selector(service.name, naming.ENGINE, pool)
-    headroom = observed.headroom.get(pool)
+    pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})
     return {
         "replicas": workload.exist,
         "readyReplicas": workload.ready,
         "restarts": sum(restart_count(pod) for pod in observed.pods if pool_of(pod) == pool),
         "selector": naming.selector_text(match),
-        **({"headroom": headroom.status()} if headroom else {}),
+        **({} if pressure is None else {"pressureLevel": pressure}),
         **pool_scaling(service.spec.pools[pool], observed.scaling.changes.get(pool), before),
     }
