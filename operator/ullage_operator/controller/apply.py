@@ -15,6 +15,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import (
+    ClusterConflict,
     ClusterDenied,
     ClusterPostponed,
     ClusterRefused,
@@ -26,7 +27,7 @@ from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, re
 from ullage_operator.conditions.events import EventNote, clipped, transitions
 from ullage_operator.conditions.pod_problems import PodProblem
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
-from ullage_operator.kube.cache import Cache, Denied, ServiceKey
+from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
 from ullage_operator.manifests.overlay import merge_key
@@ -280,7 +281,7 @@ class Applier:
             self._cache.written(written)
         previous = manifest.get("status", {})
         notes = transitions(previous.get("conditions", ()), status["conditions"])
-        await self._recorder.record(manifest, notes + scaling_notes(previous, status))
+        self._recorder.record(manifest, notes + scaling_notes(previous, status))
 
     async def apply(
         self, key: ServiceKey, manifest: Object, plan: ServicePlan, observed: Observed
@@ -311,7 +312,7 @@ class Applier:
                 except (ClusterDenied, ClusterRefused, ClusterPostponed) as error:
                     result.on_failed(obj, error)
         finally:
-            await self._recorder.record(manifest, result.changes.notes())
+            self._recorder.record(manifest, result.changes.notes())
         result.log(key)
         return result
 
@@ -329,15 +330,33 @@ class Applier:
         changes: AppliedChanges,
     ) -> None:
         if live is None:
-            await self._check_free(manifest, desired)
-        elif not has_drifted(desired, live):
+            applied = await self._create(manifest, desired)
+        elif has_drifted(desired, live):
+            applied = await self._update(desired, live)
+        else:
             return
-        elif leaves_replicas(desired):
-            await self._cluster.keep_replicas(live)
-        applied = await self._cluster.apply(desired)
         self._cache.written(applied)
         changes.on_applied(desired, live, applied)
         _logger.info("%s: applied %s", key, object_name(desired))
+
+    async def _create(self, manifest: Object, desired: Object) -> Object:
+        """Makes an object that the cache lacks, or takes back one that is the service's."""
+        try:
+            return await self._cluster.create(desired)
+        except ClusterConflict:
+            meta, kind = desired["metadata"], kind_of(desired["apiVersion"], desired["kind"])
+            live = await self._cluster.get(kind, meta["namespace"], meta["name"])
+            if live is None:
+                raise
+        check_owner(live, manifest)
+        return await self._update(desired, live)
+
+    async def _update(self, desired: Object, live: Object) -> Object:
+        if is_created(live["metadata"].get("managedFields") or ()):
+            live = await self._cluster.claim_fields(live)
+        if leaves_replicas(desired):
+            await self._cluster.keep_replicas(live)
+        return await self._cluster.apply(desired)
 
     def _check_current(self, key: ServiceKey, manifest: Object) -> None:
         """Raises Replaced for a service that is gone, before anything is written for it."""
@@ -345,18 +364,21 @@ class Applier:
         if present is None or present["metadata"]["uid"] != manifest["metadata"]["uid"]:
             raise Replaced
 
-    async def _check_free(self, manifest: Object, obj: Object) -> None:
-        """Refuses to take over an object of the same name that is not this service's."""
-        meta = obj["metadata"]
-        kind = kind_of(obj["apiVersion"], obj["kind"])
-        live = await self._cluster.get(kind, meta["namespace"], meta["name"])
-        if live is None or (live["metadata"].get("ownerReferences") and belongs(live, manifest)):
-            return
-        if is_leaving(live, manifest):
-            raise ClusterUnavailable(f"{object_name(obj)} of the deleted service still ends", 1.0)
-        raise ClusterRefused(
-            "it exists and is not this service's: delete it, or name the LLMService otherwise"
-        )
+
+def check_owner(live: Object, manifest: Object) -> None:
+    """Refuses to take over an object of the same name that is not this service's.
+
+    Raises:
+        ClusterUnavailable: it is of a deleted service of this name.
+        ClusterRefused: it is another's.
+    """
+    if live["metadata"].get("ownerReferences") and belongs(live, manifest):
+        return
+    if is_leaving(live, manifest):
+        raise ClusterUnavailable(f"{object_name(live)} of the deleted service still ends", 1.0)
+    raise ClusterRefused(
+        "it exists and is not this service's: delete it, or name the LLMService otherwise"
+    )
 
 
 def _remedy(obj: Object) -> str:

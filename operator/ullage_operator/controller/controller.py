@@ -172,10 +172,10 @@ class Controller:
             connection, self._cluster, scopes, self.cache, watching, stop, options.watch_times
         )
         watching.count([kind.name for kind in WATCHED], self.cache.counts)
-        recorder = EventRecorder(self._cluster)
-        self._healer = Healer(self._cluster, recorder, self._wake, options.stream_times)
+        self._recorder = EventRecorder(self._cluster)
+        self._healer = Healer(self._cluster, self._recorder, self._wake, options.stream_times)
         self._scaler = Autoscaler[ServiceKey](self._wake)
-        applier = Applier(self._cluster, self.cache, recorder)
+        applier = Applier(self._cluster, self.cache, self._recorder)
         self._reconciler = Reconciler(
             self._cluster,
             self.cache,
@@ -205,6 +205,7 @@ class Controller:
         await self._healer.close()
         await self._scaler.close()
         await self._reconciler.close()
+        await self._recorder.close()
         if self._election:
             await self._election.close()  # last: until here all that was written had to be
 
@@ -234,6 +235,7 @@ class Controller:
     def _on_lost(self) -> None:
         self._queue.drop()
         self._reconciler.drop()
+        self._recorder.drop()
 
     def _wake(self, key: ServiceKey) -> None:
         if self.leads:

@@ -138,7 +138,7 @@ class Healer:
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message
             )
-            await self._recorder.record(manifest, [restart_note(restart)])
+            self._recorder.record(manifest, [restart_note(restart)])
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ullage_operator.api.naming import POD, SERVICE, Kind
+from ullage_operator.api.naming import FIELD_MANAGER, POD, SERVICE, Kind
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -21,6 +21,10 @@ _INSTANCE = "app.kubernetes.io/instance"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
+_HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet"})
+"""Kinds of whose status a plan depends on something."""
+_CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
+"""What is kept of the field managers of an object whose fields are still to be claimed."""
 
 
 class ServiceKey(NamedTuple):
@@ -112,10 +116,11 @@ class Cache:
         collection, name = self._collections[scope], _name_of(obj)
         if not collection.is_outdated(name, version_of(obj)):
             previous = collection.objects.get(name)
-            self._set(scope, obj)
+            kept = self._set(scope, obj)
             if previous is not None and key_of(scope.kind, previous) != key_of(scope.kind, obj):
                 self._notify(key_of(scope.kind, previous))
-            self._notify(key_of(scope.kind, obj))
+            if previous is None or _is_change(previous, kept):
+                self._notify(key_of(scope.kind, obj))
         collection.on_seen(name, version_of(obj))
         self._check_seen(scope)
 
@@ -260,7 +265,7 @@ class Cache:
 
     # How it is kept.
 
-    def _set(self, scope: Scope, obj: Object) -> None:
+    def _set(self, scope: Scope, obj: Object) -> Object:
         kind, (namespace, name) = scope.kind, _name_of(obj)
         collection = self._collections[scope]
         if previous := collection.objects.get((namespace, name)):
@@ -268,6 +273,7 @@ class Cache:
         kept = slim(kind, obj)
         collection.objects[namespace, name] = kept
         self._by_service.setdefault(key_of(kind, kept), {})[kind, name] = kept
+        return kept
 
     def _drop(self, scope: Scope, name: Name) -> None:
         obj = self._collections[scope].objects.pop(name)
@@ -321,8 +327,11 @@ def key_of(kind: Kind, obj: Object) -> ServiceKey:
 
 
 def slim(kind: Kind, obj: Object) -> Object:
-    """What is worth keeping of an object: field managers and most of a pod's spec are not."""
+    """What is worth keeping of an object: field managers, most of a pod's spec and a status on
+    which nothing depends are not."""
     meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    if is_created(obj["metadata"].get("managedFields") or ()):
+        meta["managedFields"] = _CREATED
     if _LAST_APPLIED in (meta.get("annotations") or {}):
         notes = meta["annotations"].items()
         meta["annotations"] = {name: value for name, value in notes if name != _LAST_APPLIED}
@@ -332,7 +341,30 @@ def slim(kind: Kind, obj: Object) -> Object:
         # A volume may be what keeps it from starting.
         if (obj.get("status") or {}).get("phase") == "Pending":
             kept["spec"]["volumes"] = (obj.get("spec") or {}).get("volumes") or []
+    if kind.name not in _HAS_STATUS:
+        kept.pop("status", None)
     return kept
+
+
+def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the operator created an object and has not claimed its fields since."""
+    return any(map(is_own_update, managed_fields))
+
+
+def is_own_update(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of managedFields is of the operator's creation of an object."""
+    is_update = entry.get("operation") == "Update" and not entry.get("subresource")
+    return is_update and bool(entry.get("manager") == FIELD_MANAGER)
+
+
+def _is_change(previous: Object, kept: Object) -> bool:
+    """Whether two versions of an object differ in more than their version."""
+    if previous.keys() != kept.keys():
+        return True
+    before, after = previous["metadata"], kept["metadata"]
+    if before | {"resourceVersion": ""} != after | {"resourceVersion": ""}:
+        return True
+    return any(previous[name] != kept[name] for name in kept if name != "metadata")
 
 
 def _slim_pod(spec: Object) -> Object:

@@ -36,7 +36,7 @@ from ullage_operator.api.naming import (
     Kind,
     kind_of,
 )
-from ullage_operator.kube.cache import revision_of
+from ullage_operator.kube.cache import is_created, is_own_update, revision_of
 from ullage_operator.kube.connection import FAILURES, Connection
 
 Object = dict[str, Any]
@@ -54,6 +54,7 @@ _VERBS = {
     "create": ("POST", "create"),
     "replace": ("PUT", "update"),
     "server_side_apply": ("PATCH", "patch"),
+    "patch": ("PATCH", "patch"),
     "delete": ("DELETE", "delete"),
 }
 """What each verb of the dynamic client is in HTTP, and in RBAC."""
@@ -213,18 +214,69 @@ class Cluster:
     async def create(self, obj: Object) -> Object:
         """Makes an object that must not exist yet.
 
+        Its fields are those of a manager that updates. Before an apply may take any of them away
+        they have to be claimed (`claim_fields`).
+
         Raises:
             ClusterConflict: it does.
         """
-        answer = await self._ask(
-            "create",
-            _kind(obj),
-            obj["metadata"]["namespace"],
-            body=obj,
-            field_manager=FIELD_MANAGER,
+        where = obj["metadata"]["namespace"]
+        answer = await self._write(
+            "create", _kind(obj), where, body=obj, field_manager=FIELD_MANAGER
         )
         if answer is None:
             raise ClusterUnavailable(f"{_named(obj)}: its namespace or API is gone")
+        return answer
+
+    async def claim_fields(self, live: Object) -> Object:
+        """Makes the fields that `create` set those of the manager that applies, so that an apply
+        takes away what it leaves out.
+
+        Raises:
+            ClusterUnavailable: the object is gone, or has just been changed.
+        """
+        meta = live["metadata"]
+        current = await self.get(_kind(live), meta["namespace"], meta["name"])
+        if current is None:
+            raise ClusterUnavailable(f"{_named(live)} is gone", 1.0)
+        entries = current["metadata"].get("managedFields") or ()
+        if not is_created(entries):
+            return current
+        claimed = [
+            each | {"operation": "Apply"} if is_own_update(each) else each for each in entries
+        ]
+        version = current["metadata"]["resourceVersion"]
+        body = [
+            {"op": "replace", "path": "/metadata/managedFields", "value": claimed},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": version},
+        ]
+        answer = await self._write(
+            "patch",
+            _kind(live),
+            meta["namespace"],
+            meta["name"],
+            body=body,
+            content_type="application/json-patch+json",
+        )
+        if answer is None:
+            raise ClusterUnavailable(f"{_named(live)} is gone", 1.0)
+        return answer
+
+    async def create_lease(self, lease: Object) -> Object:
+        """Makes the Lease, by which this process may come to write anything.
+
+        Raises:
+            ClusterConflict: it exists.
+        """
+        answer = await self._ask(
+            "create",
+            _kind(lease),
+            lease["metadata"]["namespace"],
+            body=lease,
+            field_manager=FIELD_MANAGER,
+        )
+        if answer is None:
+            raise ClusterUnavailable(f"{_named(lease)}: its namespace or API is gone")
         return answer
 
     async def replace(self, obj: Object) -> Object:
@@ -281,7 +333,7 @@ class Cluster:
         verb: str,
         kind: Kind,
         namespace: str,
-        name: str,
+        name: str = "",
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:

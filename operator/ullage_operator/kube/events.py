@@ -1,13 +1,14 @@
 """Writes Kubernetes Events (events.k8s.io/v1) about an LLMService.
 
-What cannot be written is logged and dropped, for nothing depends on an Event.
+Nothing depends on an Event: reconciliations do not wait for them, a flood of them is written
+slowly, and what cannot be written is logged and dropped.
 """
 
 import asyncio
 import logging
 import os
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -27,33 +28,78 @@ REPEAT_S = 360.0
 changing, gets no second Event."""
 MAX_REMEMBERED = 4096
 """Newest decisions, of all services, that are known when they repeat."""
-TIMEOUT_S = 5.0
-"""Longest that a reconciliation waits for its Events to be written."""
+MAX_WAITING = 10_000
+"""Events that may wait to be written; beyond them the newest are dropped."""
+MAX_BURST = 100
+"""Events that are written at once, such as those of edits."""
+RATE = 10.0
+"""Events a second that are written after a burst, as when an operator first sees many services."""
+CLOSE_S = 2.0
+"""Longest that the operator's end waits for the Events that are left."""
 
 _logger = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """Writes the Events of all services."""
+    """Writes the Events of all services, one after another; `close` it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._instance = os.environ.get("POD_NAME") or socket.gethostname()
         self._recorded_at: OrderedDict[tuple[str, EventNote], datetime] = OrderedDict()
+        self._waiting: deque[Manifest] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._credit = float(MAX_BURST)
+        self._credited_s = 0.0
 
-    async def record(self, service: Mapping[str, Any], notes: Iterable[EventNote]) -> None:
-        """Writes one Event a note; returns soon, whether that succeeds or not."""
+    def record(self, service: Mapping[str, Any], notes: Iterable[EventNote]) -> None:
+        """Has one Event a note written, soon."""
         now = datetime.now(UTC)
         uid = str(service["metadata"].get("uid", ""))
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                for note in notes:
-                    if self._is_new(uid, note, now):
-                        await self._cluster.apply(event_of(service, note, now, self._instance))
-                        self._remember(uid, note, now)
-        except (OperatorError, TimeoutError) as error:
-            name = service["metadata"]["name"]
-            _logger.warning("Events of %s not written: %s", name, str(error) or "no answer")
+        for note in notes:
+            if not self._is_new(uid, note, now):
+                continue
+            self._remember(uid, note, now)
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append(event_of(service, note, now, self._instance))
+            else:
+                _logger.warning("%s: Event dropped: %s", service["metadata"]["name"], note.message)
+        if self._waiting and (self._writer is None or self._writer.done()):
+            self._writer = asyncio.create_task(self._write_all(), name="events")
+
+    def drop(self) -> None:
+        """Forgets what waits: another operator leads."""
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """Writes what a burst may, and drops the rest."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=CLOSE_S)
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(self._wait_s())
+            if not self._waiting:
+                return
+            event = self._waiting.popleft()
+            self._credit -= 1.0
+            try:
+                await self._cluster.apply(event)
+            except OperatorError as error:
+                name = event["regarding"]["name"]
+                _logger.warning("Event of %s not written: %s", name, error)
+            except Exception:  # a bug must not end the Events of all services
+                _logger.exception("Event not written: %s", event["note"])
+
+    def _wait_s(self) -> float:
+        """Seconds until the next Event may be written."""
+        now_s = asyncio.get_running_loop().time()
+        earned = RATE * (now_s - self._credited_s)
+        self._credit = min(float(MAX_BURST), self._credit + earned)
+        self._credited_s = now_s
+        return max(0.0, (1.0 - self._credit) / RATE)
 
     def _is_new(self, uid: str, note: EventNote, now: datetime) -> bool:
         previous = self._recorded_at.get((uid, note))

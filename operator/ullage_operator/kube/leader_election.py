@@ -236,7 +236,7 @@ class LeaderElection:
             self._stand_by((lease or {}).get("spec") or {})
             return
         wanted = claim(self._lead.candidacy, lease, self._where, datetime.now(UTC))
-        write = self._cluster.create if lease is None else self._cluster.replace
+        write = self._cluster.create_lease if lease is None else self._cluster.replace
         taken = await write(wanted)
         self._lead.candidacy = self._lead.candidacy.took(taken, now_s, boot_s())
         self._reported = ""

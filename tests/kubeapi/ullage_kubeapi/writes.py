@@ -223,6 +223,8 @@ class Writer:
     ) -> list[dict[str, Any]]:
         before = live["metadata"].get("managedFields", []) if live else []
         if managed is None:
+            if live and not request.subresource:
+                before = new["metadata"].get("managedFields") or before  # a client may set them
             types = list_types(request.resource)
             old = fields.flatten(live, types) if live else {}
             manager = Manager(request.manager, "Update", request.subresource)

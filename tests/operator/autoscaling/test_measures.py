@@ -146,7 +146,7 @@ class Quiet:
     async def get(self, *_: Any) -> None:
         return None
 
-    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         return obj
 
     async def apply_status(self, *_: Any) -> None:

@@ -186,9 +186,9 @@ def test_changes_made_while_the_operator_was_away_are_caught_up(world, start):
 @pytest.mark.parametrize(
     ("status", "paths"),
     [
-        (0, {"PATCH": "/statefulsets/|/status", "GET": "/configmaps"}),
-        (409, {"PATCH": "/statefulsets/|/status"}),
-        (500, {"PATCH": "/statefulsets/|/status", "GET": "/configmaps"}),
+        (0, {"POST": "/statefulsets|/configmaps", "PATCH": "/status"}),
+        (409, {"POST": "/statefulsets", "PATCH": "/status"}),
+        (500, {"POST": "/statefulsets|/configmaps", "PATCH": "/status"}),
     ],
 )
 def test_faults_of_the_api_server_are_lived_through(world, operator, played, status, paths):

@@ -51,11 +51,11 @@ def test_a_refused_object_costs_neither_the_others_nor_readiness(world, played, 
 
 
 def test_a_quota_or_webhook_is_told_and_waits_for_nothing_else(world, played, start) -> None:
-    fault = played.inject("PATCH", "/poddisruptionbudgets/", 500, times=10_000)
+    fault = played.inject("POST", "/poddisruptionbudgets", 500, times=10_000)
     start()
     world.create()
     until(lambda: degraded(world) == "ApplyDelayed", "the condition says so", SOON)
-    assert "PodDisruptionBudget s-single: PATCH" in world.condition("Degraded")["message"]
+    assert "PodDisruptionBudget s-single: POST" in world.condition("Degraded")["message"]
     assert ("statefulsets", "s-single") in world.owned()
     fault.times = 0
     until(lambda: degraded(world) == "AsExpected", "it is tried again", SOON)
@@ -107,13 +107,14 @@ def test_a_missing_secret_is_named_by_the_pods_events(world, played, start) -> N
 
 
 def test_pods_wait_for_their_configuration(world, played, start) -> None:
-    fault = played.inject("PATCH", "/configmaps/s-single", 500, times=10_000)
+    path = f"/api/v1/namespaces/{world.namespace}/configmaps"
+    assert world.client.post(path, json={"metadata": {"name": "s-single"}}).status_code == 201
     start()
     world.create()
-    until(lambda: degraded(world) == "ApplyDelayed", "the condition says so", SOON)
+    until(lambda: degraded(world) == "ApplyFailed", "the condition says so", SOON)
     kept = world.owned().keys()
     assert ("deployments", "s-router") in kept and ("statefulsets", "s-single") not in kept
-    fault.times = 0
+    world.client.delete(f"{path}/s-single")
     until(lambda: ("statefulsets", "s-single") in world.owned(), "they start", SOON)
 
 
@@ -165,6 +166,9 @@ class Broken:
         if self.is_full:
             raise ClusterPostponed("exceeded quota", 1.0)
         return obj
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        return await self.apply(obj)
 
     async def apply_status(self, _: Any, status: dict[str, Any]) -> None:
         self.status = status

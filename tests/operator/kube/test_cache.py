@@ -80,7 +80,8 @@ def test_a_list_tells_what_was_deleted_in_a_gap():
     for name in "abc":
         watched.cache.changed(scope, made(name=name, version=2))
     watched.woken.clear()
-    relist(watched.cache, scope, [made(name="a", version=2), made(name="b", version=9)], 10)
+    edited = made(name="b", version=9, data={"k": "v"})
+    relist(watched.cache, scope, [made(name="a", version=2), edited], 10)
     assert watched.names() == {"a", "b"}
     assert watched.woken == [KEY, KEY]  # for b and c; a is as it was
 
@@ -91,8 +92,22 @@ def test_an_own_write_is_seen_at_once_and_its_event_wakes_nobody():
     assert watched.names() == {"c"} and watched.woken == []
     watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=7))
     assert watched.woken == []
-    watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=8))
+    watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=8, data={"k": "v"}))
     assert watched.woken == [KEY]
+
+
+def test_a_status_on_which_nothing_depends_is_not_kept_and_wakes_nobody():
+    watched = Watched()
+    budget = kind_of("policy/v1", "PodDisruptionBudget")
+    workload = kind_of("apps/v1", "StatefulSet")
+    for kind in (CONFIG_MAP, budget, workload):
+        kept = slim(kind, made(kind, status={"observedGeneration": 1}))
+        assert ("status" in kept) == (kind == workload)
+    for version in (2, 3):  # as by a controller that writes the status
+        watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=version, status={"a": 1}))
+    assert watched.woken == [KEY]
+    watched.cache.changed(watched.scopes[CONFIG_MAP], made(version=4, instance="t"))
+    assert watched.woken == [KEY, KEY, ServiceKey("n", "t")]
 
 
 def test_an_answer_that_the_watch_has_overtaken_does_not_raise_the_dead():
@@ -138,6 +153,16 @@ def test_field_managers_and_last_applied_are_not_kept():
     }
     kept = slim(CONFIG_MAP, noted)["metadata"]
     assert "managedFields" not in kept and kept["annotations"] == {"mine": "y"}
+    own = {"manager": "ullage-operator", "operation": "Update", "fieldsV1": {"f:data": {}}}
+    for entry, is_kept in (
+        (own, True),
+        (own | {"operation": "Apply"}, False),
+        (own | {"subresource": "status"}, False),
+    ):
+        noted["metadata"]["managedFields"] = [entry]
+        kept = slim(CONFIG_MAP, noted)["metadata"]
+        assert ("managedFields" in kept) == is_kept
+        assert "fieldsV1" not in str(kept)
 
 
 @pytest.mark.parametrize("kind", OWNED, ids=lambda kind: kind.plural)

@@ -109,6 +109,22 @@ def test_an_object_that_is_missing_when_it_is_written_is_told(api):
     assert missing == [(SERVICE, "default")]
 
 
+def test_what_was_created_is_taken_away_by_an_apply_that_leaves_it_out(api):
+    async def scenario(cluster):
+        made = await cluster.create(config_map(a="1", b="2"))
+        claimed = await cluster.claim_fields(made)
+        applied = await cluster.apply(config_map(a="1"))
+        with pytest.raises(ClusterUnavailable, match="is gone"):
+            await cluster.claim_fields(config_map("other"))
+        return made, claimed, applied, await cluster.claim_fields(applied)
+
+    made, claimed, applied, again = run(scenario)
+    assert [entry["operation"] for entry in made["metadata"]["managedFields"]] == ["Update"]
+    assert [entry["operation"] for entry in claimed["metadata"]["managedFields"]] == ["Apply"]
+    assert claimed["data"] == made["data"] and applied["data"] == {"a": "1"}
+    assert again["metadata"] == applied["metadata"], "claimed once"
+
+
 def test_two_that_create_or_replace_the_same_conflict(api):
     lease = {
         "apiVersion": "coordination.k8s.io/v1",
@@ -118,9 +134,9 @@ def test_two_that_create_or_replace_the_same_conflict(api):
     }
 
     async def scenario(cluster):
-        made = await cluster.create(lease)
+        made = await cluster.create_lease(lease)
         with pytest.raises(ClusterConflict):
-            await cluster.create(lease)
+            await cluster.create_lease(lease)
         await cluster.replace(made | {"spec": {"holderIdentity": "b"}})
         with pytest.raises(ClusterConflict):
             await cluster.replace(made | {"spec": {"holderIdentity": "c"}})
@@ -131,7 +147,7 @@ def test_two_that_create_or_replace_the_same_conflict(api):
 def test_without_the_lead_nothing_is_written(api):
     async def scenario(cluster):
         cluster._may_write_s = lambda: 0.0
-        for write in (cluster.apply, cluster.delete):
+        for write in (cluster.create, cluster.apply, cluster.delete):
             with pytest.raises(ClusterUnavailable, match="another operator leads"):
                 await write(config_map())
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from ullage_operator.api.errors import ClusterRefused
 from ullage_operator.conditions.events import EventNote
 from ullage_operator.kube import events
 from ullage_operator.kube.client import Cluster
@@ -43,11 +44,44 @@ def recorded(
     """The Events of (seconds, note, service)."""
     monkeypatch.setattr(events, "datetime", Clock)
     cluster = AppliedEvents()
-    recorder = EventRecorder(cast(Cluster, cluster))
-    for seconds, note, service in decisions:
-        Clock.present = NOW + timedelta(seconds=seconds)
-        asyncio.run(recorder.record(service, [note]))
+
+    async def scenario() -> None:
+        recorder = EventRecorder(cast(Cluster, cluster))
+        for seconds, note, service in decisions:
+            Clock.present = NOW + timedelta(seconds=seconds)
+            recorder.record(service, [note])
+        await recorder.close()
+
+    asyncio.run(scenario())
     return cluster.applied
+
+
+def test_a_flood_is_written_slowly_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_BURST", 3)
+    monkeypatch.setattr(events, "RATE", 0.001)
+    monkeypatch.setattr(events, "MAX_WAITING", 5)
+    monkeypatch.setattr(events, "CLOSE_S", 0.1)
+    notes = [EventNote("R", "A", str(number)) for number in range(9)]
+    applied = recorded(monkeypatch, *((0.0, note, SERVICE) for note in notes))
+    assert [event["note"] for event in applied] == ["0", "1", "2"]  # the next in 1000 s
+
+
+def test_one_that_cannot_be_written_costs_itself_alone() -> None:
+    class Refusing(AppliedEvents):
+        async def apply(self, event: dict[str, Any]) -> dict[str, Any]:
+            if event["note"] == "0":
+                raise ClusterRefused("no")
+            return await super().apply(event)
+
+    cluster = Refusing()
+
+    async def scenario() -> None:
+        recorder = EventRecorder(cast(Cluster, cluster))
+        recorder.record(SERVICE, [EventNote("R", "A", str(number)) for number in range(2)])
+        await recorder.close()
+
+    asyncio.run(scenario())
+    assert [event["note"] for event in cluster.applied] == ["1"]
 
 
 def test_a_decision_is_an_event_about_the_service() -> None:
