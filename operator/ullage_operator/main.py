@@ -31,7 +31,8 @@ examples:
 
 Images and names that it gives to pods come from the environment: ULLAGE_ENGINE_IMAGE,
 ULLAGE_ROUTER_IMAGE, ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL,
-ULLAGE_DNS_LAG (seconds for which the cluster's DNS may answer what it knew; 30).
+ULLAGE_MAX_ROLLOUTS (services that try a new engine image at once; 3), ULLAGE_DNS_LAG (seconds for
+which the cluster's DNS may answer what it knew; 30).
 """
 
 

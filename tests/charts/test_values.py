@@ -34,6 +34,7 @@ SAMPLES: dict[str, Any] = {
     "crds.enabled": True,
     "crds.keep": False,
     "watch.namespaces": ["a"],
+    "maxRollouts": 5,
     "logLevel": "debug",
     "extraEnv": [
         {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},

@@ -386,6 +386,7 @@ def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 VERSION = version("ullage")
+MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""
 METRICS_NAMESPACE = "monitoring"
@@ -408,6 +409,9 @@ class Settings:
     """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may go on answering what it knew. Routers
     find engines by it, so engines that end go on serving for longer, and a canary stays for twice
     as long once the stable engines are ready."""
+    max_rollouts: int = MAX_ROLLOUTS
+    """ULLAGE_MAX_ROLLOUTS: number of services that may be in a rollout when another one begins to
+    try a new `engine_image`, which nobody's edit asks for."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
     namespace: str = ""
@@ -435,6 +439,7 @@ class Settings:
         return cls(
             **given,
             metrics_namespace=environ.get("ULLAGE_METRICS_NAMESPACE", METRICS_NAMESPACE),
+            max_rollouts=_count(environ, "ULLAGE_MAX_ROLLOUTS", MAX_ROLLOUTS),
             dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
             image_pull_secrets=tuple(name for name in secrets if name),
         )
@@ -445,3 +450,10 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     if not given.replace(".", "", 1).isdecimal():
         raise SystemExit(f"{name}={given!r} is no number of seconds; give one such as {default:g}")
     return float(given)
+
+
+def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    given = environ.get(name) or str(default)
+    if not given.isdecimal() or int(given) < 1:
+        raise SystemExit(f"{name}={given!r} is no number of services; give one such as {default}")
+    return int(given)

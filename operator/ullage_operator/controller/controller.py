@@ -21,6 +21,7 @@ from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer, StreamTimes
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
+from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster, unlimited
 from ullage_operator.kube.connection import Connection
@@ -182,6 +183,7 @@ class Controller:
             applier,
             self._healer,
             self._scaler,
+            RolloutQueue(settings.max_rollouts, self._wake),
             settings,
             options.reconcile_times,
         )

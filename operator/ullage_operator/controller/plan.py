@@ -76,7 +76,7 @@ from ullage_operator.rollout.canary import (
     router_file,
     with_revision,
 )
-from ullage_operator.rollout.stages import WAITING, RolloutStage
+from ullage_operator.rollout.stages import QUEUED, WAITING, RolloutStage
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -123,6 +123,8 @@ class Observed:
     """The service's present status."""
     is_rollout_readable: bool = True
     """Whether the ConfigMap with its rollout's state can be read."""
+    may_begin_rollout: bool = True
+    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
     rollout_annotation: str = ""
     """The annotation by which people steer its rollout."""
     canary_samples: Sequence[CanarySample] = ()
@@ -265,6 +267,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         },
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
+        may_begin=observed.may_begin_rollout,
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",
@@ -381,7 +384,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     if (
         progress.stage is RolloutStage.STABLE
         and not waits_for_people
-        and progress.reason != WAITING
+        and progress.reason not in (WAITING, QUEUED)
     ):
         return None
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from ullage_operator.controller.plan import (
     status_after,
     warned_objects,
 )
+from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.controller.router_client import RouterClient, router_addresses
 from ullage_operator.healing import silent_pools
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey
@@ -76,6 +78,7 @@ class Reconciler:
         applier: Applier,
         healer: Healer,
         autoscaler: Autoscaler[ServiceKey],
+        rollout_queue: RolloutQueue,
         settings: Settings,
         times: ReconcileTimes,
     ) -> None:
@@ -84,6 +87,7 @@ class Reconciler:
         self._applier = applier
         self._healer = healer
         self._autoscaler = autoscaler
+        self._rollout_queue = rollout_queue
         self._settings = settings
         self._times = times
         self._router_client = RouterClient()
@@ -129,6 +133,7 @@ class Reconciler:
         self._healer.drop()
         self._router_client.drop()
         self._autoscaler.drop()
+        self._rollout_queue.drop()
 
     def _forget(self, key: ServiceKey) -> None:
         """Forgets a service that is gone."""
@@ -137,6 +142,7 @@ class Reconciler:
         self._healer.forget(key)
         self._router_client.forget(key)
         self._autoscaler.forget(key)
+        self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
         """Returns the result, and after how many seconds to look again at the latest."""
@@ -203,7 +209,7 @@ class Reconciler:
             observed = await self._with_router_view(service, observed)
             observed = await self._with_warnings(key, service, observed)
             observed = self._with_replicas(key, service, observed)
-            planned = plan(service, observed, self._settings)
+            planned = self._plan(key, service, observed)
             applied = await self._applier.apply(key, manifest, planned, observed)
         except InvalidManifest as error:
             _logger.error("%s: invalid: %s", key, error)
@@ -218,6 +224,19 @@ class Reconciler:
             wait_s = self._backoff_s(key, applied.delay_s)
             recheck_s = min(wait_s, recheck_s or wait_s)
         return ReconcileResult(applied.result, status, planned, recheck_s)
+
+    def _plan(self, key: ServiceKey, service: Service, observed: Observed) -> ServicePlan:
+        """Plans, with no other service's plan between what the queue allows and what comes of
+        it."""
+        may_begin = self._rollout_queue.may_begin(key, self._statuses)
+        observed = dataclasses.replace(observed, may_begin_rollout=may_begin)
+        planned = plan(service, observed, self._settings)
+        self._rollout_queue.on_planned(key, planned.rollout.progress)
+        return planned
+
+    def _statuses(self) -> Iterator[tuple[ServiceKey, Object]]:
+        for key in self._cache.services():
+            yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
         """Adds to `observed` what was written, which no watch reports yet, and what could not."""

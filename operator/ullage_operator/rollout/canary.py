@@ -38,6 +38,7 @@ from ullage_operator.rollout.state import (
     changed_pools,
     changes_answers,
     dump,
+    has_other_image_only,
     initial,
     load,
     missing,
@@ -65,6 +66,8 @@ class RolloutObservation:
     """The text that was kept; None: nothing was."""
     is_state_readable: bool = True
     """Whether what was kept can be seen at all."""
+    may_begin: bool = True
+    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -167,10 +170,16 @@ def rollout_facts(
     tried = [name for name in changed if sizes[name]]
     revision = state.revision(target)
     analyses = [analysis_of(service, observation, progress, is_last) for is_last in (False, True)]
+    is_serving = any(_ready(observation, naming.pool_name(service.name, name)) for name in sizes)
     return RolloutFacts(
         now=observation.now,
         target=revision,
-        is_serving=any(_ready(observation, naming.pool_name(service.name, name)) for name in sizes),
+        is_serving=is_serving,
+        # Where nothing serves there is nothing to protect, and the image may be what helps.
+        may_begin=observation.may_begin
+        or not is_serving
+        or bool(service.spec.image)
+        or not has_other_image_only(target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
         can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],

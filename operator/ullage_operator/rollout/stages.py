@@ -21,7 +21,9 @@ WAITING = "NoStableEngine"
 """Reason of a rollout that waits to learn whether stable engines come back."""
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
-_BEGINNING = (WAITING, "Paused")
+QUEUED = "RolloutQueued"
+"""Reason of a rollout that waits for those of other services."""
+_BEGINNING = (WAITING, QUEUED, "Paused")
 """Reasons of a stable service that a newer revision waits for."""
 
 
@@ -77,6 +79,8 @@ class RolloutFacts:
     """A stable engine is ready, so there is something to protect and to compare with."""
     is_bridged: bool = False
     """Engines of a promoted canary serve, whether or not stable ones do."""
+    may_begin: bool = True
+    """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
     can_canary: bool = True
     """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
     needs_canary: bool = True
@@ -209,6 +213,12 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy)
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
         message = f"revision {facts.target} waits until the rollout is no longer paused"
         return _with_reason(state, "Paused", message)
+    if not facts.may_begin and facts.command is not RolloutCommand.PROMOTE:
+        message = (
+            f"revision {facts.target}, which has the operator's new image, waits until fewer "
+            "services are being rolled out"
+        )
+        return _with_reason(state, QUEUED, message)
     if not policy.is_canary:
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:

@@ -107,6 +107,12 @@ def changes_answers(target: Release, release: Release) -> bool:
     )
 
 
+def has_other_image_only(target: Release, release: Release) -> bool:
+    """Whether two releases differ in their image and in nothing else."""
+    is_other = bool(target["image"] != release["image"])
+    return is_other and not changed_pools(target | {"image": release["image"]}, release)
+
+
 def with_release(service: Service, release: Release) -> Service:
     """The service with other engines."""
     spec = to_api(service.spec)

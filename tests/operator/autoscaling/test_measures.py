@@ -21,6 +21,7 @@ from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer
 from ullage_operator.controller.plan import Observed
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
+from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.controller.router_client import RouterClient
 from ullage_operator.healing import EngineHealth, Restart
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
@@ -212,6 +213,7 @@ async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
             Applier(cluster, cache, EventRecorder(cluster)),
             cast(Healer, healer),
             Autoscaler[ServiceKey](lambda _: None),
+            RolloutQueue(1, lambda _: None),
             Settings(),
             ReconcileTimes(),
         )

@@ -15,6 +15,7 @@ from ullage_operator.controller.apply import Applier, ApplyResult
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer, StreamTimes
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
+from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
@@ -202,8 +203,9 @@ async def reconciling(cluster: Cluster, cache: Cache) -> AsyncIterator[Reconcile
         Autoscaler[ServiceKey](lambda _: None),
     )
     applier = Applier(cluster, cache, recorder)
+    queue = RolloutQueue(1, lambda _: None)
     times = ReconcileTimes(resync_s=3000.0)
-    made = Reconciler(cluster, cache, applier, healer, scaler, Settings(), times)
+    made = Reconciler(cluster, cache, applier, healer, scaler, queue, Settings(), times)
     try:
         yield made
     finally:

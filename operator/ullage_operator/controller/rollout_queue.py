@@ -1,0 +1,74 @@
+"""Bounds how many services roll out what the operator, and nobody's edit, asks of them.
+
+A new default image is another revision of every service that names none. If all tried it in the
+same moment, each would want GPUs beside the others', and a bad image would reach all of them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.rollout.stages import QUEUED, TRYING, RolloutProgress, RolloutStage
+
+Statuses = Iterable[tuple[ServiceKey, Mapping[str, Any]]]
+_ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
+
+
+class RolloutQueue:
+    """The services whose engines are being changed, and those that wait for their turn, by name.
+
+    Rollouts that an edit began count too, and wait for nobody.
+
+    Args:
+        max_rollouts: services that may be in a rollout when another one begins unasked.
+        wake: called with a service whose turn has come.
+    """
+
+    def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
+        self._max_rollouts = max_rollouts
+        self._wake = wake
+        self._rolling: set[ServiceKey] | None = None
+        """None until the rollouts that another operator began have been counted."""
+        self._waiting: set[ServiceKey] = set()
+
+    def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
+        """Whether a service may begin a rollout that nobody's edit asks for.
+
+        Args:
+            statuses: returns all services with their status; asked for once.
+        """
+        if self._rolling is None:
+            self._rolling = {each for each, status in statuses() if _is_rolling(status)}
+        return key in self._rolling or len(self._rolling) < self._max_rollouts
+
+    def on_planned(self, key: ServiceKey, progress: RolloutProgress) -> None:
+        """Notes how far a service's rollout is; what waits for people or for pods is not in it."""
+        waits = progress.is_held or progress.is_asleep or progress.reason == "Paused"
+        is_rolling = progress.stage.value in _ROLLING and not waits
+        self._place(key, is_rolling, progress.reason == QUEUED)
+
+    def forget(self, key: ServiceKey) -> None:
+        """The service is gone."""
+        self._place(key, is_rolling=False, is_waiting=False)
+
+    def drop(self) -> None:
+        """Another operator leads."""
+        self._rolling = None
+        self._waiting.clear()
+
+    def _place(self, key: ServiceKey, is_rolling: bool, is_waiting: bool) -> None:
+        """Puts a service where it belongs, and wakes the next if that makes room."""
+        rolling = set() if self._rolling is None else self._rolling
+        if ((key in rolling), (key in self._waiting)) == (is_rolling, is_waiting):
+            return
+        for services, is_member in ((rolling, is_rolling), (self._waiting, is_waiting)):
+            if is_member:
+                services.add(key)
+            else:
+                services.discard(key)
+        if self._waiting and len(rolling) < self._max_rollouts:
+            self._wake(min(self._waiting))
+
+
+def _is_rolling(status: Mapping[str, Any]) -> bool:
+    return status.get("rollout", {}).get("stage") in _ROLLING

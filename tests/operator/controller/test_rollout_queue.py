@@ -1,0 +1,150 @@
+"""A new default image reaches a bounded number of services at a time; edits wait for nobody."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
+from ullage_operator.controller.rollout_queue import RolloutQueue
+from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+MAX_ROLLOUTS = 2
+NAMES = ("a", "b", "c", "d", "e")
+
+
+class Services:
+    """Services whose plans are applied and whose engines are ready at once, unless told."""
+
+    def __init__(self, manifest: Callable[..., dict[str, Any]]) -> None:
+        self._manifest = manifest
+        self.settings = Settings(engine_image="one")
+        self.woken: list[str] = []
+        self.spec: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
+        self.objects: dict[str, dict[ObjectKey, dict[str, Any]]] = {name: {} for name in NAMES}
+        self.status: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
+        self.unready: set[str] = set()
+        self.restart()
+        for name in NAMES * 2:
+            self.step(name)
+
+    def restart(self) -> None:
+        """Another operator takes over."""
+        self.queue = RolloutQueue(MAX_ROLLOUTS, lambda key: self.woken.append(key.name))
+
+    def statuses(self) -> Iterator[tuple[ServiceKey, dict[str, Any]]]:
+        for name, status in self.status.items():
+            yield ServiceKey("models", name), status
+
+    def step(self, name: str) -> str:
+        """One reconciliation; returns the stage or, of a service that waits, why."""
+        manifest = self._manifest(rollout={"strategy": "Rolling"}, **self.spec[name])
+        manifest["metadata"]["name"] = name
+        key = ServiceKey("models", name)
+        observed = Observed(
+            now=NOW,
+            objects=self.objects[name],
+            status=self.status[name],
+            may_begin_rollout=self.queue.may_begin(key, self.statuses),
+        )
+        planned = plan(parse(manifest), observed, self.settings)
+        self.queue.on_planned(key, planned.rollout.progress)
+        self.objects[name] = {key_of(item): self.live(name, item) for item in planned.apply}
+        self.status[name] = planned.status
+        return str(planned.rollout.progress.reason)
+
+    def live(self, name: str, item: dict[str, Any]) -> dict[str, Any]:
+        if item["kind"] != "StatefulSet":
+            return item
+        ready = 0 if name in self.unready else 1
+        status = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1}
+        meta = item["metadata"] | {"generation": 1}
+        return item | {"metadata": meta, "status": status | {"readyReplicas": ready}}
+
+    def image(self, name: str) -> str:
+        workload = self.objects[name][ObjectKey("StatefulSet", f"{name}-single")]
+        return str(workload["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+@pytest.fixture
+def services(manifest: Callable[..., dict[str, Any]]) -> Services:
+    services = Services(manifest)
+    services.settings = Settings(engine_image="two")
+    return services
+
+
+def test_a_new_default_image_rolls_few_services_at_a_time(services: Services) -> None:
+    reasons = {name: services.step(name) for name in NAMES}
+    assert [reasons[name] for name in "ab"] == ["RollingOut"] * 2
+    assert [reasons[name] for name in "cde"] == ["RolloutQueued"] * 3
+    assert [services.image(name) for name in NAMES] == ["two", "two", "one", "one", "one"]
+    [condition] = [c for c in services.status["c"]["conditions"] if c["type"] == "Progressing"]
+    assert condition["reason"] == "RolloutQueued"
+    assert services.woken == []
+    for ended, begun in (("b", "c"), ("a", "d"), ("c", "e")):
+        assert services.step(ended) == "Promoted"
+        assert services.woken.pop() == begun and not services.woken
+        assert services.step(begun) == "RollingOut"
+    assert services.step("d") == services.step("e") == "Promoted"
+    assert services.woken == []
+    assert {services.image(name) for name in NAMES} == {"two"}
+
+
+def test_edits_and_engines_that_do_not_serve_wait_for_nobody(services: Services) -> None:
+    services.step("a")
+    services.step("b")
+    services.spec["c"] = {"image": "mine"}
+    services.spec["d"] = {"memory": {"maxKV": "1Gi"}}
+    services.unready.add("e")
+    for name in "cde":
+        services.objects[name] = {
+            key: services.live(name, item) for key, item in services.objects[name].items()
+        }
+        assert services.step(name) != "RolloutQueued"
+    assert services.image("c") == "mine" and services.image("d") == "two"
+
+
+def test_a_successor_counts_what_is_under_way(services: Services) -> None:
+    services.step("d")
+    services.step("e")
+    services.restart()
+    assert services.step("a") == "RolloutQueued"
+    services.queue.forget(ServiceKey("models", "e"))
+    assert services.woken == ["a"]
+    assert services.step("a") == "RollingOut"
+
+
+def test_an_image_that_is_taken_back_keeps_nobody_waiting(services: Services) -> None:
+    for name in "abc":
+        services.step(name)
+    services.settings = Settings(engine_image="one")
+    assert services.step("c") == "Stable"
+    assert services.woken == [] and services.image("c") == "one"
+    services.settings = Settings(engine_image="two")
+    services.step("a")
+    assert services.woken == [], "nobody waits"
+
+
+def test_what_waits_for_people_keeps_nobody_waiting() -> None:
+    woken: list[str] = []
+    queue = RolloutQueue(1, lambda key: woken.append(key.name))
+    first, second = ServiceKey("models", "a"), ServiceKey("models", "b")
+    assert queue.may_begin(first, lambda: ())
+    rolling = RolloutProgress("one", NOW, RolloutStage.CANARY, "two")
+    queue.on_planned(first, rolling)
+    assert queue.may_begin(first, lambda: ()) and not queue.may_begin(second, lambda: ())
+    queue.on_planned(second, RolloutProgress("one", NOW, reason=QUEUED))
+    queue.on_planned(first, replace(rolling, is_held=True))
+    assert woken == ["b"] and queue.may_begin(second, lambda: ())
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_no_number_of_services_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit, match="ULLAGE_MAX_ROLLOUTS"):
+        Settings.from_env({"ULLAGE_MAX_ROLLOUTS": text})
+    assert Settings.from_env({"ULLAGE_MAX_ROLLOUTS": "7"}).max_rollouts == 7
