@@ -271,6 +271,33 @@ def pressure_by_pool(
     return levels
 
 
+def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
+    """Returns how many workers of a pool's engines ended unasked and were started again.
+
+    Args:
+        before: what the service's status says, which holds until every engine has reported.
+    """
+    reports = [engine.report for engine in engines]
+    return sum(each.worker_restarts for each in reports if each) if all(reports) else before
+
+
+def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
+    """Returns Events for workers that were started again, from the service's status before and
+    after."""
+    notes = []
+    for name, pool in after.get("pools", {}).items():
+        total = pool.get("workerRestarts", 0)
+        count = total - before.get("pools", {}).get(name, {}).get("workerRestarts", total)
+        if count > 0:
+            workers = "a worker" if count == 1 else f"{count} workers"
+            message = (
+                f"pool {name}: {workers} of its engines ended unasked and started again, {total} "
+                "since these engines started; their logs and ullage_worker_restarts_total say why"
+            )
+            notes.append(EventNote("WorkerRestarted", "Observe", message, warning=True))
+    return notes
+
+
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
     """An engine to follow."""

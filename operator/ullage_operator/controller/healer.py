@@ -251,6 +251,8 @@ class HeadroomStreams(Generic[Key]):
 
     def _on_report(self, key: Key, uid: str, report: headroom_pb2.Headroom) -> None:
         stream = self._streams[key][uid]
+        before = stream.report
+        has_new_restart = before is not None and before.worker_restarts < report.worker_restarts
         stream.reported_at, stream.report = self._clock_s, report
         was_ill, was_silent = stream.unhealthy_at is not None, stream.is_silent
         is_ill = report.health < stream.target.min_health
@@ -259,7 +261,7 @@ class HeadroomStreams(Generic[Key]):
         elif not was_ill:
             stream.unhealthy_at = self._clock_s
         stream.is_silent = False
-        if was_silent or is_ill != was_ill:
+        if was_silent or is_ill != was_ill or has_new_restart:
             self._on_news(key)
         self._report_if_due(key)
 

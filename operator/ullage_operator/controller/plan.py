@@ -56,6 +56,7 @@ from ullage_operator.healing import (
     engine_pods,
     node_wait_s,
     restarts_status,
+    worker_restarts,
 )
 from ullage_operator.manifests.manifests import (
     engine_objects,
@@ -416,10 +417,12 @@ def pool_status(service: Service, pool: str, workload: Workload, observed: Obser
     match = naming.selector(service.name, naming.ENGINE, pool)
     pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})
+    engines = [engine for engine in observed.engine_health.values() if engine.pool == pool]
     return {
         "replicas": workload.exist,
         "readyReplicas": workload.ready,
         "restarts": sum(restart_count(pod) for pod in observed.pods if pool_of(pod) == pool),
+        "workerRestarts": worker_restarts(engines, before.get("workerRestarts", 0)),
         "selector": naming.selector_text(match),
         **({} if pressure is None else {"pressureLevel": pressure}),
         **pool_scaling(service.spec.pools[pool], observed.scaling.changes.get(pool), before),

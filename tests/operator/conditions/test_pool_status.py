@@ -2,10 +2,16 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import pressure_by_pool
+from ullage_operator.healing import (
+    EngineHealth,
+    pressure_by_pool,
+    worker_restart_notes,
+    worker_restarts,
+)
 
 MILD, WILD = Headroom(pressure_level=0), Headroom(pressure_level=2, headroom_bytes=95)
 
@@ -13,6 +19,25 @@ MILD, WILD = Headroom(pressure_level=0), Headroom(pressure_level=2, headroom_byt
 def test_a_pools_pressure_is_the_highest_of_its_engines() -> None:
     reports = [("single", MILD), ("single", WILD), ("single", MILD), ("large", MILD)]
     assert pressure_by_pool(reports) == {"single": 2, "large": 0}
+
+
+def test_worker_restarts_are_counted_once_every_engine_has_reported() -> None:
+    engines = [EngineHealth(pool="single", report=Headroom(worker_restarts=n)) for n in (1, 2)]
+    assert worker_restarts(engines, before=7) == 3
+    assert worker_restarts([*engines, EngineHealth(pool="single")], before=7) == 7
+    assert worker_restarts([], before=7) == 0
+
+
+def test_only_another_restart_is_an_event() -> None:
+    def status(**counts: int) -> dict[str, Any]:
+        return {"pools": {name: {"workerRestarts": count} for name, count in counts.items()}}
+
+    assert worker_restart_notes({}, status(single=4)) == []  # nobody knows since when
+    assert worker_restart_notes(status(single=4), status(single=4, large=1)) == []
+    assert worker_restart_notes(status(single=4), status(single=0)) == []  # of another pod
+    [note] = worker_restart_notes(status(single=4, large=0), status(single=6, large=0))
+    assert note.reason == "WorkerRestarted" and note.warning
+    assert note.message.startswith("pool single: 2 workers")
 
 
 def test_the_status_names_the_level_alone(make_plan: Callable[..., ServicePlan]) -> None:

@@ -151,7 +151,30 @@ def test_the_engines_pressure_is_in_the_status(world, played, operator, engines)
     assert world.service()["status"]["pools"]["single"]["restarts"] == 2
     engines.change(first, pressure_level=2)
     until(lambda: pressure(world) == 2, "one is short of memory", LONG_S)
-    assert "Created" in events(world)
+    until(lambda: "Created" in events(world), "an Event tells of the objects", LONG_S)
+
+
+def test_a_restarted_worker_is_in_the_status_and_an_event(world, played, start, engines) -> None:
+    first = start()
+    world.create(pools={"single": {"replicas": 1}})
+    converged(world)
+    engine = engines.add()
+    make_pod(world, "s-single-0", engine)
+
+    def restarts() -> int | None:
+        pools = world.service().get("status", {}).get("pools", {})
+        return pools.get("single", {}).get("workerRestarts")
+
+    until(lambda: pressure(world) == 0 and restarts() == 0, "it is heard", LONG_S)
+    engines.change(engine, worker_restarts=1)
+    until(lambda: restarts() == 1, "its status tells", LONG_S)
+    note = until(lambda: events(world).get("WorkerRestarted"), "an Event tells", LONG_S)
+    assert note.startswith("pool single: a worker of its engines ended unasked and started again")
+    assert first.stop() == 0
+    engines.change(engine, worker_restarts=3)
+    start()
+    until(lambda: restarts() == 3, "what happened meanwhile is told", LONG_S)
+    until(lambda: "2 workers" in events(world)["WorkerRestarted"], "and is an Event", LONG_S)
 
 
 def test_a_pod_that_stays_not_ready_is_made_anew_once(world, played, operator, engines) -> None:
