@@ -364,11 +364,28 @@ class Informer:
         self._metrics.restarts.labels(kind=self._scope.kind.name, reason=reason).inc()
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Keeps kopf from comparing objects: its handler here takes every event as it is.
+
+    The comparison copies each object twice, a third of what an event costs.
+    """
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        return cast(kopf.BodyEssence, {})
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        pass
+
+
 def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
     """How kopf watches one kind."""
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True  # needs the right to watch definitions and namespaces
     settings.posting.enabled = False
+    settings.persistence.diffbase_storage = _NoDifferences()
     # Kills the process so long after kopf has ended, though it was started again.
     settings.process.ultimate_exiting_timeout = None
     settings.networking.request_timeout = _REQUEST_S
