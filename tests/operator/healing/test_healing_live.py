@@ -174,7 +174,14 @@ def test_a_restarted_worker_is_in_the_status_and_an_event(world, played, start, 
     engines.change(engine, worker_restarts=3)
     start()
     until(lambda: restarts() == 3, "what happened meanwhile is told", LONG_S)
-    until(lambda: "2 workers" in events(world)["WorkerRestarted"], "and is an Event", LONG_S)
+
+    def is_an_event() -> bool:
+        path = f"/apis/events.k8s.io/v1/namespaces/{world.namespace}/events"
+        return any(
+            "2 workers of its engines" in event["note"] for event in world.get(path)["items"]
+        )
+
+    until(is_an_event, "and is an Event", LONG_S)
 
 
 def test_a_pod_that_stays_not_ready_is_made_anew_once(world, played, operator, engines) -> None:
