@@ -5,7 +5,7 @@
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
 #   scripts/test.sh PYTHON fast            those that start no processes, within a minute
-#   scripts/test.sh PYTHON slow            those marked slow
+#   scripts/test.sh PYTHON slow            those marked slow, with new examples in each run
 #   scripts/test.sh PYTHON ARGUMENT ...    pytest with these arguments
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -50,7 +50,7 @@ case "${1:-}" in
         cat "$logs/operator.log"
         exit "$status"
         ;;
-    slow) "$python" -m pytest -m slow; exit ;;
+    slow) "$python" -m pytest -m slow --hypothesis-profile=search; exit ;;
     *) "$python" -m pytest "$@"; exit ;;
 esac
 

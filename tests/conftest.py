@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ullage_testing.certificates import Authority
@@ -23,6 +24,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # runs them.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same commit gets the same verdict, on a fast machine and on a busy one: every run tries the
+# same examples, without a clock. `--hypothesis-profile=search` tries new ones.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", _UNTIMED)
+settings.register_profile("gate", _UNTIMED, derandomize=True, database=None)
+settings.load_profile("gate")
 
 
 @pytest.hookimpl(tryfirst=True)
