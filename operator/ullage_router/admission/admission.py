@@ -264,6 +264,7 @@ class Admission:
         if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
+        ahead = {} if call.is_trial else self._queue.ahead(call.request.priority, entry)
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -272,7 +273,8 @@ class Admission:
             has_session=bool(call.request.session_id),
             droppable=not received and prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=request.queue_state if request else QueueState.OPEN,
-            ahead={} if call.is_trial else self._queue.ahead(call.request.priority, entry),
+            ahead=ahead,
+            passable=self._queue.passable(ahead),
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
             waiting=self._queue.lengths(),
             limits=self._limits(call),
@@ -318,6 +320,8 @@ class Admission:
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
+        if not request.call.is_trial:
+            self._queue.on_passed(run.pool, request.entry)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
         credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids), run.step_limit_s)
@@ -368,11 +372,17 @@ class Admission:
         if call.progress.has_begun:
             allowed_s = call.deadline.first_token_remaining_s
         try:
-            if not await entry.wait_turn(min(allowed_s, wait.longest_s)):
+            if entry.is_head:
+                self._queue.wake_followers(entry, wait.available)
+            until = started + min(allowed_s, wait.longest_s)
+            while await entry.wait_turn(until - time.monotonic()):
+                if entry.is_evicted:
+                    request.queue_state = QueueState.FULL
+                if entry.is_evicted or entry.is_head or isinstance(self._decide(request), Run):
+                    break
+            else:
                 is_late = wait.longest_s < allowed_s
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
-            elif entry.is_evicted:
-                request.queue_state = QueueState.FULL
         finally:
             queued_s = call.decision.queued_s + time.monotonic() - started
             call.decision = changed(call.decision, queued_s=queued_s)

@@ -1,7 +1,9 @@
 """The bounded queue of requests that wait for memory: one line a pool, shared fairly.
 
 Only the head of a line is woken, so that requests are served in order (`policy/fair_queue.py`) and
-a burst of headroom reports costs one decision a pool. A full queue is shared fairly as well, by the
+a burst of headroom reports costs one decision a pool. While the head cannot run, those behind it
+that fit may pass it, if they end before it could begin (`policy/decide.py`), and no more than
+`backfill` of them pass one head. A full queue is shared fairly as well, by the
 bound that is short: a newcomer takes the place of what the tenant with the largest share of that
 needs least. A higher priority takes the place of a lower one, whosever they are.
 """
@@ -18,6 +20,8 @@ from sortedcontainers import SortedList
 from ullage_common.config.router import QueueSection
 from ullage_router.policy.fair_queue import Entry, FairLine
 
+LOOKED_AHEAD = 16
+"""Number of requests first in line among which those are looked for that may pass the head."""
 MAX_EVICTED = 8
 """Number of requests whose places one newcomer may take."""
 
@@ -56,6 +60,8 @@ class QueueEntry:
         self.waiter = waiter
         self.place = place
         self.is_evicted = False
+        self.num_passed = 0
+        """Requests that passed this one while it was the head of its line."""
         self._queue = queue
         self._event = asyncio.Event()
 
@@ -72,6 +78,11 @@ class QueueEntry:
 
     def wake(self) -> None:
         self._event.set()
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the entry is the next of its line."""
+        return self._queue.head(self.pool) is self
 
     def serve(self) -> None:
         """Leaves the queue for an engine of the pool."""
@@ -134,6 +145,8 @@ class RequestQueue:
         """(amount / weight, tenant) of each bound."""
         self._numbers: Iterator[int] = itertools.count()
         self._amounts = _Amounts()
+        self.passed = 0
+        """Requests that passed a head."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -200,6 +213,36 @@ class RequestQueue:
                 is_here = entry is not None and entry.pool == pool and not entry.is_evicted
                 result[pool] = line.size_from(priority) - (own.size if own and is_here else 0)
         return result
+
+    def head(self, pool: str) -> QueueEntry | None:
+        """Returns the first in line for a pool; None when nobody waits."""
+        line = self._lines.get(pool)
+        return self._entries[line.head.number] if line and line.head else None
+
+    def passable(self, ahead: Mapping[str, int]) -> Mapping[str, int]:
+        """Returns the bytes that the head waits for, of those pools in `ahead` whose head may be
+        passed once more."""
+        heads = ((pool, self.head(pool)) for pool in ahead)
+        limit = self._bounds.backfill
+        return {pool: h.place.size for pool, h in heads if h is not None and h.num_passed < limit}
+
+    def on_passed(self, pool: str, entry: QueueEntry | None) -> None:
+        """Counts a request that takes memory of the pool, if it passes the head by that."""
+        head = self.head(pool)
+        if head is not None and head is not entry:
+            head.num_passed += 1
+            self.passed += 1
+
+    def wake_followers(self, head: QueueEntry, available: int) -> None:
+        """Wakes those behind a head that stays which may fit so many bytes.
+
+        Args:
+            available: most bytes that an engine of the pool has.
+        """
+        if head.num_passed < self._bounds.backfill and available > 0:
+            for place in self._lines[head.pool].first(LOOKED_AHEAD):
+                if place is not head.place and place.size <= available:
+                    self._entries[place.number].wake()
 
     def lengths(self) -> Mapping[str, int]:
         return {pool: len(line) for pool, line in self._lines.items()}

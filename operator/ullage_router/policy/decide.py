@@ -6,8 +6,9 @@ function.
 A request has a home pool: the first one, or the large pool when the request is large. At home it
 runs on the engine whose caches have its beginning, or on the one with more headroom of two drawn
 ones. When it does not fit, the rungs of the ladder are tried in their order; a request that others
-wait before may only wait, go to another pool or be refused. A clear answer comes first: what can
-never fit is invalid at once, and a service without a ready engine is unavailable.
+wait before may only wait, go to another pool or be refused, unless it fits beside the first of them
+and ends before the memory for that one is predicted to be there (backfill). A clear answer comes
+first: what can never fit is invalid at once, and a service without a ready engine is unavailable.
 """
 
 import math
@@ -26,8 +27,8 @@ from ullage_router.policy.decision import (
     RequestFacts,
     RoutingPolicy,
 )
-from ullage_router.policy.forecast import is_on_time, longest_wait_s, step_limit_s, turn_s
-from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, retry_after
+from ullage_router.policy.forecast import end_s, is_on_time, longest_wait_s, step_limit_s, turn_s
+from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, earliest_s, retry_after
 
 Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
@@ -74,6 +75,8 @@ class Wait:
     demand: Demand
     longest_s: float = math.inf
     """Seconds for which the request may wait: after that it would be late whatever is free."""
+    available: int = 0
+    """Most bytes that a usable engine of the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class _LadderRun:
                 return self._reject()
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
+        free = self._free(pool) or (self._free_beside_head() if pool == self.home else [])
+        fits = [e for e in free if self._demand(e).kv_bytes <= e.available]
         if not fits:
             return None
         engine = _pick(fits, self.facts, self.policy)
@@ -250,7 +254,8 @@ class _LadderRun:
             longest_wait_s(e, facts.prompt_tokens, self._expected_output(e), facts.limits)
             for e in recoverable
         )
-        return Wait(reason, self.home, self._least(recoverable), longest_s)
+        available = max((e.available for e in usable), default=0)
+        return Wait(reason, self.home, self._least(recoverable), longest_s, available)
 
     def _turn_s(self, engines: Sequence[EngineView], *, comes_back: bool = False) -> float | None:
         """Returns in how many seconds the request could run in its home and keep its limits."""
@@ -362,6 +367,21 @@ class _LadderRun:
             return []
         refused_by = self.facts.refused_by
         return [e for e in self._usable(pool) if e.id not in refused_by and self._is_in_time(e)]
+
+    def _free_beside_head(self) -> list[EngineView]:
+        """Returns engines of the home pool on which the request would end before the first of
+        those that wait could begin."""
+        head_bytes = self.facts.passable.get(self.home)
+        if head_bytes is None:
+            return []
+        return [
+            e
+            for e in self._usable(self.home)
+            if e.id not in self.facts.refused_by
+            and end_s(e, self.facts.prompt_tokens, self._expected_output(e))
+            <= earliest_s(e.available, e.releases, head_bytes)
+            and self._is_in_time(e)
+        ]
 
     def _is_in_time(self, engine: EngineView) -> bool:
         facts = self.facts

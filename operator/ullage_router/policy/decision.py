@@ -325,6 +325,9 @@ class RequestFacts:
     queue: QueueState = QueueState.OPEN
     ahead: Mapping[str, int] = field(default_factory=dict)
     """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
+    passable: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the first of those waits for, by pool; a pool where it may not be passed is
+    absent."""
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that have reported nothing since they refused the request."""
     waiting: Mapping[str, int] = field(default_factory=dict)

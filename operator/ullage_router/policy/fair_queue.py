@@ -11,6 +11,7 @@ own requests go by their deadlines, of which none counts as later than `MAX_LEAD
 so a request is overtaken only by what came within that time.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -102,8 +103,9 @@ class _Level:
     def charge(self, entry: Entry) -> None:
         """The entry, which is still here, is served."""
         flow = self._flows[entry.tenant]
+        if self._order[0][2] == entry.tenant:  # one that passed others says nothing of the time
+            self._now = max(self._now, flow.tag)
         self._order.remove((flow.tag, flow.number, entry.tenant))
-        self._now = max(self._now, flow.tag)
         flow.tag += entry.cost / entry.weight
         self._order.add((flow.tag, flow.number, entry.tenant))
         while self._idle and self._idle[0][0] <= self._now:
@@ -115,6 +117,12 @@ class _Level:
             self._idle.add((flow.tag, tenant))
         else:
             del self._flows[tenant]
+
+    def in_turns(self) -> Iterator[Entry]:
+        """Yields all entries, the tenants taking turns."""
+        flows = [self._flows[tenant].entries for _, _, tenant in self._order]
+        for row in itertools.zip_longest(*flows):
+            yield from (item[2] for item in row if item is not None)
 
     def entries(self) -> Iterator[Entry]:
         for flow in self._flows.values():
@@ -150,6 +158,12 @@ class FairLine:
     def head(self) -> Entry | None:
         """The next to be served."""
         return max((level.head for level in self._levels.values()), key=self._claim, default=None)
+
+    def first(self, count: int) -> list[Entry]:
+        """Returns up to so many entries about in the order in which they will be served."""
+        levels = sorted(self._levels.values(), key=lambda x: self._claim(x.head), reverse=True)
+        entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
+        return list(itertools.islice(entries, count))
 
     def add(self, entry: Entry) -> None:
         self._levels.setdefault(entry.priority, _Level()).add(entry)

@@ -57,6 +57,16 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
     return _slack_s(engine, engine.load + 1, wait_s, prompt, output, limits) >= 0.0
 
 
+def end_s(engine: EngineView, prompt: int, output: int) -> float:
+    """Returns in how many seconds a request would end that goes to the engine now; infinity when
+    the engine has not measured its speed."""
+    step_s = engine.step_s(engine.load + 1)
+    is_full = bool(engine.max_sequences) and engine.load >= engine.max_sequences
+    if not (step_s and engine.prefill_speed) or is_full:
+        return math.inf
+    return engine.backlog_s + prompt / engine.prefill_speed + output * step_s
+
+
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
     """Returns how long a step may take at most while a request runs that goes to the engine now."""
     if limits.e2e_s == math.inf:

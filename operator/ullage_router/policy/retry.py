@@ -54,6 +54,14 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
     return MAX_RETRY_AFTER_S if is_known else UNKNOWN_RETRY_AFTER_S
 
 
+def earliest_s(available: int, releases: Iterable[Release], needed: int) -> float:
+    """Seconds before which `needed` bytes are not available, as far as releases are predicted."""
+    if available >= needed:
+        return 0.0
+    last_s = max((release.after_s for release in releases), default=0.0)
+    return min(last_s, release_s(available, releases, needed)) if last_s else 0.0
+
+
 class RetryBudget:
     """The bucket. Times are of any steady clock."""
 

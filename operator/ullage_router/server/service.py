@@ -280,6 +280,11 @@ class RouterService:
             "Memory of the router that waiting requests hold",
             lambda: self.queue.prompt_bytes,
         )
+        self.metrics.count(
+            "queue_passed",
+            "Requests that passed one that waits first in line",
+            lambda: self.queue.passed,
+        )
         self._watch_engines()
         self._count()
         self._watch_secrets()

@@ -175,6 +175,8 @@ class QueueSection(Strict, frozen=True, kw_only=True):
     """Longest wait of one request."""
     aging: SomeSeconds = 0.05
     """Seconds of waiting that make up for one level of priority."""
+    backfill: Count = 16
+    """Most requests that pass one that waits first in line; 0: none."""
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):

@@ -155,6 +155,30 @@ def test_queued_then_served(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_small_ones_pass_one_that_waits_for_much_memory(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            releases = [headroom_pb2.Release(after_ms=3000, bytes=90 * BLOCK)]
+            busy = {"releases": releases, "decode_tokens_per_second": 100.0}
+            busy |= {"prefill_tokens_per_second": 1e5, "requests_running": 1}
+            busy |= {"expected_output_tokens": 16, "max_sequences": 64}
+            await refreshed(service, service.engine, headroom_bytes=0, **busy)
+            queue = service.router.service.queue
+            first = asyncio.ensure_future(service.complete(LONG))
+            await service.until(lambda: len(queue) == 1)
+            second = asyncio.ensure_future(service.complete("short", max_tokens=16))
+            await service.until(lambda: len(queue) == 2)
+            service.engine.push(headroom_bytes=8 * BLOCK, **busy)
+            decided(await second, "queue", "single")  # one that waited behind
+            decided(await service.complete("short", max_tokens=16), "accept", "single")
+            assert queue.passed == 2
+            assert not first.done()
+            service.engine.push(headroom_bytes=100 * BLOCK)
+            assert (await first).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_a_full_queue_is_429(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(routing=ROUTING) as service:

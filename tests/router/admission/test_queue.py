@@ -72,6 +72,32 @@ def test_only_the_head_is_woken_and_hands_on() -> None:
     asyncio.run(scenario())
 
 
+def test_those_behind_that_fit_are_woken_and_counted() -> None:
+    async def scenario() -> None:
+        here = room(backfill=2)
+        head = here.join("single", waiter(100))
+        large = here.join("single", waiter(50))
+        small = [here.join("single", waiter(10)) for _ in range(3)]
+        ahead = {"single": 170}
+        here.wake_followers(head, 10)
+        assert not await large.wait_turn(0.0)
+        for entry in small[:2]:
+            assert await entry.wait_turn(1.0)
+            assert here.passable(ahead) == {"single": 100}
+            here.on_passed("single", entry)
+            entry.serve()
+        assert here.passable(ahead) == {}
+        assert await small[2].wait_turn(1.0)  # of the first time
+        here.wake_followers(head, 10)
+        assert not await small[2].wait_turn(0.0)
+        here.on_passed("single", head)
+        head.serve()
+        assert here.passed == 2
+        assert here.passable(ahead) == {"single": 50}  # the next one is passed anew
+
+    asyncio.run(scenario())
+
+
 def test_a_new_head_may_decide_at_once() -> None:
     async def scenario() -> None:
         here = room()

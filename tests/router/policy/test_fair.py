@@ -97,6 +97,13 @@ def test_who_comes_late_gets_its_share_and_no_more() -> None:
     assert "".join(e.tenant for e in drain(line)) in ("abababab", "babababa")
 
 
+def test_what_passes_others_is_charged_to_its_tenant() -> None:
+    line = line_of(entry("a", 100), small := entry("b", 10), *(entry("b", 10) for _ in range(2)))
+    line.add(entry("c", 10))
+    line.serve(small)
+    assert "".join(e.tenant for e in drain(line)) == "acbb"
+
+
 def test_leaving_and_coming_again_gives_no_second_share() -> None:
     line = line_of(*(entry("a", 10) for _ in range(6)), entry("b", 40))
     served = []
@@ -201,6 +208,11 @@ class FairMachine(RuleBasedStateMachine):
         self.line.serve(head)
         self.inside.remove(head)
 
+    @precondition(lambda self: self.inside)
+    @rule(place=st.integers(0, 1000))
+    def pass_the_head(self, place: int) -> None:
+        self.line.serve(self.inside.pop(place % len(self.inside)))
+
     @invariant()
     def the_head_is_one_that_may_go(self) -> None:
         self.line.check_integrity()
@@ -211,6 +223,9 @@ class FairMachine(RuleBasedStateMachine):
             assert head
             if (other.tenant, other.priority) == (head.tenant, head.priority):
                 assert (head.due, head.number) <= (other.due, other.number)
+        first = self.line.first(100)
+        assert sorted(e.number for e in first) == sorted(e.number for e in self.inside)
+        assert first[:1] == ([head] if head else [])
         sums = {p: sum(e.size for e in self.inside if e.priority >= p) for p in range(-2, 3)}
         assert sums == {p: self.line.size_from(p) for p in range(-2, 3)}
 
