@@ -4,22 +4,28 @@ The first tokens of a step that is judged are held back. Its answer is discarded
 uncertain, when the step refuses, fails, or uses up its share of the time; then the next step is
 tried. The last step is not judged: its answer is sent as it is, and its error is the client's.
 
-A step may be another service's router, which is asked over gRPC as any client asks it.
+A step may be another service's router, which is asked over gRPC as any client asks it: in plaintext
+or over TLS, with the client's key or with one of this service.
 """
 
 import asyncio
 import contextlib
 import copy
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_common.config.router import MAX_STEPS, CascadeSection
+from ullage_common.config.router import MAX_STEPS, CascadeSection, StepSection
+from ullage_common.process.config_file import HASH_PREFIX, ConfigError, read_entry
+from ullage_common.process.file_watch import fingerprint, follow
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.tls import Certificates
 from ullage_router import errors
 from ullage_router.call import Call, Event, Handler, ResponseStream, timed_out
 from ullage_router.errors import http_status
@@ -29,24 +35,116 @@ from ullage_router.policy.decision import Attempt, Decision, Outcome
 PATH_KEY = "x-ullage-cascade"
 """Metadata that names the cascades a request came through, joined by commas."""
 
+log = logging.getLogger(__name__)
+
 EventStream = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
+
+
+class ServiceKey:
+    """The API key that this service has with another one, from a mounted Secret, and followed.
+
+    Args:
+        folder: with the file `key`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def authorization(self) -> str:
+        return f"Bearer {self._key}"
+
+    async def start(self) -> None:
+        """Raises ConfigError when there is no usable key."""
+        seen = fingerprint([self._folder])
+        self._read()
+        self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _read(self) -> None:
+        path = self._folder / "key"
+        try:
+            key = path.read_text(encoding="ascii").strip()
+            read_entry(key)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}; the Secret must have the entry key"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        if key.startswith(HASH_PREFIX):
+            raise ConfigError(f"{path}: has the digest of a key; write the key itself")
+        self._key = key
+
+    async def _reload(self) -> None:
+        try:
+            self._read()
+        except ConfigError as error:
+            log.error("key not read; the one before stays", extra={"reason": str(error)})
 
 
 class Peer:
     """The router of another service.
 
     Args:
-        target: its `host:port`, gRPC.
+        step: its address, and the folders of certificates and key.
         name: what the cascade that asks calls itself.
+        grace_s: time that answers have to end when a new certificate replaces the one before.
     """
 
-    def __init__(self, target: str, name: str) -> None:
+    def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
+        self._step = step
         self._name = name
-        self._channel = open_channel(target)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._grace_s = grace_s
+        self._channel: grpc.aio.Channel | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._key = ServiceKey(Path(step.key_dir)) if step.key_dir else None
+        self.certificates: Certificates | None = None
+        if step.tls:
+            folder = Path(step.tls.dir)
+            self.certificates = Certificates(folder, folder, self._reconnect)
+
+    async def start(self) -> None:
+        """Reads certificates and key; raises ConfigError when they cannot be used."""
+        if self.certificates:
+            await self.certificates.start()
+        if self._key:
+            await self._key.start()
 
     async def close(self) -> None:
-        await self._channel.close()
+        if self.certificates:
+            await self.certificates.close()
+        if self._key:
+            await self._key.close()
+        if self._channel:
+            await self._channel.close()
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _reconnect(self) -> None:
+        """The next request opens a channel with the new certificate."""
+        if self._channel:
+            task = asyncio.create_task(self._channel.close(self._grace_s))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._channel = None
+
+    def _connected(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            tls, target = self._step.tls, self._step.target
+            if tls and self.certificates:
+                credentials = self.certificates.channel_credentials()
+                self._channel = open_channel(target, credentials, tls.server_name)
+            else:
+                self._channel = open_channel(target)
+        return self._channel
 
     async def ask(self, call: Call) -> ResponseStream:
         """The service's answer, once it has a first token.
@@ -54,9 +152,11 @@ class Peer:
         Raises:
             ServiceError: it refused or failed.
         """
-        credentials = [("authorization", call.authorization)] if call.authorization else []
+        authorization = self._key.authorization if self._key else call.authorization
+        credentials = [("authorization", authorization)] if authorization else []
         path = ",".join((*call.path, self._name))
-        stream = self._stub.Generate(
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connected())
+        stream = stub.Generate(
             _for_peer(call),
             timeout=max(0.001, call.deadline.remaining_s),
             metadata=(*call.metadata, *credentials, (PATH_KEY, path)),
@@ -227,6 +327,7 @@ class Cascade:
         load: how busy the own engines are at this moment.
         on_attempt: called with every attempt when it is over, and with an answer's when it is
             released.
+        grace_s: time that answers of other services have to end when certificates change.
     """
 
     def __init__(
@@ -234,6 +335,7 @@ class Cascade:
         policy: CascadeSection,
         load: Callable[[], ServiceLoad],
         on_attempt: Callable[[Attempt], None],
+        grace_s: float,
     ) -> None:
         self.policy = policy
         self._load = load
@@ -241,8 +343,22 @@ class Cascade:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._discarded: Counter[str] = Counter()
         self._peers = {
-            i: Peer(step.target, policy.name) for i, step in enumerate(policy.steps) if step.target
+            i: Peer(step, policy.name, grace_s)
+            for i, step in enumerate(policy.steps)
+            if step.target
         }
+
+    async def read_secrets(self) -> None:
+        """Reads certificates and keys; raises ConfigError when they cannot be used."""
+        for peer in self._peers.values():
+            await peer.start()
+
+    @property
+    def certificates(self) -> dict[str, Certificates]:
+        """The certificates of each step that has some, by the step's name behind `cascade.`."""
+        steps = self.policy.steps
+        named = {f"cascade.{steps[i].name}": peer.certificates for i, peer in self._peers.items()}
+        return {name: certificates for name, certificates in named.items() if certificates}
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))

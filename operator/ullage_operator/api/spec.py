@@ -50,10 +50,17 @@ from ullage_operator.api.sections import (
 )
 
 
+class StepTLSSpec(Strict, frozen=True, kw_only=True):
+    secret_name: str
+    server_name: str | None = None
+
+
 class CascadeStep(Strict, frozen=True, kw_only=True):
     service: str | None = None
     address: str | None = None
     own: bool = False
+    tls: StepTLSSpec | None = None
+    key_secret_name: str | None = None
 
     def name(self, service: str) -> str:
         """Returns the step's name in headers, metrics and logs.
@@ -69,6 +76,14 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
         if self.service:
             return f"{naming.router_name(self.service)}:{naming.GRPC_PORT}"
         return self.address or ""
+
+    def server_name(self, namespace: str) -> str:
+        """Returns the name in the certificate of its router."""
+        if self.tls and self.tls.server_name:
+            return self.tls.server_name
+        if self.service:
+            return f"{naming.router_name(self.service)}.{namespace}.svc"
+        return self.target.rpartition(":")[0]
 
 
 class CascadeSpec(Strict, frozen=True, kw_only=True):

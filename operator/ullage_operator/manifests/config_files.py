@@ -25,6 +25,7 @@ from ullage_common.config.router import (
     RouterConfig,
     SLOSection,
     StepSection,
+    StepTLS,
     TenantsSection,
     TLSSection,
 )
@@ -164,8 +165,18 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
     return CascadeSection(
         name=f"{service.namespace}/{service.name}",
         steps=tuple(
-            StepSection(name=step.name(service.name), target=step.target)
-            for step in cascade.complete_steps
+            StepSection(
+                name=step.name(service.name),
+                target=step.target,
+                tls=StepTLS(
+                    dir=f"{naming.STEPS_DIR}/{index}-tls",
+                    server_name=step.server_name(service.namespace),
+                )
+                if step.tls
+                else None,
+                key_dir=f"{naming.STEPS_DIR}/{index}-key" if step.key_secret_name else None,
+            )
+            for index, step in enumerate(cascade.complete_steps)
         ),
         confidence=cascade.confidence,
         heuristics=cascade.heuristics,

@@ -42,7 +42,23 @@ def router_secrets(service: Service) -> list[MountedSecret]:
     if tls.engines:
         name = tls.engines.router_secret_name or tls.engines.secret_name
         secrets.append(MountedSecret("engine-tls", name, naming.ENGINE_TLS_DIR))
-    return [*secrets, *ticket_secrets(service)]
+    return [*secrets, *step_secrets(service), *ticket_secrets(service)]
+
+
+def step_secrets(service: Service) -> list[MountedSecret]:
+    """What routers show to the other services of their cascade."""
+    cascade = service.spec.cascade
+    secrets = []
+    for index, step in enumerate(cascade.steps if cascade else ()):
+        if step.tls:
+            name = f"{index}-tls"
+            path = f"{naming.STEPS_DIR}/{name}"
+            secrets.append(MountedSecret(f"step-{name}", step.tls.secret_name, path))
+        if step.key_secret_name:
+            name = f"{index}-key"
+            path = f"{naming.STEPS_DIR}/{name}"
+            secrets.append(MountedSecret(f"step-{name}", step.key_secret_name, path))
+    return secrets
 
 
 def engine_secrets(service: Service) -> list[MountedSecret]:

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -285,7 +285,8 @@ def _port(held: socket.socket) -> int:
 
 
 class RouterTLS:
-    """Both, where they are configured.
+    """The router's own certificates and those towards engines, where they are configured, and the
+    state of all that the router uses.
 
     Args:
         on_engines_change: called when channels to engines must be opened anew.
@@ -295,6 +296,7 @@ class RouterTLS:
         self._server_name = section.engines.server_name if section.engines else ""
         self.server: Certificates | None = None
         self.engines: Certificates | None = None
+        self._others: dict[str, Certificates] = {}
         if router := section.router:
             ca = Path(router.client_ca_dir) if router.client_ca_dir else None
             self.server = Certificates(Path(router.dir), ca)
@@ -302,13 +304,17 @@ class RouterTLS:
             folder = Path(engines.dir)
             self.engines = Certificates(folder, folder, on_engines_change)
 
+    def add(self, certificates: Mapping[str, Certificates]) -> None:
+        """Shows the state of others, by name, which their owner starts and closes."""
+        self._others.update(certificates)
+
     async def start(self) -> None:
         """Raises ConfigError when a certificate cannot be used."""
-        for certificates in self._all().values():
+        for certificates in self._own().values():
             await certificates.start()
 
     async def close(self) -> None:
-        for certificates in self._all().values():
+        for certificates in self._own().values():
             await certificates.close()
 
     @property
@@ -336,5 +342,8 @@ class RouterTLS:
         return {"tls": states} if states else {}
 
     def _all(self) -> dict[str, Certificates]:
+        return self._own() | self._others
+
+    def _own(self) -> dict[str, Certificates]:
         named = {"router": self.server, "engines": self.engines}
         return {name: certificates for name, certificates in named.items() if certificates}

@@ -68,8 +68,14 @@ class RouterService:
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
         self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)
         self.cascade = (
-            Cascade(config.cascade, self._load, self.metrics.on_attempt) if config.cascade else None
+            Cascade(
+                config.cascade, self._load, self.metrics.on_attempt, config.limits.total_timeout
+            )
+            if config.cascade
+            else None
         )
+        if self.cascade:
+            self.tls.add(self.cascade.certificates)
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
         self.signer = TicketSigner(config.tickets) if config.tickets else None
@@ -133,6 +139,8 @@ class RouterService:
         """Reads certificates and keys; raises ConfigError when they cannot be used."""
         await self.tls.start()
         await self.tenants.start()
+        if self.cascade:
+            await self.cascade.read_secrets()
 
     async def start(self) -> None:
         self.issuer.start()

@@ -26,11 +26,31 @@ from ullage_common.wire.limits import MAX_PRIORITY
 MAX_STEPS = 4
 
 
+class StepTLS(Strict, frozen=True, kw_only=True):
+    dir: Text
+    """Folder with tls.crt and tls.key, which this router shows if it is asked for a certificate,
+    and ca.crt, the authority of the other router's certificate."""
+    server_name: Text
+    """Name that the other router's certificate must have."""
+
+
 class StepSection(Strict, frozen=True, kw_only=True):
     name: Text
     """Name of the step in headers, metrics and logs."""
     target: str = ""
     """gRPC address `host:port` of another service's router; empty: this service's own engines."""
+    tls: StepTLS | None = None
+    """Settings of TLS towards that router; None: plaintext."""
+    key_dir: Text | None = None
+    """Folder with `key`, the API key that this service has there; None: the client's own is handed
+    on."""
+
+    def __post_init__(self) -> None:
+        if not self.target and (self.tls or self.key_dir):
+            raise ValueError(
+                f"step {self.name!r} is this service's own engines, which need neither tls nor "
+                "key_dir; leave them out or give it a target"
+            )
 
 
 class ConfidenceSection(Strict, frozen=True, kw_only=True):

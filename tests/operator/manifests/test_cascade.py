@@ -59,6 +59,35 @@ def test_routers_read_their_cascade(make_plan: MakePlan) -> None:
     assert config.fallback == FallbackSection(queued_requests=3)
 
 
+def test_pods_mount_what_steps_need(make_plan: MakePlan) -> None:
+    near = SMALL | {"tls": {"secretName": "mine"}}
+    far = FAR | {"tls": {"secretName": "mine", "serverName": "x.y"}, "keySecretName": "far-key"}
+    plan = make_plan(cascade={"steps": [near, far]})
+    config = router_config(plan).cascade
+    assert config is not None
+    near_step, far_step, own = config.steps
+    assert near_step.tls and far_step.tls
+    assert near_step.tls.server_name == "small-router.models.svc"
+    assert (far_step.tls.server_name, near_step.key_dir) == ("x.y", None)
+    assert (own.tls, own.key_dir) == (None, None)
+    (router,) = (item for item in plan.apply if item["kind"] == "Deployment")
+    pod = router["spec"]["template"]["spec"]
+    names = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+    mounts = pod["containers"][0]["volumeMounts"]
+    paths = {m["mountPath"]: names[m["name"]] for m in mounts if m["name"] in names}
+    assert paths == {
+        near_step.tls.dir: "mine",
+        far_step.tls.dir: "mine",
+        far_step.key_dir: "far-key",
+    }
+
+
+def test_an_address_names_the_certificate(make_plan: MakePlan) -> None:
+    config = router_config(make_plan(cascade={"steps": [FAR | {"tls": {"secretName": "a"}}]}))
+    assert config.cascade and config.cascade.steps[0].tls
+    assert config.cascade.steps[0].tls.server_name == "far-router.other.svc"
+
+
 def test_defaults_of_the_api_and_of_the_router_agree(make_plan: MakePlan) -> None:
     """What a router assumes when a field is missing is what the API fills in."""
     written = router_config(make_plan(cascade={"steps": [SMALL], "fallback": {}})).cascade
@@ -88,6 +117,9 @@ def test_the_own_engines_may_stand_anywhere(make_plan: MakePlan) -> None:
         ({"steps": [{"service": "demo"}]}, "name this service itself"),
         ({"steps": [{"service": "Small"}]}, "service"),
         ({"steps": [{"address": "small"}]}, "address"),
+        ({"steps": [SMALL, OWN | {"keySecretName": "a"}]}, "for other services"),
+        ({"steps": [SMALL, OWN | {"tls": {"secretName": "a"}}]}, "for other services"),
+        ({"steps": [SMALL | {"tls": {}}]}, "secretName"),
         ({"steps": [OWN, SMALL], "fallback": {}}, "name another step before it"),
         ({"steps": [SMALL], "fallback": {"pressureLevel": 0, "queuedRequests": 0}}, "a sign of"),
         ({"steps": [SMALL], "fallback": {"maxPriority": 101}}, "maxPriority"),

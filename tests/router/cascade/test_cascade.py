@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.process.config_file import ConfigError, entry
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router.cascade import ServiceKey
 from ullage_router.errors import http_status
 
 if TYPE_CHECKING:
@@ -74,6 +78,52 @@ def test_a_sure_answer_of_the_small_model_is_the_answer(start_service: "StartSer
             assert latest["ttft_s"] is not None
 
     asyncio.run(scenario())
+
+
+def test_a_step_over_tls_with_the_key_of_the_service(
+    start_service: "StartService", make_authority: Callable[[], Any], tmp_path: Path
+) -> None:
+    """The other router demands a certificate and a key, and the client has neither."""
+
+    async def scenario() -> None:
+        authority = make_authority()
+        shown = authority.issue(tmp_path / "small", "small.test")
+        own = authority.issue(tmp_path / "big", "big.test")
+        keys, secret = tmp_path / "keys", tmp_path / "secret"
+        keys.mkdir()
+        secret.mkdir()
+        (keys / "big").write_text(entry("sk-big-0123456789"))
+        (secret / "key").write_text("sk-big-0123456789\n")
+        tls = {"router": {"dir": str(shown), "client_ca_dir": str(shown)}}
+        tenants = {"keys_dir": str(keys)}
+        async with start_service(model="small-model", tls=tls, tenants=tenants) as small:
+            small.engine.script.logprob = SURE
+            step = {
+                "name": "small",
+                "target": f"127.0.0.1:{small.router.grpc_port}",
+                "tls": {"dir": str(own), "server_name": "small.test"},
+                "key_dir": str(secret),
+            }
+            section = {"name": "default/big", "steps": [step, {"name": "big"}], **TOKENS}
+            async with start_service(model="big-model", cascade=section) as big:
+                answer = await ask(big)
+                assert answer.headers["x-ullage-model"] == "small-model"
+                assert await outcomes(big) == [("small", "served")]
+                stats = json.loads((await big.monitoring.get("/stats")).text)
+                assert stats["tls"]["cascade.small"]["problem"] == ""
+                (tenant,) = small.router.service.tenants.snapshot()["tenants"]["usage"]
+                assert (tenant["name"], tenant["requests"]) == ("big", 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", [None, "short", entry("sk-big-0123456789"), "with spaces in it"])
+def test_an_unusable_key_is_refused_at_start(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "key").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/key: ")) as caught:
+        asyncio.run(ServiceKey(tmp_path).start())
+    assert text is None or text not in str(caught.value)
 
 
 def test_an_unsure_one_is_handed_on(start_service: "StartService") -> None:
