@@ -213,6 +213,7 @@ class Reconciler:
             applied = await self._applier.apply(key, manifest, planned, observed)
         except InvalidManifest as error:
             _logger.error("%s: invalid: %s", key, error)
+            self._rollout_queue.forget(key)  # nothing goes on before somebody corrects it
             message = "; ".join(map(str, error.problems))
             is_outdated = isinstance(error, OutdatedDefinition)
             reason = "OutdatedDefinition" if is_outdated else "InvalidSpec"

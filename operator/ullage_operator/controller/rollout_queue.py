@@ -21,7 +21,7 @@ class RolloutQueue:
 
     Args:
         max_rollouts: services that may be in a rollout when another one begins unasked.
-        wake: called with a service whose turn has come.
+        wake: called with a service whose turn has come; with one whose turn it still is, again.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
@@ -48,7 +48,7 @@ class RolloutQueue:
         self._place(key, is_rolling, progress.reason == QUEUED)
 
     def forget(self, key: ServiceKey) -> None:
-        """The service is gone."""
+        """The service is gone, or is no service that could be rolled out."""
         self._place(key, is_rolling=False, is_waiting=False)
 
     def drop(self) -> None:
@@ -57,7 +57,7 @@ class RolloutQueue:
         self._waiting.clear()
 
     def _place(self, key: ServiceKey, is_rolling: bool, is_waiting: bool) -> None:
-        """Puts a service where it belongs, and wakes the next if that makes room."""
+        """Puts a service where it belongs, and wakes as many as there is room for then."""
         rolling = set() if self._rolling is None else self._rolling
         if ((key in rolling), (key in self._waiting)) == (is_rolling, is_waiting):
             return
@@ -66,8 +66,9 @@ class RolloutQueue:
                 services.add(key)
             else:
                 services.discard(key)
-        if self._waiting and len(rolling) < self._max_rollouts:
-            self._wake(min(self._waiting))
+        room = max(0, self._max_rollouts - len(rolling))
+        for waiting in sorted(self._waiting)[:room]:
+            self._wake(waiting)
 
 
 def _is_rolling(status: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from copy import deepcopy
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from ullage_kubeapi.trial import converged, relist, until
@@ -19,7 +20,9 @@ from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
 
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SOON = 60
 KEY = ServiceKey("models", "demo")
 
@@ -196,14 +199,16 @@ def listed(manifest: dict[str, Any]) -> Cache:
 
 
 @contextlib.asynccontextmanager
-async def reconciling(cluster: Cluster, cache: Cache) -> AsyncIterator[Reconciler]:
+async def reconciling(
+    cluster: Cluster, cache: Cache, queue: RolloutQueue | None = None
+) -> AsyncIterator[Reconciler]:
     recorder = EventRecorder(cluster)
     healer, scaler = (
         Healer(cluster, recorder, lambda _: None, StreamTimes()),
         Autoscaler[ServiceKey](lambda _: None),
     )
     applier = Applier(cluster, cache, recorder)
-    queue = RolloutQueue(1, lambda _: None)
+    queue = queue or RolloutQueue(1, lambda _: None)
     times = ReconcileTimes(resync_s=3000.0)
     made = Reconciler(cluster, cache, applier, healer, scaler, queue, Settings(), times)
     try:
@@ -274,6 +279,25 @@ def test_routers_wait_while_configurations_cannot_be_seen(stored) -> None:
             assert await applied(made, kept) == ROUTER
 
     asyncio.run(scenario())
+
+
+def test_a_service_that_became_invalid_gives_its_place_in_the_rollouts_to_the_next(stored) -> None:
+    async def scenario() -> list[str]:
+        first, woken = stored(), []
+        cache = listed(first)
+        queue = RolloutQueue(1, lambda key: woken.append(key.name))
+        async with reconciling(cast(Cluster, Kept()), cache, queue) as made:
+            assert queue.may_begin(KEY, lambda: ())
+            queue.on_planned(KEY, RolloutProgress("one", NOW, RolloutStage.CANARY, "two"))
+            for name in ("other", "third"):
+                waits = RolloutProgress("one", NOW, reason=QUEUED)
+                queue.on_planned(ServiceKey("models", name), waits)
+            wrong = {"requests": {"cpu": "2500m"}, "limits": {"cpu": 2}}
+            edit(cache, first, 4, router={"resources": wrong})
+            assert (await made.reconcile(KEY))[0] == "invalid"
+        return woken
+
+    assert asyncio.run(scenario()) == ["other"]
 
 
 def edit(cache: Cache, manifest: dict[str, Any], generation: int, **spec: Any) -> None:

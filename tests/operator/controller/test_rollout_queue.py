@@ -143,6 +143,25 @@ def test_what_waits_for_people_keeps_nobody_waiting() -> None:
     assert woken == ["b"] and queue.may_begin(second, lambda: ())
 
 
+def test_a_service_that_never_answers_its_turn_keeps_one_place_only() -> None:
+    woken: list[str] = []
+    queue = RolloutQueue(2, lambda key: woken.append(key.name))
+    first, second, *waiting = (ServiceKey("models", name) for name in NAMES)
+    assert queue.may_begin(first, lambda: ())
+    for each in (first, second):
+        queue.on_planned(each, RolloutProgress("one", NOW, RolloutStage.CANARY, "two"))
+    for each in waiting:
+        queue.on_planned(each, RolloutProgress("one", NOW, reason=QUEUED))
+    queue.on_planned(first, RolloutProgress("two", NOW))
+    assert woken == ["c"]
+    woken.clear()
+    queue.on_planned(second, RolloutProgress("two", NOW))
+    assert woken == ["c", "d"]
+    woken.clear()
+    queue.forget(waiting[0])
+    assert woken == ["d", "e"]
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
 def test_no_number_of_services_is_refused(text: str) -> None:
     with pytest.raises(SystemExit, match="ULLAGE_MAX_ROLLOUTS"):
