@@ -197,6 +197,8 @@ def _placing_remedy(pod: Pod, message: str) -> str:
     for name in _limits(pod):
         if f"Insufficient {name}" in message:
             return f"add a node with that many free {name}, free some, or lower {pool}.gpus"
+    if "Insufficient memory" in message:
+        return _memory_remedy(pod, pool)
     remedies = (
         ("untolerated taint", f"add the taint to {pool}.tolerations"),
         ("node affinity/selector", f"correct {pool}.nodeSelector or label a node"),
@@ -206,6 +208,16 @@ def _placing_remedy(pod: Pod, message: str) -> str:
     )
     return next(
         (remedy for words, remedy in remedies if words in message), f"see {pool}'s placement"
+    )
+
+
+def _memory_remedy(pod: Pod, pool: str) -> str:
+    containers = pod.get("spec", {}).get("containers", ())
+    requests = [each.get("resources", {}).get("requests", {}) for each in containers]
+    amounts = " and ".join(str(each["memory"]) for each in requests if "memory" in each)
+    return (
+        f"its containers request {amounts or 'no'} memory, which is an estimate where {pool} says "
+        f"nothing: set {pool}.resources.requests.memory to what they need, or add a node"
     )
 
 

@@ -20,6 +20,8 @@ _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
 _WORKER_BYTES = 1024 * _MIB
 """Host memory of a worker beside the weights: Python, torch and the device's context."""
+_UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
+"""Weights on each GPU of a model whose size is not known: few models that need one are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _WORKER_MILLICPU = 250
 _ROUTER_PROCESS: Amounts = {
@@ -31,7 +33,8 @@ _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
 """Blocks of GGUF files: Q4_K_M has four bits and scales."""
 _BITS = (
-    (re.compile(r"int4|awq|gptq|mxfp4|4-?bit"), 4.5),
+    # gpt-oss is published as MXFP4 and does not say so in its name.
+    (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),
     (re.compile(r"int8|fp8|w8a8|8-?bit"), 8.5),
 )
 _DTYPE_BITS = {"float32": 32.0}
@@ -96,6 +99,8 @@ def _engine_bytes(service: Service, pool: PoolSpec) -> int:
     weights = model_bytes(service.spec.model)
     if service.spec.device == "cpu":
         weights = pool.memory.device_bytes or weights
+    else:
+        weights = weights or _UNKNOWN_WEIGHTS_BYTES * pool.gpus
     total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus + weights + pool.memory.host_kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 

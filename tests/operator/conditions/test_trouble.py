@@ -71,7 +71,8 @@ def found(given: dict[str, Any]) -> PodProblem:
     ("said", "remedy"),
     [
         ("0/3 nodes: 3 Insufficient nvidia.com/gpu.", "or lower spec.pools.large.gpus"),
-        ("0/3 nodes: 3 Insufficient memory.", "lower spec.pools.large.resources"),
+        ("0/3 nodes: 3 Insufficient cpu.", "lower spec.pools.large.resources"),
+        ("0/3 nodes: 3 Insufficient memory.", "set spec.pools.large.resources.requests.memory"),
         ("node(s) had untolerated taint {gpu: yes}", "spec.pools.large.tolerations"),
         ("didn't match Pod's node affinity/selector", "spec.pools.large.nodeSelector"),
         ('persistentvolumeclaim "models" not found', "make the claim"),
@@ -86,6 +87,12 @@ def test_a_pod_that_fits_no_node_tells_its_gpus_the_scheduler_and_the_remedy(
     assert trouble.message.startswith(f"asks for 4 nvidia.com/gpu and fits no node: {said}; ")
     assert remedy in trouble.message
     assert not trouble.blocks
+
+
+def test_a_pod_without_a_node_for_its_memory_tells_that_the_request_may_be_an_estimate() -> None:
+    given = unplaced("0/3 nodes: 3 Insufficient memory.")
+    given["spec"]["containers"][0]["resources"]["requests"] = {"memory": "143Gi"}
+    assert "request 143Gi memory, which is an estimate where spec.pools" in found(given).message
 
 
 def test_a_slice_of_a_gpu_is_named_as_the_pod_asks_for_it() -> None:

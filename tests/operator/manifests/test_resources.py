@@ -20,10 +20,10 @@ def resources(plan: ServicePlan, kind: str) -> Resources:
     return amounts
 
 
-@pytest.mark.parametrize("device", ["CPU", "CUDA"])
-def test_no_engine_is_best_effort(make_plan: MakePlan, device: str) -> None:
+@pytest.mark.parametrize(("device", "memory"), [("CPU", "1536Mi"), ("CUDA", "9728Mi")])
+def test_no_engine_is_best_effort(make_plan: MakePlan, device: str, memory: str) -> None:
     amounts = resources(make_plan(device=device), "StatefulSet")
-    assert amounts["requests"] == {"cpu": "250m", "memory": "1536Mi"}
+    assert amounts["requests"] == {"cpu": "250m", "memory": memory}
     assert "memory" not in amounts.get("limits", {})
 
 
@@ -37,6 +37,9 @@ def test_no_engine_is_best_effort(make_plan: MakePlan, device: str) -> None:
         ("hf://org/Qwen2.5-0.5B", {}, 1),
         ("file:///models/llama-8b.Q4_K_M.gguf", {}, 4.5),
         ("hf://org/gpt-oss-20b-MXFP4", {}, 11.25),
+        ("hf://openai/gpt-oss-20b", {}, 11.25),
+        ("hf://openai/gpt-oss-120b", {}, 67.5),
+        ("hf://org/gpt-oss-20b-BF16", {}, 40),
         ("hf://org/Llama-70B-AWQ", {}, 39.375),
         ("pkg://smol/SmolLM2-135M-Instruct.Q4_1.gguf", {}, 0.0759375),
         ("file:///models/current", {}, 0),
@@ -58,6 +61,14 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
     assert requests["cpu"] == "1"
     # 140 GB of weights, 8 GiB of KV, and the processes of one server and four workers.
     assert requests["memory"] == "143Gi"
+
+
+def test_weights_of_unknown_size_count_by_the_gpus_they_are_meant_for(make_plan: MakePlan) -> None:
+    model = {"source": "hf://deepseek-ai/DeepSeek-V3", "name": "deepseek"}
+    eight = {"gpus": 8, "parallelism": {"tensor": 8, "pipeline": 1}}
+    plan = make_plan(model=model, pools={"single": eight})
+    # 64 GiB of weights, and the processes of one server and eight workers.
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "74240Mi"
 
 
 def test_on_a_cpu_the_budget_is_requested(make_plan: MakePlan) -> None:
