@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router import errors
 from ullage_router.policy.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
+from ullage_router.shared_quota import QuotaFolder, SharedQuota
 from ullage_router.telemetry.metrics import TenantMetrics
 from ullage_router.telemetry.record import RequestRecord
 
@@ -134,22 +135,41 @@ class Account:
 
     name: str
     rules: TenantRules
-    quota: Quota
+    own_quota: Quota
+    """The quota where no other process shares it, otherwise as it was at the beginning."""
+    shared: SharedQuota | None = None
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     limited: Counter[str] = field(default_factory=Counter)
     """Refusals by the limit that was reached."""
 
+    @property
+    def quota(self) -> Quota:
+        """What is left, with the requests of all processes that share it."""
+        return self.shared.state if self.shared else self.own_quota
+
+    def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
+        """Makes one step of the quota; returns what it is short of, and changes nothing then."""
+        if self.shared:
+            result = self.shared.apply(step)
+            return result if isinstance(result, Shortage) else None
+        result = step(self.own_quota)
+        if isinstance(result, Shortage):
+            return result
+        self.own_quota = result
+        return None
+
     def as_json(self, now: float) -> dict[str, object]:
+        quota = self.quota
         remaining = {
             name: bucket and math.floor(bucket.refilled(now).level)
-            for name, bucket in (("requests", self.quota.requests), ("tokens", self.quota.tokens))
+            for name, bucket in (("requests", quota.requests), ("tokens", quota.tokens))
         }
         return {
             "name": self.name,
             "enabled": self.rules.enabled,
-            "active": self.quota.active,
+            "active": quota.active,
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -246,10 +266,9 @@ class TenantSession:
             return
         self._check_model(request.model or served)
         request.priority = self._priority(request.priority)
-        quota = self._account.quota.enter(time.monotonic(), count)
-        if isinstance(quota, Shortage):
-            raise self._shortage_error(quota)
-        self._account.quota = quota
+        now = time.monotonic()
+        if shortage := self._account.apply(lambda quota: quota.enter(now, count)):
+            raise self._shortage_error(shortage)
         self._account.requests += count
         self._active = count
         self.limit_headers = self._headers()
@@ -264,16 +283,16 @@ class TenantSession:
             ServiceError: INVALID_ARGUMENT when the prompt exceeds the limit itself, or
                 RESOURCE_EXHAUSTED.
         """
-        bucket = self._account.quota.tokens
+        bucket = self._account.own_quota.tokens
         if not self._active or bucket is None or self._charged:
             return
         if prompt_tokens > bucket.capacity:
             raise errors.above_quota(prompt_tokens, bucket.capacity)
         tokens = float(prompt_tokens + output_tokens)
-        quota = self._account.quota.charge(self._active * tokens, time.monotonic())
-        if isinstance(quota, Shortage):
-            raise self._shortage_error(quota)
-        self._account.quota, self._charged = quota, tokens
+        now = time.monotonic()
+        if shortage := self._account.apply(lambda quota: quota.charge(self._active * tokens, now)):
+            raise self._shortage_error(shortage)
+        self._charged = tokens
         self.limit_headers = self._headers()
 
     def close_request(self, record: RequestRecord) -> None:
@@ -290,7 +309,7 @@ class TenantSession:
             ended, account = min(count, active), self._account
             self._active -= ended
             charged, now = ended * self._charged, time.monotonic()
-            account.quota = account.quota.leave(charged, prompt + output, now, ended)
+            account.apply(lambda quota: quota.leave(charged, prompt + output, now, ended))
             account.prompt_tokens += prompt
             account.output_tokens += output
         if self._metrics:
@@ -300,7 +319,8 @@ class TenantSession:
         """Takes so many of its open requests, or all for 0, out of the requests of this minute:
         they are refused, and sent again in another way."""
         count = min(count or self._active, self._active)
-        self._account.quota = self._account.quota.give_back(count, time.monotonic())
+        now = time.monotonic()
+        self._account.apply(lambda quota: quota.give_back(count, now))
 
     def count_refusals(self, status: int, count: int) -> None:
         """Counts requests that are refused before they begin."""
@@ -377,10 +397,17 @@ class Tenants:
     Args:
         section: None where all clients may do everything.
         metrics: counts by tenant; those not listed are one.
+        shared: where quotas are that other processes share; None: there are none.
     """
 
-    def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:
+    def __init__(
+        self,
+        section: TenantsSection | None,
+        metrics: TenantMetrics | None,
+        shared: QuotaFolder | None = None,
+    ) -> None:
         self._section = section
+        self._shared_quotas = shared
         self._metrics = metrics
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
@@ -483,6 +510,8 @@ class Tenants:
             assert self._section
             rules = self._rules.get(name, self._section.defaults)
             account = open_account(name, rules, self._section.share, time.monotonic())
+            if self._shared_quotas and account.own_quota != Quota():
+                account.shared = self._shared_quotas.open(name, account.own_quota)
             self._accounts[name] = account
         return self._accounts[name]
 
@@ -503,4 +532,6 @@ class Tenants:
         for name, account in list(self._accounts.items()):
             is_known = name in self._loaded.keys or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:
+                if account.shared:
+                    account.shared.close()
                 del self._accounts[name]

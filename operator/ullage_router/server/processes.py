@@ -3,7 +3,7 @@ The parent serves nothing and keeps its children running.
 
 Each child is a whole router with its own connections to the engines. All listen on the same ports
 with SO_REUSEPORT, and the kernel distributes connections over them. Bounds of the configuration for
-the router as a whole are divided among them.
+the router as a whole are divided among them; tenants' quotas they share (`shared_quota.py`).
 """
 
 import asyncio
@@ -92,7 +92,8 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int
     probes_port: int
     folder: str
-    """Folder in which each child has a socket that serves its metrics to the others."""
+    """Folder in which each child has a socket that serves its metrics to the others, and which has
+    the tenants' quotas."""
 
 
 def config_of(config: RouterConfig, place: ProcessSlot) -> RouterConfig:
@@ -109,7 +110,6 @@ def config_of(config: RouterConfig, place: ProcessSlot) -> RouterConfig:
     wake = replace(
         wake, max_requests=-(-wake.max_requests // count), max_bytes=wake.max_bytes // count
     )
-    tenants = config.tenants and replace(config.tenants, share=config.tenants.share / count)
     return replace(
         config,
         http=replace(config.http, port=place.http_port),
@@ -117,7 +117,6 @@ def config_of(config: RouterConfig, place: ProcessSlot) -> RouterConfig:
         metrics=replace(config.metrics, port=place.metrics_port),
         probes=config.probes and replace(config.probes, port=place.probes_port),
         routing=replace(config.routing, queue=queue, wake=wake),
-        tenants=tenants,
     )
 
 

@@ -24,6 +24,7 @@ from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.rollout import Rollout, TrialCollector
 from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.processes import RouterTLS
+from ullage_router.shared_quota import QuotaFolder
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
@@ -35,9 +36,13 @@ log = logging.getLogger(__name__)
 
 
 class RouterService:
-    """All parts of the router but its two protocols."""
+    """All parts of the router but its two protocols.
 
-    def __init__(self, config: RouterConfig) -> None:
+    Args:
+        quotas: where tenants' quotas are that other processes share; None where there are none.
+    """
+
+    def __init__(self, config: RouterConfig, quotas: QuotaFolder | None = None) -> None:
         self.config = config
         routing = config.routing
         self.stats = Stats()
@@ -63,7 +68,7 @@ class RouterService:
         )
         self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
-        self.tenants = Tenants(config.tenants, self._tenant_metrics())
+        self.tenants = Tenants(config.tenants, self._tenant_metrics(), quotas)
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
         self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)

@@ -84,6 +84,14 @@ class Family:
                 return answer.status_code
         return 0
 
+    async def stream(self, stack: contextlib.AsyncExitStack) -> httpx.Response:
+        """Begins an answer over a connection of its own."""
+        http = httpx.AsyncClient(timeout=WAIT_S, trust_env=False)
+        await stack.enter_async_context(http)
+        body = {"prompt": "x", "stream": True}
+        url = f"{self.url}/v1/completions"
+        return await stack.enter_async_context(http.stream("POST", url, json=body))
+
     async def all_ready(self, http_port: int) -> None:
         """Every process has found the engine."""
         self.url = f"http://127.0.0.1:{http_port}"
@@ -167,6 +175,34 @@ def test_requests_are_shared_counted_and_survive_a_death(
     asyncio.run(scenario())
 
 
+def test_a_tenants_limits_hold_for_all_processes_together(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    """Whichever process gets them: three at once, no more and no fewer, also after deaths."""
+
+    async def scenario() -> None:
+        (tmp_path / "keys").mkdir()
+        rules = {"name": "anonymous", "concurrency": 3, "requests_per_minute": 1000}
+        tenants = {"keys_dir": str(tmp_path / "keys"), "anonymous": "allow", "tenants": [rules]}
+        async with start_service() as service:
+            service.engine.script.pause = asyncio.Event()
+            config = write(tmp_path, [service.engine.address], tenants=tenants)
+            async with family(config) as f:
+                for num_started in (2, 4):
+                    await f.until(lambda n=num_started: len(f.said("listening")) == n)
+                    await f.all_ready(f.said("listening")[0]["http_port"])
+                    async with contextlib.AsyncExitStack() as stack:
+                        streams = [await f.stream(stack) for _ in range(4)]
+                        assert [s.status_code for s in streams] == [200, 200, 200, 429]
+                        limit = streams[3].headers["x-ratelimit-limit-requests"]
+                        assert limit == "1000", "the whole one"
+                        if num_started == 2:
+                            for child in f.said("process started"):
+                                os.kill(child["child_pid"], signal.SIGKILL)
+
+    asyncio.run(scenario())
+
+
 def test_children_end_with_their_parent(start_service: "StartService", tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
@@ -209,7 +245,7 @@ def test_each_process_gets_its_part(tmp_path: Path) -> None:
     queue = config.routing.queue
     assert (queue.max_requests, queue.max_bytes, queue.max_prompt_bytes) == (3, 100, 10)
     assert config.tenants
-    assert config.tenants.share == 0.125
+    assert config.tenants.share == 0.5, "quotas are shared"
 
 
 def test_metrics_of_several_processes_are_one_page() -> None:
