@@ -423,6 +423,7 @@ class Generation:
         if self._losses is None:
             self._losses = Losses()
             self._call = copy.copy(self._call)  # the record keeps how it began
+            self._call.prompt = self._reservation.prompt  # as far as it was shortened
             self._call.refused_by = {}
             self._call.is_trial = False
         next_token_at = time.monotonic() + self._call.stall_s

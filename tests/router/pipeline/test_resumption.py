@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from ullage_testing.fake_engine import Script
+from ullage_testing.fake_engine import BLOCK_BYTES, Script
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError
@@ -107,6 +107,37 @@ def test_an_engine_that_is_gone_is_replaced(start_service: StartService, is_stre
             latest = (await service.stats())["latest"][0]
             assert (latest["status"], latest["output_tokens"]) == (200, len(WORDS))
             await is_free(service)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("later_blocks", [36, 60])
+def test_a_shortened_prompt_stays_as_it_was_shortened(
+    start_service: StartService, later_blocks: int
+) -> None:
+    """Whether the next engine has room for that prompt only, or for the whole one."""
+
+    async def scenario() -> None:
+        async with start_service(single=(60, 60)) as service:
+            script(service, pause=asyncio.Event())
+            known = service.router.service.engines.all
+            for engine in service.engines:
+                engine.push(headroom_bytes=36 * BLOCK_BYTES)
+            await service.until(lambda: all(e.available == 36 * BLOCK_BYTES for e in known()))
+            messages = [{"role": "user", "content": str(turn % 10) * 40} for turn in range(12)]
+            body = {"model": "tiny", "messages": messages, "max_tokens": 16}
+            task = asyncio.ensure_future(service.http.post("/v1/chat/completions", json=body))
+            lost = await first_word(service)
+            script(service)
+            later = other(service, lost)
+            later.push(headroom_bytes=later_blocks * BLOCK_BYTES)
+            size = later_blocks * BLOCK_BYTES
+            await service.until(lambda: any(e.available == size for e in known()))
+            await lost.stop()
+            answer = await task
+            assert answer.json()["choices"][0]["message"]["content"] == TEXT
+            assert "dropped_messages" in answer.headers["x-ullage-degraded"]
+            assert later.requests[-1].token_ids == lost.requests[-1].token_ids
 
     asyncio.run(scenario())
 
