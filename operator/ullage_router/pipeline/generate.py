@@ -12,7 +12,8 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import grpc
@@ -98,9 +99,9 @@ class EngineStages:
         self._balancer = balancer
         self._signer = signer if signer and signer.is_required else None
         self._on_resumption = on_resumption
-        self._suspects = asyncio.Lock()
-        """Held by a request over which engines may break, until it has a token: so that others
-        beside it are not blamed."""
+        self._suspected: set[str] = set()
+        """Keys of engines with a request over which engines may break, until it has a token: there
+        is one on each, so that another one beside it is not blamed."""
         self._flow = flow_of(streaming, limits.request_timeout)
         self._unary_flow = for_unary(self._flow)
         self._send: Send = self._send_to_engine
@@ -162,7 +163,10 @@ class EngineStages:
             raise error  # it is the request's own
         cause, began = _cause_of(error), time.monotonic()
         try:
-            async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
+            async with (
+                asyncio.timeout(max(0.0, call.deadline.remaining_s)),
+                asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout,
+            ):
                 with call.deadline.pauses(timeout):
                     taken = await self._take_over(call, lost, losses, error)
         except (ServiceError, TimeoutError) as failure:
@@ -190,33 +194,59 @@ class EngineStages:
                 call.side = Side.STABLE  # what a canary lost is not for the canary again
             call.refused_by[lost.engine.key] = lost.engine.reports
             try:
-                if not losses.is_suspect:
-                    return await self._on_next_engine(call)
-                async with self._suspects:
-                    return await self._on_next_engine(call)
+                return await self._on_next_engine(call, losses.is_suspect)
             except _EngineLost as another:
                 lost, error = another.reservation, another.error
 
-    async def _on_next_engine(self, call: Call) -> tuple[Reservation, EngineStream]:
+    async def _on_next_engine(
+        self, call: Call, is_suspect: bool
+    ) -> tuple[Reservation, EngineStream]:
         """Waits for an engine that takes the rest.
+
+        Args:
+            is_suspect: engines may break over it, so it goes only where no other such request is;
+                pauses for that do not count as time without a token.
 
         Raises:
             _EngineLost: it failed before it sent any of it.
         """
         pause_s = FIRST_PAUSE_S
         while True:
+            is_taken = False
             # Refusals are waited out, whatever they say: the request could be served before.
             with contextlib.suppress(ServiceError):
                 if self._admission.has_engine:
                     reservation = await self._admission.admit(call)
+                    engine = reservation.engine
                     try:
-                        return reservation, await self._send(call, reservation)
+                        with self._alone(reservation) if is_suspect else nullcontext():
+                            return reservation, await self._send(call, reservation)
+                    except _SuspectThere:
+                        is_taken = True
                     except ServiceError as error:
                         if not _is_refusal(error):
                             raise _EngineLost(reservation, error) from error
-                        call.refused_by[reservation.engine.key] = reservation.engine.reports
-            await asyncio.sleep(pause_s)
+                    call.refused_by[engine.key] = engine.reports
+            with call.deadline.paused() if is_taken else nullcontext():
+                await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _alone(self, reservation: Reservation) -> Iterator[None]:
+        """Keeps other suspects from the engine within the block.
+
+        Raises:
+            _SuspectThere: one is there; the reservation was given back.
+        """
+        engine = reservation.engine
+        if engine.key in self._suspected:
+            engine.release(reservation.credit)
+            raise _SuspectThere
+        self._suspected.add(engine.key)
+        try:
+            yield
+        finally:
+            self._suspected.discard(engine.key)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
         """Whether another engine is tried; a retry after an engine's fault costs budget."""
@@ -270,6 +300,10 @@ class EngineStages:
         if self._signer:
             metadata = (*metadata, self._signer.sign_request(engine.id, request))
         return engine.generate(request, max(0.001, call.deadline.remaining_s), metadata, flow)
+
+
+class _SuspectThere(Exception):
+    """The engine has another request over which engines may break."""
 
 
 class _EngineLost(Exception):

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import httpx
@@ -256,6 +256,73 @@ def test_a_request_that_breaks_one_engine_after_the_other_is_stopped(
             assert (await resumptions(service)) == {("connection", "lost"): 1.0}
             script(service)
             assert text_of(await service.complete(stream=True)) == TEXT
+
+    asyncio.run(scenario())
+
+
+class Gate(asyncio.Event):
+    """An event that says whether somebody waits for it or has done so."""
+
+    is_reached = False
+
+    async def wait(self) -> Literal[True]:
+        self.is_reached = True
+        return await super().wait()
+
+
+async def suspect(service: Any, hold: asyncio.Event | None) -> "asyncio.Task[httpx.Response]":
+    """Sends a stream that has lost two engines, the second without a new token between them.
+
+    Args:
+        hold: for which the third engine waits before it goes on; None: it does at once.
+    """
+    gates = Gate(), Gate()
+    script(service, hold=gates[0], fail_after=1, failure=broken())
+    task = asyncio.ensure_future(service.complete(stream=True))
+    await service.until(lambda: gates[0].is_reached)
+    script(service, hold=gates[1], fail_after=1, failure=broken())
+    gates[0].set()
+    await service.until(lambda: gates[1].is_reached)
+    script(service, hold=hold)
+    gates[1].set()
+    return task
+
+
+def test_suspects_wait_for_one_another_on_the_same_engine_only(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100,) * 5) as service:
+            gate = Gate()
+            first = await suspect(service, hold=gate)
+            await service.until(lambda: gate.is_reached)
+            second = await suspect(service, hold=None)
+            assert text_of(await second) == TEXT
+            assert not first.done()
+            gate.set()
+            assert text_of(await first) == TEXT
+            await is_free(service)
+
+    asyncio.run(scenario())
+
+
+def test_a_suspect_waits_where_another_one_is(start_service: StartService) -> None:
+    """Its time without a token stands still meanwhile."""
+
+    async def scenario() -> None:
+        async with start_service(single=(200,)) as service:
+            gate = Gate()
+            first = await suspect(service, hold=gate)
+            await service.until(lambda: gate.is_reached)
+            second = await suspect(service, hold=None)
+            engine = service.router.service.engines.all()[0]
+            await service.until(lambda: len(service.engine.requests) == 5 and engine.inflight == 1)
+            later = await service.complete()  # those beside them go on
+            assert later.json()["choices"][0]["text"] == TEXT
+            assert len(service.engine.requests) == 6
+            assert not (first.done() or second.done())
+            gate.set()
+            answers = await asyncio.gather(first, second)
+            assert [text_of(answer) for answer in answers] == [TEXT] * 2
+            await is_free(service)
 
     asyncio.run(scenario())
 
