@@ -66,14 +66,21 @@ def test_streams_that_nobody_reads_do_not_hold_up_the_others(
 
 
 class SlowReader:
-    """A call whose client takes a message every 50 ms."""
+    """A call whose client takes its first tokens when the time is over and more are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Any, limit_s: float) -> None:
         self.messages: list[pb.GenerateResponse] = []
+        self._journal = engine._app._journal
+        self._limit_s = limit_s
 
     async def write(self, message: pb.GenerateResponse) -> None:
         self.messages.append(message)
-        await asyncio.sleep(0.05)
+        if message.HasField("delta") and self._limit_s:
+            (entry,) = self._journal.unfinished()
+            while not entry._update.token_ids:  # noqa: ASYNC110 - the worker's, without an event
+                await asyncio.sleep(0.01)
+            limit_s, self._limit_s = self._limit_s, 0.0
+            await jumping_clock.clock().jump(limit_s)
 
     def time_remaining(self) -> None:
         """It set no deadline of its own."""
@@ -83,21 +90,22 @@ class SlowReader:
 
 
 def test_a_client_slower_than_the_engine_gets_what_there_was_in_its_time(
-    serve: Serve, config: EngineConfig
+    serve: Serve, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = msgspec.structs.replace(config.limits, request_timeout=1.0, total_timeout=1.0)
+    monkeypatch.setattr(service, "SLOW_CLIENT_GRACE_S", 60.0)
+    limits = msgspec.structs.replace(config.limits, request_timeout=600.0, total_timeout=600.0)
 
     async def scenario() -> None:
-        reader = SlowReader()
         slow_config = msgspec.structs.replace(config, limits=limits)
-        async with serve(slow_config, step_s=0.01) as engine:
+        async with serve(slow_config, step_s=0.25) as engine:
+            reader = SlowReader(engine, 600.0)
             await engine._app._inference.Generate(ask(400), reader)
         *_, last = reader.messages
         assert last.finished.reason == pb.FINISH_REASON_TIMEOUT
         told = sum(message.delta.num_tokens for message in reader.messages)
         assert 0 < told == last.finished.usage.completion_tokens < 400
 
-    asyncio.run(scenario())
+    jumping_clock.run(scenario())
 
 
 def test_an_answer_that_is_never_read_is_forgotten_after_its_time(

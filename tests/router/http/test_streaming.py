@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import StreamingSection
+from ullage_router.admission.queue import QueueEntry
 from ullage_router.engines.flow_control import FlowControl, ReceiveBuffer, flow_of, for_unary
 
 if TYPE_CHECKING:
@@ -189,9 +190,19 @@ def test_a_silent_stream_is_kept_alive(start_service: "StartService") -> None:
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-def test_a_stream_that_waits_is_kept_alive(start_service: "StartService", is_served: bool) -> None:
+def test_a_stream_that_waits_is_kept_alive(
+    start_service: "StartService", is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         routing = {"ladder": ["queue", "reject"], "queue": {"timeout": 60.0 if is_served else 1.0}}
+        is_time_over = asyncio.Event()
+
+        async def wait_turn(entry: QueueEntry, timeout_s: float) -> bool:
+            await is_time_over.wait()
+            return False
+
+        if not is_served:
+            monkeypatch.setattr(QueueEntry, "wait_turn", wait_turn)
         streaming = {"keepalive": 0.05}
         async with start_service(single=(10,), routing=routing, streaming=streaming) as service:
             full = service.engine.headroom.headroom_bytes
@@ -205,6 +216,7 @@ def test_a_stream_that_waits_is_kept_alive(start_service: "StartService", is_ser
                 assert [await anext(lines) for _ in range(4)] == [": keepalive", ""] * 2
                 if is_served:
                     service.engine.push(headroom_bytes=full)
+                is_time_over.set()
                 rest = [line async for line in lines if line and line != ": keepalive"]
             assert rest[-1] == "data: [DONE]"
             assert ("QUEUE_TIMEOUT" in rest[-2]) is not is_served
