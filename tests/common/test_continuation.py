@@ -43,6 +43,13 @@ def test_a_continuation_has_all_that_came_and_what_was_granted() -> None:
     assert list(request.continuation.answers[0].token_ids) == [1, 2, 3, 4]
 
 
+def test_what_has_no_token_yet_begins_anew() -> None:
+    request, progress = begun()
+    progress.write(request)
+    assert not request.HasField("continuation")
+    assert (request.sampling.seed, request.stop.max_tokens) == (5, 7)
+
+
 def test_tokens_without_ids_cannot_be_gone_on_with() -> None:
     _, progress = begun()
     progress.on_delta(delta(1))

@@ -198,7 +198,10 @@ class AdmissionControl:
 
     def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         size = self._profile.block_bytes
-        min_bytes = sum(map(self._min_blocks, group)) * size
+        has_output = any(len(each.token_ids) > each.num_prompt_tokens for each in requests)
+        # Samples that have parted may run in turns.
+        min_blocks = (max if has_output else sum)(map(self._min_blocks, group))
+        min_bytes = min_blocks * size
         max_model_len = self._limits.max_model_len
         refusal = refuse_never_fits(requests, self._profile, max_model_len, min_bytes)
         if refusal:

@@ -149,8 +149,9 @@ class Scheduler:
     ) -> Rejected | TokenOutput | None:
         """Admits a request and reserves its memory, or refuses it and keeps nothing.
 
-        A resumed request was admitted before: it may have to wait for memory but is not refused
-        any. It is answered at once if nothing is left of it to produce.
+        A resumed request was admitted by a former worker of this engine: it may have to wait for
+        memory but is not refused any. Output from another engine gives no such right. A request is
+        answered at once if nothing is left of it to produce.
         """
         answer = self.submit_group([request], resumed=resumed)
         if isinstance(answer, Rejected):
@@ -170,9 +171,8 @@ class Scheduler:
             return refusal
         complete = [request for request in requests if self._is_complete(request, resumed)]
         remaining = [request for request in requests if request not in complete]
-        is_resumed = resumed or any(len(e.token_ids) > e.num_prompt_tokens for e in requests)
         if remaining:
-            refusal = self._admission.submit(remaining, is_resumed)
+            refusal = self._admission.submit(remaining, resumed)
         if refusal:
             return refusal
         return [

@@ -104,17 +104,14 @@ class JournalEntry:
         return self._preemptions_before + self._preemptions_now
 
     def restore(self, answer: PartialAnswer) -> None:
-        """Begins with output that the client has from another engine, as if it had come from a
-        worker before; a sample that had ended there has ended."""
+        """Begins with output that the client has from another engine; a sample that had ended there
+        has ended, and another one is admitted like a new one, or refused."""
         prefix, self._update = self._update.text, Update()
         self._num_received = answer.text_length
         self.num_restored = len(answer.token_ids)
         self._append_text(prefix)
         has_stopped = bool(set(answer.token_ids[-1:]) & set(self.job.request.stop_token_ids))
-        finish: Literal["stop", ""] = "stop" if has_stopped else ""
-        self.append_output(
-            TokenOutput(request_id=self.key, token_ids=answer.token_ids, finish=finish)
-        )
+        self._append_tokens(answer.token_ids, [], "stop" if has_stopped else "")
         self._update = Update(text=self._update.text)
         if answer.reason:
             self.finish = Finish(answer.reason)
@@ -140,16 +137,7 @@ class JournalEntry:
         self._preemptions_now = output.num_preemptions
         if not self.output_ids and not self.resumes:
             self.num_cached_tokens = output.num_cached_tokens
-        logprobs = output.logprobs or []
-        last = len(output.token_ids) - 1
-        for place, token_id in enumerate(output.token_ids):
-            self._report(logprobs[place : place + 1])
-            # The token that ends the answer is counted, but it is not text.
-            self._append_token(token_id, is_text=output.finish != "stop" or place < last)
-            if self.is_over:
-                return
-        if output.finish:
-            self.end(output.finish)
+        self._append_tokens(output.token_ids, output.logprobs or [], output.finish)
         self._news.set()
 
     def end(self, reason: Reason) -> None:
@@ -176,6 +164,19 @@ class JournalEntry:
         update, self._update = self._update, Update()
         update.finish = self.finish
         return update
+
+    def _append_tokens(
+        self, token_ids: list[int], logprobs: list[TokenLogprobs], finish: Reason | Literal[""]
+    ) -> None:
+        last = len(token_ids) - 1
+        for place, token_id in enumerate(token_ids):
+            self._report(logprobs[place : place + 1])
+            # The token that ends the answer is counted, but it is not text.
+            self._append_token(token_id, is_text=finish != "stop" or place < last)
+            if self.is_over:
+                return
+        if finish:
+            self.end(finish)
 
     def _report(self, logprobs: list[TokenLogprobs]) -> None:
         self._update.logprobs.extend(logprobs)

@@ -44,8 +44,10 @@ class SampleGroup:
             entry.restore(answer)
         self._returned = self.entries
         self._unfinished = [entry for entry in self.entries if not self._is_end_received(entry)]
-        if not self._unfinished:
+        if self.is_over:
             self._news.set()
+        else:  # Accepted waits until a worker has admitted what is not over
+            self._news.clear()
 
     def _is_end_received(self, entry: JournalEntry) -> bool:
         received = self.job.received

@@ -285,7 +285,7 @@ class Admission:
     def _limits(self, call: Call) -> TimeLimits:
         """Returns the times to keep; the objectives hold until the answer has begun."""
         now, deadline = time.monotonic(), call.deadline
-        if call.progress.has_begun:
+        if call.progress.is_accepted:
             return TimeLimits(first_token_s=deadline.first_token_at - now)
         return TimeLimits(
             self._slo.ttft_p95,
@@ -369,7 +369,7 @@ class Admission:
             request.queue_state = QueueState.FULL
             return
         allowed_s = self._queue_timeout_s - call.decision.queued_s
-        if call.progress.has_begun:
+        if call.progress.is_accepted:
             allowed_s = call.deadline.first_token_remaining_s
         try:
             if entry.is_head:

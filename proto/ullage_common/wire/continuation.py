@@ -11,7 +11,7 @@ import grpc
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.validation import is_growing, num_answers
+from ullage_common.wire.validation import has_output, is_growing, num_answers
 
 MAX_STALLED_LOSSES = 3
 """Losses in a row without a new token between them at which a request is given up: it is their
@@ -44,7 +44,9 @@ class Progress:
         self.num_tokens = 0
         """Output tokens of all answers."""
         self.has_begun = False
-        """Whether an engine accepted the request."""
+        """Whether an engine accepted the request, this one's or one before its continuation."""
+        self.is_accepted = False
+        """Whether an engine accepted the request as it came here."""
         self.max_tokens = 0
         """Output limit of each answer that was granted; 0 before the request is accepted."""
         self._seed = 0
@@ -88,6 +90,7 @@ class Progress:
         """
         if self.has_begun and accepted.continued_tokens != self.num_tokens:
             raise _begins_anew(accepted.engine)
+        self.is_accepted = True
         if not self.has_begun:
             self.has_begun = True
             self._seed = accepted.seed
@@ -117,7 +120,7 @@ class Progress:
         request.stop.max_tokens = max_tokens
         request.stop.min_tokens = min(request.stop.min_tokens, max_tokens)
         request.ClearField("continuation")
-        if not self._is_growing:
+        if not (self._is_growing and has_output(self._answers)):
             return
         request.continuation.degraded.extend(self._degraded)
         for answer in self._answers:

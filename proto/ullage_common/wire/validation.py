@@ -6,6 +6,7 @@ vocabulary, its name, what it supports) they check themselves.
 
 import math
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
@@ -192,6 +193,7 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
     n = num_answers(request.samples)
     _require(len(answers) == n, f"{field}.answers", len(answers), f"{n}, one for each answer")
+    _require(has_output(answers), field, "without a token", "left out until a token was received")
     most = request.stop.max_tokens
     _require(most > 0, "max_tokens", "unset", "what Accepted has, with a continuation")
     for i, answer in enumerate(answers):
@@ -203,6 +205,21 @@ def is_growing(request: inference_pb2.GenerateRequest) -> bool:
     """Whether the answers arrive while they grow; otherwise all is known only at the end."""
     samples = request.samples
     return not samples.HasField("beam") and samples.best_of <= num_answers(samples)
+
+
+class _PartialAnswer(Protocol):
+    """Output of one answer so far, as a message or as a reader keeps it."""
+
+    @property
+    def token_ids(self) -> Collection[int]: ...
+
+    @property
+    def reason(self) -> inference_pb2.FinishReason: ...
+
+
+def has_output(answers: Iterable[_PartialAnswer]) -> bool:
+    """Whether there is anything to go on from: a token, or the end of an answer."""
+    return any(answer.token_ids or answer.reason for answer in answers)
 
 
 def num_answers(samples: inference_pb2.Samples) -> int:

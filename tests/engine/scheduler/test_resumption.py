@@ -75,6 +75,20 @@ def test_resumed_requests_are_never_refused_and_wait_for_memory(bench: Any) -> N
     assert {len(tokens) for tokens in bench.run(scheduler).values()} == {20}
 
 
+def test_the_rest_of_an_answer_from_elsewhere_is_refused_where_there_is_no_memory(
+    bench: Any,
+) -> None:
+    scheduler = bench.make_scheduler(blocks=10)
+    assert scheduler.submit(bench.make_request("a", 100, max_tokens=32)) is None
+    rest = bench.make_request("b", 60, max_tokens=20, output=[3, 4])
+    answer = scheduler.submit(rest)
+    assert isinstance(answer, Rejected) and not answer.never
+    scheduler.check_integrity()
+    assert len(bench.run(scheduler)["a"]) == 32
+    assert scheduler.submit(rest) is None
+    assert len(bench.run(scheduler)["b"]) == 18
+
+
 def test_answers_that_a_stop_string_ended_teach_the_estimate(bench: Any) -> None:
     scheduler = bench.make_scheduler(expected=256)
     before = scheduler.stats().expected_output_tokens

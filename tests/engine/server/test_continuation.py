@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -185,6 +186,7 @@ def without_limit(request: pb.GenerateRequest) -> pb.GenerateRequest:
 WRONG = (
     (with_answers(), "continuation.answers is 0; possible: 1"),
     (with_answers(1, 1), "continuation.answers is 2; possible: 1"),
+    (with_answers(0), "continuation is without a token; possible: left out until a token"),
     (with_answers(MAX_TOKENS + 1), "continuation.answers[0].token_ids is 17 tokens"),
     (with_answers(1, samples=pb.Samples(best_of=2)), "best_of above n"),
     (with_answers(1, samples=pb.Samples(beam=pb.BeamSearch(width=2))), "nothing in a search"),
@@ -195,7 +197,11 @@ WRONG = (
         "continuation is token 60000",
     ),
     (
-        ask(continuation=pb.Continuation(answers=[pb.PartialAnswer()], degraded=["top_p=much"])),
+        ask(
+            continuation=pb.Continuation(
+                answers=[pb.PartialAnswer(token_ids=[300])], degraded=["top_p=much"]
+            )
+        ),
         "continuation.degraded is top_p=much; possible: max_tokens=N",
     ),
 )
@@ -210,5 +216,30 @@ def test_wrong_continuations_are_refused(serve: Serve) -> None:
                 error = from_rpc_error(raised.value)
                 assert error.code is grpc.StatusCode.INVALID_ARGUMENT, words
                 assert words in error.message
+
+    asyncio.run(scenario())
+
+
+def test_a_full_engine_refuses_the_rest_like_anything_new(
+    serve: Serve, fake: ModuleType, tmp_path: Path
+) -> None:
+    """So that whoever goes on with it may ask another engine."""
+
+    async def scenario() -> None:
+        trace = tmp_path / "trace"
+        async with serve(step_s=0.002, trace=str(trace)) as engine:
+            answers = [pb.PartialAnswer(token_ids=[300]), pb.PartialAnswer(token_ids=[301, 302])]
+            rest = ask(fake.Script.FITS_NOT_NOW, continuation=pb.Continuation(answers=answers))
+            rest.samples.n = 2
+            call = engine.inference.Generate(rest)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call.read()
+            error = from_rpc_error(raised.value)
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "KV_HEADROOM",
+            )
+            (line,) = [line for line in trace.read_text().splitlines() if "submit" in line]
+            assert " False " in line and "#1" in line
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ import pytest
 from ullage_testing.fake_engine import BLOCK_BYTES, Script
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.errors import ServiceError, from_rpc_error
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = ("One", " two", " three", " four", " five")
@@ -402,5 +402,26 @@ def test_a_shared_generation_goes_on_for_all(start_service: StartService) -> Non
             _, answers = await lose(service, both)
             assert [text_of(answer) for answer in answers] == [TEXT, TEXT]
             assert (await resumptions(service)) == {("connection", "resumed"): 1.0}
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_a_client_brings_waits_no_longer_than_a_new_one(
+    start_service: StartService,
+) -> None:
+    async def scenario() -> None:
+        routing = {"ladder": ["queue", "reject"], "queue": {"timeout": 0.2}}
+        async with start_service(single=(10,), routing=routing) as service:
+            service.engine.push(headroom_bytes=0)
+            known = service.router.service.engines.all()[0]
+            await service.until(lambda: known.available == 0)
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=[1, 2, 3]),
+                stop=pb.StopConditions(max_tokens=9),
+                continuation=pb.Continuation(answers=[pb.PartialAnswer(token_ids=[0])]),
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await service.grpc.Generate(request).read()
+            assert from_rpc_error(raised.value).reason == "QUEUE_TIMEOUT"
 
     asyncio.run(scenario())
