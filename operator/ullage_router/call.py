@@ -105,6 +105,8 @@ class Call:
     session do, which holds no memory for them. A session comes first."""
     replace_key: str = ""
     """The key with which a later call of the tenant replaces this one; empty when none can."""
+    idempotency_key: str = ""
+    """The key with which a call of the tenant gets the same answer again; empty when none does."""
     decision: Decision = UNDECIDED
     """The latest decision about the request."""
     side: Side = Side.STABLE

@@ -15,6 +15,7 @@ from ullage_router.call import Call, ResponseStream
 from ullage_router.cascade import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
+from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.telemetry.record import RequestRecord, trace_context
@@ -67,6 +68,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             trace_context(metadata),
             tenant,
             replace_key=metadata.get(HEADER, ""),
+            idempotency_key=metadata.get(idempotency.HEADER, ""),
             authorization=metadata.get("authorization"),
             path=_path(metadata),
         )

@@ -67,7 +67,7 @@ class Coalescer:
 
     def __init__(self, section: CoalesceSection) -> None:
         self._section = section
-        self._open: dict[bytes, _Generation] = {}
+        self._open: dict[bytes, Generation] = {}
         self.joined = 0
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Coalescer:
             raise
         return reader
 
-    def _find(self, call: Call, proceed: Handler) -> "_Generation":
+    def _find(self, call: Call, proceed: Handler) -> "Generation":
         tenant = "" if self._section.across_tenants else call.tenant.name
         rules = call.tenant.rules
         # A whole answer is neither paced nor held up by a slow reader, as a stream is.
@@ -102,33 +102,40 @@ class Coalescer:
         if shared and shared.is_joinable and call.deadline.at <= shared.call.deadline.at:
             self.joined += 1
             return shared
-        own = _Generation(call, self._section.window)
+        own = Generation(call, self._section.window)
         self._open[key] = own
         own.run(proceed, lambda: self._forget(key, own))
         return own
 
-    def _forget(self, key: bytes, ended: "_Generation") -> None:
+    def _forget(self, key: bytes, ended: "Generation") -> None:
         if self._open.get(key) is ended:
             del self._open[key]
 
 
-class _Generation:
+class Generation:
     """One generation, its log and its readers.
 
     Args:
         call: the first to ask for it.
         window_s: how long others may join it once it has sent something.
+        keeps_all: others may join as long as anybody reads it, and when it is finished.
+
+    is_finished
+        the whole answer was generated
     """
 
-    def __init__(self, call: Call, window_s: float) -> None:
+    def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
+        self._keeps_all = keeps_all
+        self.is_finished = False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
         self.call = copy.copy(call)
         self.call.refused_by = {}
-        # So it outlasts all who join with the same limit; each of them watches its own.
-        self.call.deadline = PausableDeadline(
-            call.deadline.at + self._longest_s, call.deadline.first_token_at + self._longest_s
-        )
+        if not keeps_all:
+            # So it outlasts all who join with the same limit; each of them watches its own.
+            self.call.deadline = PausableDeadline(
+                call.deadline.at + self._longest_s, call.deadline.first_token_at + self._longest_s
+            )
         self.leader = call
         self.accepted: inference_pb2.Accepted | None = None
         self.error: BaseException | None = None
@@ -148,7 +155,14 @@ class _Generation:
         own."""
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
+        if self._keeps_all:
+            return is_whole and (self.is_finished or bool(self._readers))
         return is_whole and bool(self._readers) and self._age_s <= limit_s
+
+    @property
+    def size(self) -> int:
+        """Bytes of the answer that are kept."""
+        return self._log_bytes
 
     @property
     def _age_s(self) -> float:
@@ -191,7 +205,7 @@ class _Generation:
     def on_read(self) -> None:
         """Lets the engine continue after a reader did, and drops events that nobody can need."""
         self._may_go_on.set()
-        if self._age_s > self._longest_s:
+        if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
                 self._drop()
 
@@ -200,6 +214,7 @@ class _Generation:
             answer = await start(self.call)
             try:
                 await self._follow(answer)
+                self.is_finished = True
             finally:
                 answer.close()
         except Exception as error:  # whatever it is, all readers must get it
@@ -242,7 +257,7 @@ class _Generation:
 class _Reader:
     """One request's view of a generation: an answer with its own id, usage and deadline."""
 
-    def __init__(self, generation: _Generation, call: Call) -> None:
+    def __init__(self, generation: Generation, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
         self.place = 0
         self.bytes_read = 0

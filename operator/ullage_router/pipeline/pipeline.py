@@ -2,6 +2,7 @@
 
     replace_earlier   a later request with the same x-ullage-replace ends it     routing.replace
     open              not draining; within its deadline, bounds and quota
+    repeat            the same Idempotency-Key gets the same answer              routing.idempotency
     charge_estimate   an estimate of its tokens is charged                       cascade
     run               the steps of the cascade; own engines are the chain below  cascade
     wait_for_model    held until an engine has described its model               pools that sleep

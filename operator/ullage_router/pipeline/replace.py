@@ -1,6 +1,7 @@
 """A tenant's later request with the same key in `x-ullage-replace` ends the earlier one.
 
-`Idempotency-Key` is another thing, by which clients ask for the same answer again: it is not read.
+`Idempotency-Key` is another thing, by which clients ask for the same answer again
+(`pipeline/idempotency.py`).
 """
 
 import asyncio

@@ -15,6 +15,7 @@ from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineStages
+from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.pipeline.replace import Replacer
 from ullage_router.policy.cascade import ServiceLoad
@@ -83,6 +84,8 @@ class RouterService:
             self.tls.add(self.cascade.certificates)
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
+        keys = routing.idempotency
+        self.idempotency = IdempotencyKeys(keys) if keys.enabled else None
         self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
@@ -118,6 +121,8 @@ class RouterService:
         if self.replacer:
             stages.append(self.replacer.replace_earlier)
         stages.append(common.open)
+        if self.idempotency:
+            stages.append(self.idempotency.repeat)
         if self.cascade:
             stages += [common.charge_estimate, self.cascade.run]
         if self.scale_to_zero.pools:
@@ -207,6 +212,7 @@ class RouterService:
             "coalescing": {
                 "joined": self.coalescer.joined if self.coalescer is not None else 0,
                 "replaced": self.replacer.replaced if self.replacer else 0,
+                "repeated": self.idempotency.repeated if self.idempotency else 0,
             },
             "memory": {
                 "threshold": self.config.memory.threshold,
@@ -298,6 +304,11 @@ class RouterService:
             "Requests that passed one that waits first in line",
             lambda: self.queue.passed,
         )
+        if keys := self.idempotency:
+            self.metrics.count(
+                "repeated", "Requests that got the answer of an earlier one", lambda: keys.repeated
+            )
+            watch("kept_answer_bytes", "Bytes of finished answers by key", lambda: keys.size)
         self._watch_engines()
         self._count()
         self._watch_secrets()

@@ -313,6 +313,16 @@ class ReplaceSection(Strict, frozen=True, kw_only=True):
     enabled: bool = False
 
 
+class IdempotencySection(Strict, frozen=True, kw_only=True):
+    """Settings of giving requests with the same `Idempotency-Key` one answer."""
+
+    enabled: bool = False
+    ttl: SomeSeconds = 600.0
+    """Seconds for which a finished answer is kept."""
+    max_bytes: SomeBytes = 16 << 20
+    """Most bytes of finished answers that a process keeps."""
+
+
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
     """Prompts longer than this take the large pool."""
@@ -327,6 +337,7 @@ class RoutingSection(Strict, frozen=True, kw_only=True):
     prefill: PrefillSection = PrefillSection()
     coalesce: CoalesceSection = CoalesceSection()
     replace: ReplaceSection = ReplaceSection()
+    idempotency: IdempotencySection = IdempotencySection()
     wake: WakeSection = WakeSection()
 
     def __post_init__(self) -> None:

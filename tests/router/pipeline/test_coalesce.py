@@ -336,7 +336,7 @@ def test_over_http(start_service: "StartService") -> None:
             assert len({name for name, _ in answers}) == 4  # each under its own id
             assert len(service.engine.requests) == 1
             seen = await service.stats()
-            assert seen["coalescing"] == {"joined": 3, "replaced": 0}
+            assert seen["coalescing"] == {"joined": 3, "replaced": 0, "repeated": 0}
             shared = [r for r in seen["latest"] if r["coalesced_with"]]
             assert len(shared) == 3
             assert all(r["engine"] and r["output_tokens"] == 3 for r in shared)

@@ -28,6 +28,7 @@ from ullage_router.http.openai.responses import (
     sse_event,
 )
 from ullage_router.http.openai.schemas import Common
+from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, trace_context
@@ -205,6 +206,7 @@ class GenerateEndpoint:
             tenant,
             prompt_cache_key=parsed.prompt_cache_key or "",
             replace_key=headers.get(HEADER, ""),
+            idempotency_key=headers.get(idempotency.HEADER, ""),
             authorization=headers.get("authorization"),
             is_streamed=bool(parsed.stream),
         )

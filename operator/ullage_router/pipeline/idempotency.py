@@ -1,0 +1,131 @@
+"""Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
+
+A request joins the one under way, or gets the finished answer again, from its beginning, while that
+is kept. The same key with another body is an error. What failed, and what nobody waited for to its
+end, is forgotten: the next request with the key runs anew.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from ullage_common.config.router import IdempotencySection
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_router.call import Call, Handler, ResponseStream
+from ullage_router.errors import KEY_REUSED
+from ullage_router.pipeline.coalesce import Generation, key_of
+
+MAX_KEY_CHARACTERS = 256
+HEADER = "idempotency-key"
+
+_Name = tuple[str, str]
+"""(tenant, key)"""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One key's request and its answer."""
+
+    digest: bytes
+    """Digest of the request."""
+    generation: Generation
+    size: int = 0
+    """Bytes of the finished answer."""
+    expires: float = 0.0
+    """When the finished answer is forgotten, on the clock."""
+
+
+class IdempotencyKeys:
+    """The answers under way with a key, and finished ones for a time.
+
+    Args:
+        section: how long finished answers are kept, and how many bytes of them.
+        clock: monotonic seconds.
+
+    repeated
+        requests that got the answer of an earlier one
+    """
+
+    def __init__(
+        self, section: IdempotencySection, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._section = section
+        self._clock = clock
+        self._running: dict[_Name, _Entry] = {}
+        self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
+        """The first one expires first."""
+        self.size = 0
+        """Bytes of all finished answers."""
+        self.repeated = 0
+
+    async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Returns the answer to the first request with the key, or begins it.
+
+        Raises:
+            ServiceError: the key is too long or was sent with another request; or as `proceed`.
+        """
+        if not call.idempotency_key:
+            return await proceed(call)
+        name = (call.tenant.name, _checked(call.idempotency_key))
+        reader = self._find(name, call, proceed).join(call)
+        try:
+            await reader.begin()
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _find(self, name: _Name, call: Call, proceed: Handler) -> Generation:
+        self._expire()
+        digest = key_of(call.request, str(call.is_streamed))
+        entry = self._running.get(name) or self._finished.get(name)
+        if entry and entry.generation.is_joinable:
+            if entry.digest != digest:
+                raise _reused(call.idempotency_key)
+            self.repeated += 1
+            return entry.generation
+        own = _Entry(digest, Generation(call, 0.0, keeps_all=True))
+        self._running[name] = own
+        own.generation.run(proceed, lambda: self._on_end(name, own))
+        return own.generation
+
+    def _on_end(self, name: _Name, entry: _Entry) -> None:
+        if self._running.get(name) is not entry:
+            return
+        del self._running[name]
+        generation = entry.generation
+        if not (generation.is_finished and generation.is_joinable):
+            return
+        entry.size = generation.size
+        entry.expires = self._clock() + self._section.ttl
+        self._finished[name] = entry
+        self.size += entry.size
+        while self.size > self._section.max_bytes:
+            self._forget_oldest()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._finished and next(iter(self._finished.values())).expires <= now:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, entry = self._finished.popitem(last=False)
+        self.size -= entry.size
+
+
+def _checked(key: str) -> str:
+    if len(key) > MAX_KEY_CHARACTERS:
+        message = f"{HEADER} has {len(key)} characters; send at most {MAX_KEY_CHARACTERS}"
+        raise invalid(HEADER, message)
+    return key
+
+
+def _reused(key: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        KEY_REUSED,
+        f"the {HEADER} {key!r} was sent with another request; send each request a key of its own",
+    )
