@@ -16,6 +16,7 @@ from ullage_common.tickets.tickets import (
     TicketError,
     TicketKeys,
     engine_tag,
+    narrowed_salt,
     verify,
 )
 from ullage_common.wire.errors import ServiceError
@@ -141,7 +142,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     request.priority = claims.priority
     if claims.is_sessionless:
         request.session_id = ""
-        request.cache_salt = claims.cache_salt.hex()
+        request.cache_salt = narrowed_salt(claims.cache_salt, request.cache_salt).hex()
 
 
 def _too_many() -> ServiceError:

@@ -38,7 +38,16 @@ CACHE_SALT_BYTES = 16
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
     """Returns the cache salt of a tenant's requests that name `salt`."""
-    return hashlib.blake2b(f"{tenant}\0{salt}".encode(), digest_size=CACHE_SALT_BYTES).digest()
+    tenant_salt = hashlib.blake2b(f"{tenant}\0".encode(), digest_size=CACHE_SALT_BYTES).digest()
+    return narrowed_salt(tenant_salt, salt)
+
+
+def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
+    """Returns the cache salt of those of a tenant's requests that name `salt`, by the salt of the
+    tenant's requests that name none."""
+    if not salt:
+        return tenant_salt
+    return hashlib.blake2b(salt.encode(), key=tenant_salt, digest_size=CACHE_SALT_BYTES).digest()
 
 
 class TicketError(Exception):
@@ -70,7 +79,7 @@ class Claims(NamedTuple):
     """Requests, each of at most this size; 0, in an older router's ticket, means one."""
     is_sessionless: bool = False
     """The engine leaves out the session that a request names, for tenants' names may be the same,
-    and replaces its cache salt by the ticket's."""
+    and narrows the ticket's cache salt by the request's."""
     cache_salt: bytes = bytes(CACHE_SALT_BYTES)
     """Cache salt of the tenant that the ticket is for."""
 

@@ -18,7 +18,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, TicketsSection
 from ullage_common.process.config_file import ConfigError
-from ullage_common.tickets.tickets import TICKET_KEY, Claims, engine_tag, sign
+from ullage_common.tickets.tickets import TICKET_KEY, Claims, cache_salt, engine_tag, sign
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.server.tickets import MAX_REMEMBERED, TicketVerifier
 
@@ -86,6 +86,26 @@ def test_a_ticket_may_leave_out_the_session(
     assert asked.session_id == session
     gate.admit(request(), ticket(is_sessionless=is_sessionless, uses=2))
     assert refusal(gate, request(), ticket(is_sessionless=is_sessionless, uses=2)) == "TICKET_USED"
+
+
+def test_a_tenants_requests_of_different_salts_stay_apart(
+    make_gate: Callable[..., TicketVerifier],
+) -> None:
+    """With a ticket they have the salt that a router sends for them."""
+    gate = make_gate()
+    salts = {}
+    for tenant in ("alice", "bob"):
+        for salt in ("", "mine", "other"):
+            asked = request(cache_salt=salt)
+            number = len(salts)
+            tenant_salt = cache_salt(tenant)
+            gate.admit(asked, ticket(number, is_sessionless=True, cache_salt=tenant_salt))
+            salts[tenant, salt] = asked.cache_salt
+            assert asked.cache_salt == cache_salt(tenant, salt).hex()
+    assert len(set(salts.values())) == 6
+    asked = request(cache_salt="mine")
+    gate.admit(asked, ticket(9))
+    assert asked.cache_salt == "mine"
 
 
 @given(
