@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.continuation import Progress
+from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
@@ -89,7 +90,8 @@ class Call:
     timeout_s: float
     """Seconds from arrival to the last token."""
     stall_s: float = math.inf
-    """Longest time in seconds without a token, from arrival to the first one or between two."""
+    """Longest time in seconds without a token, from arrival to the first one or between two;
+    unbounded for answers that are known only at their end."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
     tenant: TenantSession = field(default_factory=anonymous_session)
@@ -124,6 +126,8 @@ class Call:
     """The prompt; set where it is rendered."""
 
     def __post_init__(self) -> None:
+        if not is_growing(self.request):
+            self.stall_s = math.inf
         arrived = self.record.arrived
         self.deadline = PausableDeadline(arrived + self.timeout_s, arrived + self.stall_s)
 

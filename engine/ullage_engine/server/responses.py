@@ -54,6 +54,11 @@ class SampleGroup:
         return bool(received) and received[entry.index].reason is not None
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether samples are sent while they grow."""
+        return self.job.samples.is_streamed
+
+    @property
     def is_over(self) -> bool:
         return all(entry.is_over for entry in self.entries)
 
@@ -111,7 +116,7 @@ class SampleGroup:
         failed = next((entry.failure for entry in self.entries if entry.failure), None)
         if failed is not None:
             raise failed
-        if not self.job.samples.is_streamed:
+        if not self.is_streamed:
             if not self.is_over:
                 return []
             self._rank()

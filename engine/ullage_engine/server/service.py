@@ -225,13 +225,14 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
         """Waits for news; ends the samples when the deadline has passed, or when none came for as
-        long as there may be no token."""
+        long as there may be no token of an answer that is sent while it grows."""
         now = asyncio.get_running_loop().time()
+        news_by = now + self._config.limits.request_timeout if group.is_streamed else deadline
         if now >= deadline:
             # News that are there already do not wait, so the timeout below would not see the time.
             self._end(group, "timeout")
         try:
-            async with asyncio.timeout_at(min(deadline, now + self._config.limits.request_timeout)):
+            async with asyncio.timeout_at(min(deadline, news_by)):
                 return await group.next_updates()
         except TimeoutError:
             self._end(group, "timeout")

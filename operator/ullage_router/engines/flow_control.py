@@ -77,6 +77,11 @@ def rate_limited(flow: FlowControl, most: float | None) -> FlowControl:
     return flow if most is None else replace(flow, pace=min(most, flow.pace or most))
 
 
+def without_stalls(flow: FlowControl) -> FlowControl:
+    """The flow of an answer of which nothing comes before its end."""
+    return replace(flow, stall_s=math.inf)
+
+
 class Source(Protocol):
     """An answer as it comes from an engine."""
 

@@ -36,7 +36,13 @@ from ullage_router.call import (
     ResponseStream,
     timed_out,
 )
-from ullage_router.engines.flow_control import Source, flow_of, for_unary, rate_limited
+from ullage_router.engines.flow_control import (
+    Source,
+    flow_of,
+    for_unary,
+    rate_limited,
+    without_stalls,
+)
 from ullage_router.engines.multiplex import ConnectionBroken
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.tool_use import read_calls
@@ -296,6 +302,8 @@ class EngineStages:
         flow = self._unary_flow
         if call.is_streamed:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
+        if not is_growing(call.request):
+            flow = without_stalls(flow)
         metadata = call.metadata
         if self._signer:
             metadata = (*metadata, self._signer.sign_request(engine.id, request))

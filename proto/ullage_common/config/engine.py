@@ -34,7 +34,8 @@ class RequestLimits(Strict, frozen=True, kw_only=True):
     max_output_tokens: Positive = 4096
     request_timeout: SomeSeconds = 30.0
     """Longest time in seconds without a token: from the request's arrival to its first token, and
-    from each token to the next."""
+    from each token to the next. Beam searches and best_of above n, of which nothing is sent before
+    the end, are bounded by `total_timeout` only."""
     total_timeout: SomeSeconds = 600.0
     """Longest time in seconds from the request's arrival to its last token."""
 

@@ -145,7 +145,8 @@ def test_a_client_that_vanishes_frees_what_it_held(serve: Serve) -> None:
 class Updates:
     """A request's news, as far as they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_streamed: bool = True) -> None:
+        self.is_streamed = is_streamed
         self.queue: asyncio.Queue[list[str]] = asyncio.Queue()
 
     async def next_updates(self) -> list[str]:
@@ -187,5 +188,23 @@ def test_only_silence_and_the_whole_time_end_an_answer(config: EngineConfig) -> 
         group.queue.put_nowait(["token"])
         assert await inference._next_updates(group, deadline) == ["token"]
         assert await inference._next_updates(group, deadline) == ["timeout"]
+
+    jumping_clock.run(scenario())
+
+
+def test_an_answer_that_is_known_only_at_its_end_has_the_whole_time(config: EngineConfig) -> None:
+    limits = msgspec.structs.replace(config.limits, request_timeout=30.0, total_timeout=600.0)
+    parts: Any = [None] * 5
+
+    async def scenario() -> None:
+        inference = service.InferenceService(msgspec.structs.replace(config, limits=limits), *parts)
+        group: Any = Updates(is_streamed=False)
+        loop, deadline = jumping_clock.clock(), jumping_clock.clock().time() + 600.0
+        inference._end = lambda _, reason: group.queue.put_nowait([reason])  # type: ignore[method-assign]
+        waiting = asyncio.create_task(inference._next_updates(group, deadline))
+        await loop.jump(500.0)
+        assert not waiting.done()
+        await loop.jump(101.0)
+        assert list(map(str, await waiting)) == ["timeout"]
 
     jumping_clock.run(scenario())

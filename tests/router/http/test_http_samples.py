@@ -151,3 +151,22 @@ def test_a_session_from_the_header_or_the_body(start_service: "StartService") ->
             assert sessions == ["of the body", "of the header", ""]
 
     asyncio.run(scenario())
+
+
+def test_what_is_known_only_at_its_end_may_take_longer_than_a_token(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        async with start_service(limits={"request_timeout": 1.0}) as service:
+            hold = service.engine.script.hold = asyncio.Event()
+            slow = [
+                asyncio.ensure_future(service.complete("x", best_of=2)),
+                asyncio.ensure_future(service.complete("x", n=2, use_beam_search=True)),
+            ]
+            await service.until(lambda: service.engine.active == len(slow))
+            # One that came later is out of time.
+            assert (await service.complete("x")).status_code in (429, 504)
+            hold.set()
+            assert [(await answer).status_code for answer in slow] == [200, 200]
+
+    asyncio.run(scenario())
