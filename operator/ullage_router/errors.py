@@ -107,9 +107,12 @@ _FAULTS = OF_THE_ROUTER | frozenset(
 def is_engine_fault(error: ServiceError) -> bool:
     """Whether an engine's error speaks against the engine and not against the request.
 
-    Invalid and cancelled requests, deadlines and full memory do not; nor do requests over which
+    Invalid and cancelled requests, deadlines and full memory do not, but an answer does that gets
+    no further token; nor do requests over which
     workers died, which must not hold back one engine after the other.
     """
+    if error.reason == ENGINE_STALLED:
+        return True
     died_over_it = (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "WORKER_LOST")
     is_excused = error.reason in _NOT_THE_ENGINES_FAULT or died_over_it
     return error.code in _FAULTS and not is_excused
@@ -131,6 +134,16 @@ def is_failure(error: ServiceError) -> bool:
 
 
 ENGINE_SILENT = "ENGINE_SILENT"
+ENGINE_LOST = "ENGINE_LOST"
+ENGINE_STALLED = "ENGINE_STALLED"
+
+
+def stalled(engine: str, timeout_s: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        ENGINE_STALLED,
+        f"engine {engine} sent no further token for {timeout_s:g} s",
+    )
 
 
 def silent_engine(engine: str, silent_s: float) -> ServiceError:
@@ -160,7 +173,7 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
 def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
-        "ENGINE_LOST",
+        ENGINE_LOST,
         f"the answer broke off: engine {engine} was lost ({cause.message}) and no other could go "
         f"on with it within the time limit of {timeout_s:g} s; retry",
     )

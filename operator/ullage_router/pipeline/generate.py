@@ -4,7 +4,8 @@ An engine that fails before the first token is replaced by another as long as th
 that is lost after it costs the client a pause: another engine goes on with what was received, or
 the stream waits until one is there, as long as it may be without a token. Credit follows the
 engines; quota, limits and metrics count the request once. When no token comes in time after the
-first, or the time of the whole is over, the answer ends there with the reason TIMEOUT.
+first, because an engine stalls or none can go on, or the time of the whole is over, the answer ends
+there with the reason TIMEOUT.
 """
 
 import asyncio
@@ -44,6 +45,13 @@ from ullage_router.engines.flow_control import (
     without_stalls,
 )
 from ullage_router.engines.multiplex import ConnectionBroken
+from ullage_router.pipeline.on_engine import (
+    OnEngine,
+    check_ending,
+    complete_acceptance,
+    engine_request,
+    expect,
+)
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.tool_use import read_calls
 from ullage_router.rollout import Rollout, Send
@@ -276,12 +284,12 @@ class EngineStages:
         try:
             source = self._open(call, reservation, request)
             engine.watchdog.watch(source)
-            accepted = (await _expect(source)).accepted
+            accepted = (await expect(source)).accepted
             engine.on_accepted(reservation.credit)
             call.progress.on_accepted(accepted, request.stop.max_tokens)
-            first = await _expect(source)
+            first = await expect(source)
             if first.HasField("finished"):
-                _check_ending(first.finished)
+                check_ending(first.finished)
         except BaseException as error:
             if source:
                 engine.watchdog.forget(source)
@@ -323,90 +331,13 @@ class _EngineLost(Exception):
         self.error = error
 
 
-class OnEngine:
-    """The part of an answer that one engine generates; it has its first token."""
-
-    def __init__(
-        self,
-        call: Call,
-        reservation: Reservation,
-        source: Source,
-        accepted: inference_pb2.Accepted,
-        first: Event,
-    ) -> None:
-        self.accepted = accepted
-        self.is_over = False
-        self._progress = call.progress
-        self._timeout_s = call.token_timeout_s
-        output = call.request.output
-        self._hides_ids = not (output.return_token_ids or output.delta_token_ids)
-        self._reservation = reservation
-        self._source = source
-        self._first: Event | None = first
-        self._is_closed = False
-
-    async def read(self) -> Event:
-        """The next event; the last is Finished.
-
-        Raises:
-            ServiceError: the engine failed.
-        """
-        try:
-            event = self._first or await self._next()
-            self._first = None
-            self._take(event)
-        except ServiceError as error:
-            self._reservation.engine.on_failure(self._reservation.credit, error)
-            raise
-        return event
-
-    def _take(self, event: Event) -> None:
-        """Notes an event; raises ServiceError where the engine cut the answer off."""
-        match event.WhichOneof("event"):
-            case "delta":
-                delta = event.delta
-                self._progress.on_delta(delta)
-                if self._hides_ids:
-                    delta.ClearField("token_ids")
-            case "finished":
-                _check_ending(event.finished)
-                self.is_over = True
-                self._reservation.engine.breaker.on_success(self._reservation.credit)
-            case "sample_finished":
-                _check_ending(event.sample_finished)
-                self._progress.on_sample_finished(event.sample_finished)
-
-    async def _next(self) -> Event:
-        try:
-            event = await self._source.read()
-        except ServiceError as error:
-            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-            engine = self._reservation.engine
-            if engine.is_silent:
-                raise errors.cut_off(engine.id, engine.age_s, self._timeout_s) from error
-            event = timed_out(len(self._reservation.prompt.token_ids), self._progress.num_tokens)
-        if event is None:
-            raise errors.broken_stream("the engine ended it without a last word")
-        return event
-
-    def close(self) -> None:
-        """Ends the engine's work on the answer; harmless when it has ended."""
-        if not self._is_closed:
-            self._is_closed = True
-            engine = self._reservation.engine
-            engine.watchdog.forget(self._source)
-            self._source.cancel()
-            engine.release(self._reservation.credit)
-
-
 class Generation:
     """An answer that has its first token, on one engine after another."""
 
     def __init__(
         self, call: Call, reservation: Reservation, stream: EngineStream, stages: EngineStages
     ) -> None:
-        self.accepted = _complete(stream.accepted, call, reservation)
+        self.accepted = complete_acceptance(stream.accepted, call, reservation)
         self._call = call
         self._reservation = reservation
         self._stream = stream
@@ -438,7 +369,13 @@ class Generation:
             try:
                 event = await self._stream.read()
             except ServiceError as error:
-                await self._resume(error)
+                try:
+                    await self._resume(error)
+                except ServiceError as failure:
+                    if held is not None or not self._is_out_of_time(failure):
+                        raise
+                    yield self._cut_off(failure)
+                    return
                 if held:
                     held.clear()
                 continue
@@ -450,6 +387,19 @@ class Generation:
                 held.append(event)
         for event in held or ():
             yield event
+
+    def _is_out_of_time(self, failure: ServiceError) -> bool:
+        """Whether only time was lacking to go on, and there are tokens: they are the answer."""
+        has_tokens = self._call.progress.num_tokens > 0
+        return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
+
+    def _cut_off(self, failure: ServiceError) -> Event:
+        """Returns the last event of an answer that no engine went on with."""
+        prompt = self._reservation.prompt
+        event = timed_out(len(prompt.token_ids), self._call.progress.num_tokens)
+        event.finished.stop_string = failure.reason
+        self._finish(event.finished)
+        return event
 
     def _finish(self, finished: inference_pb2.Finished) -> None:
         self._num_counted = finished.usage.completion_tokens
@@ -478,69 +428,6 @@ class Generation:
     def close(self) -> None:
         """Ends the engine's work on the answer; harmless when it has ended."""
         self._stream.close()
-
-
-def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
-    """Returns the request as the engine gets it: token ids, and the limits that were granted."""
-    request = inference_pb2.GenerateRequest(
-        request_id=call.record.request_id,
-        model=call.request.model,
-        token_ids=inference_pb2.TokenIds(ids=reservation.prompt.token_ids),
-        sampling=call.request.sampling,
-        stop=call.request.stop,
-        session_id=call.tenant.scoped_session(call.request.session_id),
-        cache_salt=call.tenant.cache_salt(call.request.cache_salt),
-        priority=call.request.priority,
-        output=call.request.output,
-        samples=call.request.samples,
-        grammar=call.request.grammar if call.request.HasField("grammar") else None,
-    )
-    request.stop.max_tokens = reservation.max_tokens
-    request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
-    request.output.echo = False  # the router has the prompt's text and prepends it itself
-    request.output.delta_token_ids = True  # another engine can go on with them
-    reservation.prompt.tool_use.ask(request)
-    if call.progress.has_begun:
-        request.stop.max_tokens += call.progress.longest
-        call.progress.write(request)
-    return request
-
-
-def _complete(
-    from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
-) -> inference_pb2.Accepted:
-    """Adds the router's decision to the engine's acceptance."""
-    decision, prompt = call.decision, reservation.prompt
-    max_tokens = reservation.max_tokens
-    accepted = inference_pb2.Accepted()
-    accepted.CopyFrom(from_engine)
-    accepted.request_id = call.record.request_id
-    accepted.engine = decision.engine
-    accepted.prompt_tokens = len(prompt.token_ids)
-    accepted.predicted_bytes = decision.predicted_bytes or 0
-    accepted.max_tokens = min(max_tokens, from_engine.max_tokens or max_tokens)
-    accepted.action = decision.action
-    accepted.route = decision.route
-    del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
-    accepted.model, accepted.revision = decision.model, decision.revision
-    accepted.degraded.extend(decision.degraded)
-    accepted.trail.extend(decision.trail)
-    if call.request.output.return_token_ids:
-        accepted.prompt_token_ids.extend(prompt.token_ids)
-    return accepted
-
-
-async def _expect(source: Source) -> Event:
-    event = await source.read()
-    if event is None:
-        raise errors.broken_stream("the engine ended it before its first token")
-    return event
-
-
-def _check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raises where a draining engine cut an answer off, which no client asked for."""
-    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
-        raise errors.cancelled_by_engine()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:

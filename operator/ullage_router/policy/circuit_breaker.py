@@ -5,7 +5,8 @@
                                    └──── failure, twice the pause
 
 Only what an engine did wrong counts (`errors.is_engine_fault`): a request that is invalid,
-cancelled, out of time or too large for the memory that is free says nothing about its engine.
+cancelled, out of time or too large for the memory that is free says nothing about its engine. An
+answer that has begun and gets no further token for as long as it may be without one does.
 """
 
 from collections.abc import Iterable

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     StartService = Any
 
 BLOCK = 16_000
+PATIENCE_S = 60.0
 LONG = "system prompt " * 10
 LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", "lost")
 
@@ -82,6 +84,39 @@ def test_affinity_can_be_turned_off(start_service: "StartService") -> None:
             found = {await where(service, LONG, session_id="s") for _ in range(40)}
             assert len(found) == 2
             assert (await service.stats())["placement"]["affinity"]["none"] == 40
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ended_by", ["router", "engine"])
+def test_an_engine_that_stalls_in_its_answers_is_left_alone(
+    start_service: "StartService", ended_by: str
+) -> None:
+    async def scenario() -> None:
+        routing, limits = placement(breaker={"failures": 2}), {"request_timeout": 1.0}
+        async with start_service(routing=routing, limits=limits) as service:
+            if ended_by == "router":
+                service.engine.script.pause = asyncio.Event()
+            else:
+                service.engine.script.reason = inference_pb2.FINISH_REASON_TIMEOUT
+            breaker = service.router.service.engines.all()[0].breaker
+            async with asyncio.timeout(PATIENCE_S):
+                while not breaker.openings:
+                    await service.complete()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_requests_time_says_nothing_of_its_engine(
+    start_service: "StartService",
+) -> None:
+    async def scenario() -> None:
+        limits = {"request_timeout": 1.0, "total_timeout": 1.0}
+        async with start_service(limits=limits) as service:
+            service.engine.script.pause = asyncio.Event()
+            breaker = service.router.service.engines.all()[0].breaker
+            await service.complete()
+            assert breaker.failures == 0
 
     asyncio.run(scenario())
 

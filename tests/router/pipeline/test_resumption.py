@@ -229,15 +229,27 @@ def test_a_stream_is_held_until_an_engine_is_there(start_service: StartService) 
     asyncio.run(scenario())
 
 
-def test_a_held_stream_ends_with_its_time(start_service: StartService) -> None:
+def test_a_held_answer_ends_with_its_time_and_keeps_its_text(start_service: StartService) -> None:
+    """One that is known only at its end has none yet: that is an error."""
+
     async def scenario() -> None:
-        async with start_service(limits={"request_timeout": 2.0}) as service:
+        limits = {"request_timeout": 4.0, "total_timeout": 6.0}
+        async with start_service(limits=limits) as service:
             script(service, pause=asyncio.Event())
-            task = asyncio.ensure_future(service.complete(stream=True))
-            _, answer = await lose(service, task)
-            assert "ENGINE_LOST" in answer.text
-            assert answer.text.rstrip().endswith("data: [DONE]")
-            assert (await resumptions(service)) == {("connection", "lost"): 1.0}
+            kinds: tuple[dict[str, Any], ...] = ({"stream": True}, {}, {"best_of": 2})
+            tasks = [asyncio.ensure_future(service.complete(**kind)) for kind in kinds]
+            engine = service.router.service.engines.all()[0]
+            await service.until(lambda: engine.inflight == 3 and not engine.backlog_tokens)
+            await service.engine.stop()
+            stream, whole, best = await asyncio.gather(*tasks)
+            assert (await resumptions(service)) == {("connection", "lost"): 3.0}
+            ending = '"finish_reason":"length","stop_reason":"ENGINE_LOST"'
+            assert (text_of(stream), ending in stream.text) == (WORDS[0], True)
+            assert (whole.status_code, ending in whole.text) == (200, True)
+            assert whole.json()["choices"][0]["text"] == WORDS[0]
+            assert whole.json()["usage"]["completion_tokens"] == 1
+            assert (best.status_code, best.json()["error"]["code"]) == (504, "ENGINE_LOST")
+            await is_free(service)
 
     asyncio.run(scenario())
 

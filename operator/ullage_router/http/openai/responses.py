@@ -1,7 +1,8 @@
 """The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
 
 finish_reason has OpenAI's words; an answer that a time limit ended says "length", and stop_reason
-(a field that vLLM has too) says "timeout". Where a stop string ended it, stop_reason is that one,
+(a field that vLLM has too) says "timeout", or ENGINE_LOST or ENGINE_SILENT where no engine could go
+on with it in time. Where a stop string ended it, stop_reason is that one,
 and where a lowered limit did, the limit as in the header x-ullage-degraded: "max_tokens=64".
 What all chunks of a stream share is encoded once.
 """
@@ -314,7 +315,7 @@ def _says_something(delta: Delta) -> bool:
 def _ending(end: Finished | SampleFinished, options: ResponseOptions) -> JSON:
     stop_reason = end.stop_string
     if end.reason == inference_pb2.FINISH_REASON_TIMEOUT:
-        stop_reason = "timeout"
+        stop_reason = end.stop_string or "timeout"
     elif end.reason == inference_pb2.FINISH_REASON_LENGTH:
         stop_reason = options.lowered_limit
     return {"finish_reason": _FINISH[end.reason], "stop_reason": stop_reason or None}

@@ -1,0 +1,166 @@
+"""One engine's part of an answer: the request as it gets it, and the events that it sends.
+
+What its failures and endings say about it goes to its circuit breaker.
+"""
+
+import grpc
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError
+from ullage_router import errors
+from ullage_router.admission.admission import Reservation
+from ullage_router.call import Call, Event, timed_out
+from ullage_router.engines.flow_control import Source
+
+TOTAL_MARGIN_S = 0.5
+"""Seconds before the end of a request's whole time within which an answer that ends with TIMEOUT
+ends for that: engines end it a little earlier."""
+
+
+def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
+    """Returns the request as the engine gets it: token ids, and the limits that were granted."""
+    request = inference_pb2.GenerateRequest(
+        request_id=call.record.request_id,
+        model=call.request.model,
+        token_ids=inference_pb2.TokenIds(ids=reservation.prompt.token_ids),
+        sampling=call.request.sampling,
+        stop=call.request.stop,
+        session_id=call.tenant.scoped_session(call.request.session_id),
+        cache_salt=call.tenant.cache_salt(call.request.cache_salt),
+        priority=call.request.priority,
+        output=call.request.output,
+        samples=call.request.samples,
+        grammar=call.request.grammar if call.request.HasField("grammar") else None,
+    )
+    request.stop.max_tokens = reservation.max_tokens
+    request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
+    request.output.echo = False  # the router has the prompt's text and prepends it itself
+    request.output.delta_token_ids = True  # another engine can go on with them
+    reservation.prompt.tool_use.ask(request)
+    if call.progress.has_begun:
+        request.stop.max_tokens += call.progress.longest
+        call.progress.write(request)
+    return request
+
+
+def complete_acceptance(
+    from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
+) -> inference_pb2.Accepted:
+    """Adds the router's decision to the engine's acceptance."""
+    decision, prompt = call.decision, reservation.prompt
+    max_tokens = reservation.max_tokens
+    accepted = inference_pb2.Accepted()
+    accepted.CopyFrom(from_engine)
+    accepted.request_id = call.record.request_id
+    accepted.engine = decision.engine
+    accepted.prompt_tokens = len(prompt.token_ids)
+    accepted.predicted_bytes = decision.predicted_bytes or 0
+    accepted.max_tokens = min(max_tokens, from_engine.max_tokens or max_tokens)
+    accepted.action = decision.action
+    accepted.route = decision.route
+    del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
+    accepted.model, accepted.revision = decision.model, decision.revision
+    accepted.degraded.extend(decision.degraded)
+    accepted.trail.extend(decision.trail)
+    if call.request.output.return_token_ids:
+        accepted.prompt_token_ids.extend(prompt.token_ids)
+    return accepted
+
+
+class OnEngine:
+    """The part of an answer that one engine generates; it has its first token."""
+
+    def __init__(
+        self,
+        call: Call,
+        reservation: Reservation,
+        source: Source,
+        accepted: inference_pb2.Accepted,
+        first: Event,
+    ) -> None:
+        self.accepted = accepted
+        self.is_over = False
+        self._progress = call.progress
+        self._deadline = call.deadline
+        self._timeout_s = call.token_timeout_s
+        output = call.request.output
+        self._hides_ids = not (output.return_token_ids or output.delta_token_ids)
+        self._reservation = reservation
+        self._source = source
+        self._first: Event | None = first
+        self._is_closed = False
+
+    async def read(self) -> Event:
+        """The next event; the last is Finished.
+
+        Raises:
+            ServiceError: the engine failed.
+        """
+        try:
+            event = self._first or await self._next()
+            self._first = None
+            self._take(event)
+        except ServiceError as error:
+            self._reservation.engine.on_failure(self._reservation.credit, error)
+            raise
+        return event
+
+    def _take(self, event: Event) -> None:
+        """Notes an event; raises ServiceError where the engine cut the answer off."""
+        match event.WhichOneof("event"):
+            case "delta":
+                delta = event.delta
+                self._progress.on_delta(delta)
+                if self._hides_ids:
+                    delta.ClearField("token_ids")
+            case "finished":
+                check_ending(event.finished)
+                self.is_over = True
+                self._note_ending(event.finished)
+            case "sample_finished":
+                check_ending(event.sample_finished)
+                self._progress.on_sample_finished(event.sample_finished)
+
+    def _note_ending(self, finished: inference_pb2.Finished) -> None:
+        """Tells the breaker of an answer's end; nothing where only its whole time was over."""
+        engine, credit = self._reservation.engine, self._reservation.credit
+        if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
+            engine.breaker.on_success(credit)
+        elif self._deadline.remaining_s > TOTAL_MARGIN_S:
+            engine.on_failure(credit, errors.stalled(engine.id, self._timeout_s))
+
+    async def _next(self) -> Event:
+        try:
+            event = await self._source.read()
+        except ServiceError as error:
+            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            engine = self._reservation.engine
+            if engine.is_silent:
+                raise errors.cut_off(engine.id, engine.age_s, self._timeout_s) from error
+            event = timed_out(len(self._reservation.prompt.token_ids), self._progress.num_tokens)
+        if event is None:
+            raise errors.broken_stream("the engine ended it without a last word")
+        return event
+
+    def close(self) -> None:
+        """Ends the engine's work on the answer; harmless when it has ended."""
+        if not self._is_closed:
+            self._is_closed = True
+            engine = self._reservation.engine
+            engine.watchdog.forget(self._source)
+            self._source.cancel()
+            engine.release(self._reservation.credit)
+
+
+async def expect(source: Source) -> Event:
+    event = await source.read()
+    if event is None:
+        raise errors.broken_stream("the engine ended it before its first token")
+    return event
+
+
+def check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
+    """Raises where a draining engine cut an answer off, which no client asked for."""
+    if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
+        raise errors.cancelled_by_engine()
