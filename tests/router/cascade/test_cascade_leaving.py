@@ -40,7 +40,7 @@ class Steps(Cascade):
         steps = (StepSection(name="small", target="127.0.0.1:1"), StepSection(name="big"))
         confidence = ConfidenceSection(tokens=1, threshold=0.6)
         policy = CascadeSection(name="c", steps=steps, confidence=confidence, parallel=True)
-        super().__init__(policy, ServiceLoad, lambda attempt: None)
+        super().__init__(policy, ServiceLoad, lambda attempt: None, 1.0)
         self._logprob = logprob
         self.closed: list[str] = []
         self.is_leaving = asyncio.Event()
