@@ -67,7 +67,7 @@ class Coalescer:
 
     def __init__(self, section: CoalesceSection) -> None:
         self._section = section
-        self._open: dict[bytes, Generation] = {}
+        self._open: dict[bytes, SharedGeneration] = {}
         self.joined = 0
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Coalescer:
             raise
         return reader
 
-    def _find(self, call: Call, proceed: Handler) -> "Generation":
+    def _find(self, call: Call, proceed: Handler) -> "SharedGeneration":
         tenant = "" if self._section.across_tenants else call.tenant.name
         rules = call.tenant.rules
         # A whole answer is neither paced nor held up by a slow reader, as a stream is.
@@ -102,17 +102,17 @@ class Coalescer:
         if shared and shared.is_joinable and call.deadline.at <= shared.call.deadline.at:
             self.joined += 1
             return shared
-        own = Generation(call, self._section.window)
+        own = SharedGeneration(call, self._section.window)
         self._open[key] = own
         own.run(proceed, lambda: self._forget(key, own))
         return own
 
-    def _forget(self, key: bytes, ended: "Generation") -> None:
+    def _forget(self, key: bytes, ended: "SharedGeneration") -> None:
         if self._open.get(key) is ended:
             del self._open[key]
 
 
-class Generation:
+class SharedGeneration:
     """One generation, its log and its readers.
 
     Args:
@@ -257,7 +257,7 @@ class Generation:
 class _Reader:
     """One request's view of a generation: an answer with its own id, usage and deadline."""
 
-    def __init__(self, generation: Generation, call: Call) -> None:
+    def __init__(self, generation: SharedGeneration, call: Call) -> None:
         self.accepted = inference_pb2.Accepted()
         self.place = 0
         self.bytes_read = 0

@@ -16,7 +16,7 @@ from ullage_common.config.router import IdempotencySection
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.errors import KEY_REUSED
-from ullage_router.pipeline.coalesce import Generation, key_of
+from ullage_router.pipeline.coalesce import SharedGeneration, key_of
 
 MAX_KEY_CHARACTERS = 256
 HEADER = "idempotency-key"
@@ -31,7 +31,7 @@ class _Entry:
 
     digest: bytes
     """Digest of the request."""
-    generation: Generation
+    generation: SharedGeneration
     size: int = 0
     """Bytes of the finished answer."""
     expires: float = 0.0
@@ -78,7 +78,7 @@ class IdempotencyKeys:
             raise
         return reader
 
-    def _find(self, name: _Name, call: Call, proceed: Handler) -> Generation:
+    def _find(self, name: _Name, call: Call, proceed: Handler) -> SharedGeneration:
         self._expire()
         digest = key_of(call.request, str(call.is_streamed))
         entry = self._running.get(name) or self._finished.get(name)
@@ -87,7 +87,7 @@ class IdempotencyKeys:
                 raise _reused(call.idempotency_key)
             self.repeated += 1
             return entry.generation
-        own = _Entry(digest, Generation(call, 0.0, keeps_all=True))
+        own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
         own.generation.run(proceed, lambda: self._on_end(name, own))
         return own.generation
