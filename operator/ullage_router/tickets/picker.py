@@ -25,7 +25,14 @@ from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.decide import Refuse, Run, ShrinkContext, decide, min_output
+from ullage_router.policy.decide import (
+    Refuse,
+    Run,
+    ShrinkContext,
+    decide,
+    min_output,
+    room_of,
+)
 from ullage_router.policy.decision import (
     EngineState,
     EngineView,
@@ -221,9 +228,12 @@ class Batch:
             facts, [engine.now() for engine in self._engines_by_id.values()], self._policy
         )
         match decision:
-            case Run(action="shrink"):
-                return _left_to_generate(decision.reason, "a shorter answer")
-            case Run() | Refuse():
+            case Run():
+                room = room_of(facts, self._engines_by_id[decision.engine].view)
+                if decision.max_tokens < min(most, room):
+                    return _left_to_generate(decision.reason, "a shorter answer")
+                return decision
+            case Refuse():
                 return decision
             case ShrinkContext():
                 return _left_to_generate(decision.reason, "a shorter prompt")

@@ -389,6 +389,9 @@ class Client:
             pick = await self._batcher.place(request, avoid, answer.deadline)
             if pick is None:
                 return
+            if request.HasField("continuation") and pick.max_tokens < request.stop.max_tokens:
+                self._batcher.on_ended(pick)
+                return  # the router finds a place for all that was granted
             try:
                 async with aclosing(self._from_engine(request, pick, answer.deadline)) as events:
                     async for event in events:

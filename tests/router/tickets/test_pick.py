@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.router import RungsSection, ShrinkOutputSection
 from ullage_common.process.config_file import ConfigError
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.tickets.tickets import Claims, TicketError, engine_tag, load_keys, sign, verify
@@ -131,7 +132,22 @@ def test_a_pick_is_what_decide_would_say(
         assert found.demand.kv_bytes <= engine.available
         assert found.engine not in wanted.refused_by
     else:
-        assert not isinstance(said, Run) or said.action == "shrink"
+        assert not isinstance(said, Run) or said.max_tokens < most
+
+
+def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
+    engines = [
+        engine_view(0, "single", 0),
+        engine_view(1, "large", 3 * BLOCK_BYTES, expected_output=100),
+    ]
+    rungs = RungsSection(shrink_output=ShrinkOutputSection(min_share=0.1, below_expected=True))
+    policy = RoutingPolicy(
+        ("single", "large"), 800, 60 * BLOCK_BYTES, ("shrinkOutput", "route", "reject"), rungs
+    )
+    batch = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
+    run, _ = batch.place(Ask(16, 100), 0)
+    assert isinstance(run, Refuse)
+    assert "a shorter answer" in run.message
 
 
 @given(st.lists(st.integers(1, 200), max_size=60), st.integers(1, 4))

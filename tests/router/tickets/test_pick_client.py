@@ -183,11 +183,12 @@ def is_on(events: list[Any]) -> bool:
     return any(event.delta.text for event in events)
 
 
-@pytest.mark.parametrize("through", ["engine", "router"])
+@pytest.mark.parametrize("through", ["engine", "router", "router for a longer answer"])
 def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
     start_service: "StartService", tmp_path: Path, through: str
 ) -> None:
-    """By another ticket, or through the router where there is no place at once."""
+    """By another ticket, or through the router where there is no place at once, or one for a
+    shorter answer only."""
 
     async def scenario() -> None:
         async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
@@ -203,6 +204,8 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
                 engine.script = Script(words=WORDS)
             if through == "router":
                 give_no_place(service)
+            elif through != "engine":
+                give_shorter_places(service)
             await lost.stop()
             await task
             assert [e.WhichOneof("event") for e in events].count("accepted") == 1
@@ -215,6 +218,20 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
             assert other.requests[-1].sampling.seed == 7
 
     asyncio.run(scenario())
+
+
+def give_shorter_places(service: "Service") -> None:
+    """The router grants one token."""
+    issuer = service.router.service.issuer
+    pick = issuer.pick
+
+    def grant(asked: pb.PickRequest, session: object) -> pb.PickResponse:
+        response = pick(asked, session)
+        for placed in response.placed:
+            placed.max_tokens = 1
+        return response
+
+    issuer.pick = grant
 
 
 def give_no_place(service: "Service") -> None:
