@@ -225,10 +225,26 @@ class RadixTree:
             return self._evict_window(window)
         if leaf is None:
             return None
-        block, node = queue.popitem(last=False)
+        return self._evict_leaf(leaf)
+
+    def evict_branch(self, block: int) -> list[int]:
+        """Drops all evictable blocks of the branch that begins with a cached one; returns them."""
+        branch = [self._by_block[block]]
+        for node in branch:
+            branch.extend(node.children.values())
+        evicted = []
+        for node in reversed(branch):  # those below come first
+            if node.window_block is not None and self._is_window_evictable(node):
+                evicted.append(self._evict_window(node))
+            if self._is_evictable(node):
+                evicted.append(self._evict_leaf(node))
+        return evicted
+
+    def _evict_leaf(self, node: _Node) -> int:
         parent = node.parent
         assert parent is not None, "the root is no leaf"
-        del self._by_block[block], parent.children[node.key]
+        self._queue(node).pop(node.block)
+        del self._by_block[node.block], parent.children[node.key]
         self.num_reclaimable -= 1
         self._add_if_evictable(parent)
         # A parent last used together with its child is as old as that one was; one used later by
@@ -236,7 +252,7 @@ class RadixTree:
         queue = self._queue(parent)
         if parent.block in queue and parent.last_used <= node.last_used:
             queue.move_to_end(parent.block, last=False)
-        return block
+        return node.block
 
     def check_integrity(self) -> None:
         """Asserts that links and counts agree with one another."""
@@ -350,6 +366,11 @@ class Sessions:
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
             self._end(next(iter(self._sessions)), is_idle=True)
+
+    def end_branch(self, block: int) -> None:
+        """Ends the sessions whose conversations begin with the cached block."""
+        for session_id in [key for key, each in self._sessions.items() if each.path[0] == block]:
+            self._end(session_id)
 
     def end_oldest(self) -> bool:
         """Ends the session used longest ago; False: there is none."""
@@ -543,6 +564,13 @@ class PrefixCache:
                 self.share([kept])
                 self.free([own])
                 windows[index] = kept
+
+    def evict_branch(self, path: list[int]) -> None:
+        """Evicts all blocks that no sequence holds of a path, and of all that begin with its first
+        block; sessions that have any end."""
+        if path and path[0] in self._tree:
+            self.sessions.end_branch(path[0])
+            self._pool.free(self._tree.evict_branch(path[0]))
 
     def evict_all(self) -> None:
         """Evicts every block that no sequence holds."""

@@ -215,6 +215,15 @@ class Scheduler:
                 self._observe_output(sequence, "stop")
             self._remove(sequence)
 
+    def discard(self, request_id: str) -> None:
+        """Drops a request whose KV may be damaged, and what is cached of it and of all that begin
+        with the same block, as far as no other sequence holds it; an unknown id is no error."""
+        sequence = self._sequences.get(request_id)
+        if sequence:
+            path = sequence.block_ids[: sequence.num_cached_blocks]
+            self._remove(sequence)
+            self._cache.evict_branch(path)
+
     def fail_newest(self) -> str | None:
         """Drops the least important running sequence; returns its request id."""
         victim = self._sequences.newest_running

@@ -79,6 +79,11 @@ class Runner(Protocol):
         ...
 
 
+SUSPICIOUS_STEPS = 1000
+"""Steps after one with NaN or infinite logits in which another one costs the whole cache: more may
+be damaged than what the first request had."""
+
+
 class EngineCore:
     """Serves requests with one runner: schedules, executes and commits steps.
 
@@ -101,6 +106,8 @@ class EngineCore:
         self.num_oom_events = 0
         self.num_nonfinite_logits = 0
         """Requests that failed because their logits were NaN or infinite."""
+        self._damaged_at = -SUSPICIOUS_STEPS
+        """Number of steps before the last one whose logits were NaN or infinite."""
         self._runner = runner
         self._throughput = throughput
         self._beams = BeamSearches(scheduler)
@@ -253,11 +260,13 @@ class EngineCore:
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
         """Returns the tokens of the step; gives up requests that have none, before it is committed.
 
-        Their KV may be damaged as well, so what is cached goes with them.
+        Their KV may be damaged as well, so what is cached of it goes with them, and everything
+        that is cached where it happens again soon.
         """
         damaged = [each.request_id for each in sampled if each.token_id == NO_TOKEN]
         for request_id in damaged:
             log.error("logits are NaN or infinite; failing the request %s", request_id)
+            self.scheduler.discard(request_id)
             self._give_up(
                 request_id,
                 "its logits are NaN or infinite, so weights or device may be damaged; send it "
@@ -266,7 +275,10 @@ class EngineCore:
         if not damaged:
             return sampled
         self.num_nonfinite_logits += len(damaged)
-        self.scheduler.evict_all()
+        num_steps = self.scheduler.stats().num_steps
+        if num_steps - self._damaged_at < SUSPICIOUS_STEPS:
+            self.scheduler.evict_all()
+        self._damaged_at = num_steps
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _give_up(self, request_id: str, message: str) -> None:

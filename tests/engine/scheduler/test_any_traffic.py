@@ -168,10 +168,10 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             self.rig.scheduler.preempt_newest()
 
         @precondition(lambda self: self.left)
-        @rule(number=st.integers(0, 100))
-        def cancel(self, number: int) -> None:
-            name = self.pick(number)
-            self.rig.scheduler.cancel(name)
+        @rule(number=st.integers(0, 100), is_damaged=st.booleans())
+        def cancel(self, number: int, is_damaged: bool) -> None:
+            name, scheduler = self.pick(number), self.rig.scheduler
+            (scheduler.discard if is_damaged else scheduler.cancel)(name)
             del self.left[name]
 
         @precondition(lambda self: self.left)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -242,6 +243,26 @@ def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_forgotten() -
     assert run(engine) == {"again": [100]}
     # All but the block that `good` held when the other one failed.
     assert sum(count for plan in runner.plans for _, count in plan) == 84
+
+
+def test_only_repeated_damage_costs_the_others_their_cache() -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def computed(name: str, first: int) -> int:
+        """Tokens that are computed for a prompt of 100."""
+        runner.plans.clear()
+        request = make_request(name, 100, max_tokens=1)
+        tokens = [first, *request.token_ids[1:]]
+        assert engine.submit(msgspec.structs.replace(request, token_ids=tokens)) is None
+        run(engine)
+        return sum(count for plan in runner.plans for _, count in plan)
+
+    assert (computed("a", 2), computed("b", 2), computed("c", 3)) == (100, 4, 100)
+    for name, expected in (("bad", 4), ("worse", 100)):
+        runner.damaged = name
+        assert computed(name, 3) == (4 if name == "bad" else 100)
+        assert [each.request_id for each in engine.take_failed()] == [name]
+        assert computed(f"after {name}", 2) == expected
 
 
 def test_a_step_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
