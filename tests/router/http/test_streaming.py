@@ -220,6 +220,8 @@ def test_a_stream_that_waits_is_kept_alive(
                 rest = [line async for line in lines if line and line != ": keepalive"]
             assert rest[-1] == "data: [DONE]"
             assert ("QUEUE_TIMEOUT" in rest[-2]) is not is_served
+            if not is_served:  # the header has left, so the event says it
+                assert 1 <= json.loads(rest[-2][6:])["error"]["retry_after"] <= 30
             texts = [json.loads(line[6:]).get("choices") for line in rest[:-1]]
             words = "".join(choices[0]["text"] for choices in texts if choices)
             assert words == ("Hello big world" if is_served else "")

@@ -151,7 +151,7 @@ class Writer:
 
     async def error(self, error: ServiceError) -> None:
         """The error as a response, or as an event where the answer has begun."""
-        body = envelope(error, self._input_field)
+        body = envelope(error, self._input_field, is_event=self._is_streaming)
         self.stop()
         if self._is_streaming:
             await self.end_stream(sse_event(body))

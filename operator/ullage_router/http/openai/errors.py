@@ -34,11 +34,13 @@ _FIELDS = {
 beginnings."""
 
 
-def envelope(error: ServiceError, input_field: str = "input") -> bytes:
+def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
     """{"error": {"message", "type", "param", "code"}}.
 
     Args:
         input_field: what the endpoint calls the prompt.
+        is_event: it ends a stream, whose headers have left: it also has `retry_after`, the seconds
+            of a response's Retry-After, where that would have one.
     """
     field, message = error.metadata.get("field"), error.message
     for wire, name in _FIELDS.items():
@@ -48,12 +50,14 @@ def envelope(error: ServiceError, input_field: str = "input") -> bytes:
             break
     if field == "input":
         field = input_field
-    body = {
+    body: dict[str, object] = {
         "message": message,
         "type": error_type(error),
         "param": field,
         "code": _CODES.get(error.reason, error.reason),
     }
+    if is_event and (seconds := retry_after_s(error)) is not None:
+        body["retry_after"] = seconds
     return msgspec.json.encode({"error": body})
 
 
