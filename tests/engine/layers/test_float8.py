@@ -2,7 +2,6 @@
 
 import math
 import random
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,8 +199,7 @@ def test_no_key_and_no_value_exceeds_its_bound(
     tmp_path: Path,
 ) -> None:
     """And no bound is so far above that numbers would lose their precision."""
-    seed = secrets.randbits(31)
-    print("seed", seed)
+    seed = 20_261
     random_model(family, seed).save_pretrained(tmp_path)
     loaded = load(f"file://{tmp_path}")
     narrow_runner = new_runner(loaded, kv_dtype="fp8")

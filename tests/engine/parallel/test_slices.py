@@ -1,6 +1,5 @@
 """Sliced products, summed over ranks, equal the whole product; nothing is held twice or nowhere."""
 
-import secrets
 from typing import Any
 
 import msgspec
@@ -76,8 +75,7 @@ def whole_model(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def whole() -> dict[str, torch.Tensor]:
-    seed = secrets.randbits(32)
-    print("seed", seed)
+    seed = 20_261
     return whole_model(torch.Generator().manual_seed(seed))
 
 
