@@ -172,9 +172,12 @@ class SwapManager:
             self._cancel_swap_in(sequence)
             return
         first, size = self._num_shared_blocks(sequence), self._cache.block_tokens
-        blocks = sequence.block_ids[first : -(-sequence.num_computed // size)]
+        # A step that was planned and not committed may have left blocks behind what was computed.
+        end = -(-sequence.num_computed // size)
+        blocks = sequence.block_ids[first:end]
         recompute_s = self._throughput.seconds_until(sequence.num_computed - first * size, 0)
-        first_window, windows = sequence.first_window_block, sequence.window_block_ids
+        first_window = sequence.first_window_block
+        windows = sequence.window_block_ids[: end - first_window]
         count = len(blocks) + len(windows)
         num_bytes = count * self._block_bytes
         if not blocks or not is_swap_cheaper(num_bytes, recompute_s, self._bytes_per_second):

@@ -112,3 +112,28 @@ def test_a_swapped_sequence_brings_its_window_back(make_rig: MakeRig) -> None:
     assert 22 < len(plan.moves.swap_in) <= 22 + MOST
     rig.finish(plan)
     assert rig.run()["a"] == rig.undisturbed(LONG, 0, 60)
+
+
+def test_a_step_that_was_not_committed_leaves_nothing_to_swap(make_rig: MakeRig) -> None:
+    """Blocks of tokens that were never computed are copied to the host in neither table."""
+    rig = make_rig(
+        blocks=60,
+        window=WINDOW,
+        prompt_tokens=CHUNK,
+        policy=KvPolicy(host_slots=60),
+        prefill_rate=1.0,
+    )
+    rig.submit(rig.request("first", [1, 2, 3], max_tokens=30))
+    rig.step()
+    rig.submit(rig.request("a", LONG, max_tokens=8))
+    for _ in range(5):
+        rig.step()
+    plan = rig.scheduler.schedule()
+    rig.device.move(plan.moves)
+    rig.device.execute(plan)
+    rig.scheduler.preempt_newest()
+    rig.scheduler.evict_all()
+    plan = rig.scheduler.schedule()
+    assert plan.moves.prefetch
+    rig.finish(plan)
+    assert rig.run()["a"] == rig.undisturbed(LONG, 0, 8)
