@@ -183,6 +183,7 @@ SCALING = (
     scaling("scaleDown.period", "such as 1m", scaleDown={"period": "1h"}),
     scaling("idleAfter", "from 1s to 24h", idleAfter="100ms"),
     rule("routing.wake.timeout", "from 1s to 1h", value="2h"),
+    rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
 """About the size of pools."""
 
@@ -361,6 +362,11 @@ RULES = [
     rule("cascade.steps", "must name each service once", value=[STEP, STEP]),
     rule("cascade.steps", "own engines once", value=[{"own": True}, STEP, {"own": True}]),
     rule("cascade.steps", "must name another service", value=[{"own": True}]),
+    rule(
+        "cascade.steps[0]",
+        "tls and keySecretName are for other services",
+        {"cascade.steps": [{"own": True, "keySecretName": "key"}, STEP]},
+    ),
     rule(
         "cascade.steps[0]",
         "exactly one of service, address",
