@@ -148,6 +148,10 @@ class EngineStream(Protocol):
     def is_over(self) -> bool:
         """Whether the last event was read."""
 
+    @property
+    def has_stalled(self) -> bool:
+        """Whether it is over because no token came for too long."""
+
     async def read(self) -> Event:
         """The next event; the last is Finished.
 

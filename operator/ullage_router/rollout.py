@@ -231,7 +231,7 @@ class Observation:
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:
-        """No token came in the request's whole time."""
+        """No token came for too long."""
         self._tally.failed += 1
 
 
@@ -346,13 +346,19 @@ class ObservedStream:
     def is_over(self) -> bool:
         return self._stream.is_over
 
+    @property
+    def has_stalled(self) -> bool:
+        return self._stream.has_stalled
+
     async def read(self) -> Event:
         try:
             event = await self._stream.read()
         except ServiceError as error:
             self._observation.on_failure(error)
             raise
-        if self._stream.is_over:
+        if self.has_stalled:
+            self._observation.on_timeout()
+        elif self.is_over:
             self._observation.on_success()
         return event
 

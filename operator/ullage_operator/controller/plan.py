@@ -357,8 +357,8 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 def was_progressing(status: Mapping[str, Any]) -> bool:
     """Returns what a service's status says of Progressing; True for one without a status."""
     listed = status.get("conditions", ())
-    found = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
-    return next(found, True)
+    progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
+    return next(progressing, True)
 
 
 def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:

@@ -80,6 +80,7 @@ class OnEngine:
     ) -> None:
         self.accepted = accepted
         self.is_over = False
+        self.has_stalled = False
         self._progress = call.progress
         self._deadline = call.deadline
         self._timeout_s = call.token_timeout_s
@@ -127,6 +128,7 @@ class OnEngine:
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
             engine.breaker.on_success(credit)
         elif self._deadline.remaining_s > TOTAL_MARGIN_S:
+            self.has_stalled = True
             engine.on_failure(credit, errors.stalled(engine.id, self._timeout_s))
 
     async def _next(self) -> Event:

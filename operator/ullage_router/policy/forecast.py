@@ -115,8 +115,7 @@ def turn_s(
                 break
         else:
             turns.append(math.inf if engine.releases else None)
-    known = [turn for turn in turns if turn is not None]
-    return min(known) if known else None
+    return min((turn for turn in turns if turn is not None), default=None)
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from ullage_testing.fake_engine import Script
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.policy.decision import Side
 from ullage_router.rollout import BOUNDS_S, DurationHistogram, SideDraw
@@ -196,6 +197,16 @@ async def test_refusals_that_stable_engines_do_not_share_count_as_failures(pair)
         service.engine.script.refuse = ServiceError(code, "INVALID_FIELD", "no")
         assert (await service.chat()).status_code == 400
         assert (await trial(service))["canary"]["failed"] == 2, "the request's own fault"
+
+
+@played
+async def test_an_answer_that_stalls_is_a_failure(pair):
+    async with pair as (service, canary, write):
+        await shift(service, write, 100)
+        canary.script.reason = inference_pb2.FINISH_REASON_TIMEOUT
+        assert (await service.chat()).status_code == 200
+        counts = (await trial(service))["canary"]
+        assert (counts["succeeded"], counts["failed"]) == (0, 1)
 
 
 @played
