@@ -194,7 +194,7 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
         ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
         ("", "pods"): {"list", "watch", "delete"},
         ("", "nodes"): {"get"},
-        ("events.k8s.io", "events"): {"list", "create", "patch"},
+        ("events.k8s.io", "events"): {"list", "create"},
     }
     assert {(obj["apiVersion"], obj["kind"]) for obj in planned()} == {k[:2] for k in OWNED}
     for kind in OWNED:

@@ -80,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [list, create, patch]
+  verbs: [list, create]
 {{- end }}
 
 {{- /* Whether the node of a pod that does not end still answers; nodes belong to no namespace. */ -}}

@@ -159,10 +159,14 @@ class AppliedChanges:
             names = self.repaired if was_edited(desired, before) else self.updated
             names.append(object_name(desired))
 
-    def notes(self) -> list[EventNote]:
-        """Returns one note for all objects of each sort of change."""
+    def notes(self, is_new: bool) -> list[EventNote]:
+        """Returns one note for all objects of each sort of change.
+
+        Args:
+            is_new: of the service: that its objects are created goes without saying.
+        """
         changes = (
-            ("Created", "Create", self.created),
+            ("Created", "Create", () if is_new else self.created),
             ("Updated", "Apply", self.updated),
             ("DriftRepaired", "Apply", self.repaired),
             ("Deleted", "Delete", self.deleted),
@@ -314,7 +318,8 @@ class Applier:
                 except (ClusterDenied, ClusterRefused, ClusterPostponed) as error:
                     result.on_failed(obj, error)
         finally:
-            self._recorder.record(manifest, result.changes.notes())
+            is_new = "conditions" not in manifest.get("status", {})
+            self._recorder.record(manifest, result.changes.notes(is_new))
         result.log(key)
         return result
 

@@ -4,7 +4,7 @@ The operator applies a plan to the cluster; `ullage up` runs the same pods as pr
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -83,6 +83,11 @@ Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 
+_OF_PODS = ("ConfigMap", "StatefulSet")
+"""Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
+for."""
+
+
 class ObjectKey(NamedTuple):
     """Identity of an object of a service; no two of its kinds share a name in different groups."""
 
@@ -153,7 +158,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     service = with_replicas(service, observed.objects, observed.scaling)
     rollout = plan_rollout(service, observe_rollout(observed), settings)
     desired = wanted_objects(service, rollout, observed, settings)
-    keys = {key_of(item) for item in desired}
+    keys = {key_of(item) for item in desired} | held_keys(service, rollout)
     # What lost its owner, or copies another's labels, is taken over where it is wanted, and else
     # is nobody's to delete.
     obsolete = [
@@ -214,7 +219,8 @@ def wanted_objects(
     if rollout.is_known:
         objects = all_engines(service, rollout, observed, settings)
     else:
-        objects = engine_objects(service, settings) + resized_engines(service, observed)
+        objects = engine_objects(service, settings)
+        objects += resized_engines(service, service.spec.pools, observed)
     objects += router_objects(service, settings, _router_file(service, rollout, observed))
     return objects + monitoring_objects(service, observed.serves)
 
@@ -229,15 +235,27 @@ def all_engines(
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         if left_to_others(pool, observed.objects.get(key)):
             manifests = without_replicas(manifests)
-        objects += with_revision(manifests, rollout.progress.stable)
+        manifests = with_revision(manifests, rollout.progress.stable)
+        if name in rollout.held:
+            held = held_keys(service, rollout) & observed.objects.keys()
+            manifests = [item for item in manifests if key_of(item) not in held]
+            manifests += resized_engines(service, (name,), observed)
+        objects += manifests
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
 
 
-def resized_engines(service: Service, observed: Observed) -> list[Manifest]:
+def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
+    """Returns what stays as it is of pools whose engines are not made anew yet."""
+    names = [naming.pool_name(service.name, pool) for pool in rollout.held]
+    return {ObjectKey(kind, name) for kind in _OF_PODS for name in names}
+
+
+def resized_engines(service: Service, pools: Iterable[str], observed: Observed) -> list[Manifest]:
     """Returns StatefulSets as they are, where only the number of their pods may change."""
     resized_sets = []
-    for name, pool in service.spec.pools.items():
+    for name in pools:
+        pool = service.spec.pools[name]
         live = observed.objects.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
         if live is None or left_to_others(pool, live) or live_replicas(live) == pool.replicas:
             continue
@@ -269,6 +287,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
+        observed_generation=observed.status.get("observedGeneration"),
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",

@@ -86,7 +86,7 @@ class EventRecorder:
             event = self._waiting.popleft()
             self._credit -= 1.0
             try:
-                await self._cluster.apply(event)
+                await self._cluster.create(event)
             except OperatorError as error:
                 name = event["regarding"]["name"]
                 _logger.warning("Event of %s not written: %s", name, error)

@@ -54,7 +54,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
         build.object("v1", "Service", name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
-        build.disruption_budget(name, match),
+        *build.disruption_budget(name, match, service.spec.router.replicas),
         build.object("apps/v1", "Deployment", name, deployment),
     ]
 
@@ -100,10 +100,12 @@ def pool_objects(
         "template": engine_template(service, pool_name, pool, config, settings),
     }
     build = Builder(service, naming.ENGINE, pool_name)
+    scaling = autoscaling_of(pool)
+    most = max(pool.replicas, scaling.max_replicas if scaling else 0)
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
         build.object("v1", "Service", name, headless),
-        build.disruption_budget(name, match),
+        *build.disruption_budget(name, match, most),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
     ]
 
@@ -151,15 +153,22 @@ class Builder:
             "automountServiceAccountToken": False,
         }
 
-    def disruption_budget(self, name: str, match: dict[str, str]) -> Manifest:
-        # maxUnavailable and not minAvailable: a single replica must not block a node's drain.
+    def disruption_budget(self, name: str, match: dict[str, str], most: int) -> list[Manifest]:
+        """Keeps drains of nodes from ending several pods at once; nothing where there are none.
+
+        Args:
+            most: pods that there may be.
+        """
+        if most < 2:
+            return []
+        # maxUnavailable and not minAvailable: a last replica must not block a node's drain.
         spec = {
             "maxUnavailable": 1,
             "selector": {"matchLabels": match},
             # A pod that does not serve is no loss, and must not hold up a drain either.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         }
-        return self.object("policy/v1", "PodDisruptionBudget", name, spec)
+        return [self.object("policy/v1", "PodDisruptionBudget", name, spec)]
 
     def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
         spec = {"podSelector": {"matchLabels": match}, "policyTypes": ["Ingress"], **rules}

@@ -1,6 +1,8 @@
 """A rollout in terms of Kubernetes: observations become facts, its state becomes objects. Pure."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -9,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ullage_operator.api import naming
+from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml
@@ -22,6 +25,7 @@ from ullage_operator.rollout.analysis import (
     sum_samples,
 )
 from ullage_operator.rollout.stages import (
+    BEGINNING,
     TRYING,
     WAITING,
     RolloutCommand,
@@ -68,6 +72,8 @@ class RolloutObservation:
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    observed_generation: int | None = None
+    """Generation of the spec that the service's status is about; None for one without a status."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -91,6 +97,8 @@ class RolloutPlan:
     """Pools that have a canary now."""
     weight: int
     """Requests of a hundred for the canary."""
+    held: tuple[str, ...] = ()
+    """Pools whose stable engines stay as they are, though this operator makes other pods."""
     is_known: bool = True
     """Whether the decided state is known; otherwise only the number of engines may change."""
 
@@ -115,12 +123,17 @@ def plan_rollout(
     if state is None and (held := _held_progress(service, observation, target)):
         return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
     state = state or initial(target, observation.now)
-    facts = rollout_facts(service, observation, state, target)
+    outdated = outdated_pools(service, observation, state, settings)
+    facts = rollout_facts(service, observation, state, target, outdated)
     after = advance(state.progress, facts, strategy_of(service, settings))
     if after.seen != observation.annotation:
         after = dataclasses.replace(after, seen=observation.annotation)
     changed = changed_pools(target, state.release)
-    return _plan_of(service, state.then(after, target), changed, observation)
+    planned = _plan_of(service, state.then(after, target), changed, observation)
+    is_due = after.stage is RolloutStage.PROMOTING or (
+        after.stage is RolloutStage.ROLLED_BACK and facts.may_renew
+    )
+    return planned if is_due else dataclasses.replace(planned, held=outdated)
 
 
 def _held_progress(
@@ -162,7 +175,11 @@ def _plan_of(
 
 
 def rollout_facts(
-    service: Service, observation: RolloutObservation, state: RolloutState, target: Release
+    service: Service,
+    observation: RolloutObservation,
+    state: RolloutState,
+    target: Release,
+    outdated: Sequence[str],
 ) -> RolloutFacts:
     progress, release = state.progress, state.release
     changed = changed_pools(target, release)
@@ -189,7 +206,10 @@ def rollout_facts(
         ),
         restarts=canary_restarts(service, observation, revision),
         problem=observation.problem,
-        is_settled=all(
+        is_outdated=bool(outdated),
+        may_renew=observation.may_begin or not is_serving,
+        is_settled=not outdated
+        and all(
             _is_settled(observation, naming.pool_name(service.name, name), size, progress.stable)
             for name, size in sizes.items()
         ),
@@ -197,6 +217,40 @@ def rollout_facts(
         final_analysis=analyses[1],
         command=command_of(observation.annotation, progress, revision),
     )
+
+
+def outdated_pools(
+    service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
+) -> tuple[str, ...]:
+    """Returns the pools whose stable engines this operator makes of another pod template than the
+    one that was applied, though nobody's edit asks for it.
+
+    An edit of a service that waits for its turn does not give it one.
+    """
+    is_edited = observation.observed_generation != service.generation
+    if is_edited and state.progress.reason not in BEGINNING:
+        return ()
+    is_changed = bool(changed_pools(release_of(service, settings), state.release))
+    stable = with_release(service, state.release) if is_changed else service
+    outdated = []
+    for name, pool in stable.spec.pools.items():
+        live = observation.stateful_sets.get(naming.pool_name(service.name, name), {})
+        annotations = live.get("metadata", {}).get("annotations") or {}
+        applied_hash = annotations.get(naming.TEMPLATE_HASH)
+        # What an older operator applied without its hash cannot be told from an edit.
+        if applied_hash and applied_hash != _pool_template_hash(stable, name, pool, settings):
+            outdated.append(name)
+    return tuple(outdated)
+
+
+def _pool_template_hash(service: Service, name: str, pool: PoolSpec, settings: Settings) -> str:
+    objects = pool_objects(service, name, pool, settings)
+    return next(_template_hash(item) for item in objects if item["kind"] == "StatefulSet")
+
+
+def _template_hash(stateful_set: Manifest) -> str:
+    text = json.dumps(stateful_set["spec"]["template"], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def analysis_of(
@@ -272,7 +326,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 
 def with_revision(objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Pool objects whose StatefulSets say of which revision they are."""
+    """Pool objects whose StatefulSets say of which revision and pod template they are."""
     return [
         _with_revision(item, revision) if item["kind"] == "StatefulSet" else item
         for item in objects
@@ -280,7 +334,8 @@ def with_revision(objects: Iterable[Manifest], revision: str) -> list[Manifest]:
 
 
 def _with_revision(item: Manifest, revision: str) -> Manifest:
-    annotations = item["metadata"].get("annotations", {}) | {naming.REVISION: revision}
+    own = {naming.REVISION: revision, naming.TEMPLATE_HASH: _template_hash(item)}
+    annotations = item["metadata"].get("annotations", {}) | own
     return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
 
 

@@ -23,8 +23,8 @@ _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
 """Reason of a rollout that waits for those of other services."""
-_BEGINNING = (WAITING, QUEUED, "Paused")
-"""Reasons of a stable service that a newer revision waits for."""
+BEGINNING = (WAITING, QUEUED, "Paused")
+"""Reasons of a stable service whose engines are still to be made anew."""
 
 
 class RolloutStage(StrEnum):
@@ -90,6 +90,11 @@ class RolloutFacts:
     """Number of restarts of the canary's pods."""
     problem: str = ""
     """Why the canary is not ready."""
+    is_outdated: bool = False
+    """Whether this operator makes other pods of the stable revision than there are, though nobody
+    edited the spec."""
+    may_renew: bool = True
+    """Whether other services' rollouts leave room for making these pods anew."""
     is_settled: bool = True
     """Whether all stable engines are of the stable revision and ready."""
     analysis: Analysis = field(
@@ -159,7 +164,7 @@ def _advanced(
     if state.stage is RolloutStage.PROMOTING:
         state = _promoting(state, facts, policy)
     if facts.target == state.stable:
-        return _keep_stable(state, facts)
+        return _keep_stable(state, facts, policy)
     if state.stage is RolloutStage.PROMOTING and _has_hope(state, facts, policy):
         message = f"revision {facts.target} waits until {state.stable} serves everything"
         return _with_reason(state, _NEWER_WAITS, message)
@@ -194,16 +199,34 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrate
     return is_served and (state.settled_since is not None or not is_late)
 
 
-def _keep_stable(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
+def _keep_stable(
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+) -> RolloutProgress:
     """The spec asks for the stable revision."""
+    if state.stage is RolloutStage.STABLE and facts.is_outdated:
+        return _renew(state, facts, policy)
     if state.stage is RolloutStage.STABLE:
-        return _with_reason(state, "Stable", _NOTHING) if state.reason in _BEGINNING else state
+        return _with_reason(state, "Stable", _NOTHING) if state.reason in BEGINNING else state
     if state.stage is RolloutStage.PROMOTING:
         if state.reason != _NEWER_WAITS:
             return state
         return _with_reason(state, "Promoting", f"revision {state.stable} is being rolled out")
     message = f"the spec asks for revision {state.stable} again"
     return RolloutProgress(state.stable, facts.now, reason="Reverted", message=message)
+
+
+def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> RolloutProgress:
+    """Makes the stable engines anew, where the operator makes other pods of them than another one
+    did."""
+    what = "what the operator makes engine pods of has changed"
+    if _is_paused(facts, policy):
+        return _with_reason(state, "Paused", f"{what}: waits until the rollout is no longer paused")
+    if not facts.may_renew:
+        message = f"{what}: waits until fewer services are being rolled out"
+        return _with_reason(state, QUEUED, message)
+    return RolloutProgress(
+        state.stable, facts.now, RolloutStage.PROMOTING, reason="RollingOut", message=what
+    )
 
 
 def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> RolloutProgress:

@@ -5,7 +5,7 @@ from ullage_cluster.kubectl import Kubectl, until
 from ullage_cluster.service import Service
 
 
-@pytest.mark.parametrize("kind", ["service", "networkpolicy", "poddisruptionbudget", "configmap"])
+@pytest.mark.parametrize("kind", ["service", "networkpolicy", "serviceaccount", "configmap"])
 def test_a_deleted_object_comes_back(kubectl: Kubectl, service: Service, kind: str) -> None:
     name = f"{service.name}-router"
     was = kubectl.uid(kind, name)

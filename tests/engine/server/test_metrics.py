@@ -63,7 +63,7 @@ def test_metrics(serve: Serve, config: EngineConfig) -> None:
             kill = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_WORKER_KILL)
             await engine.admin.InjectFault(kill)
             await engine.until(lambda state: not state.ready)
-            await engine.until(lambda state: state.ready)
+            await engine.until(lambda state: state.ready and state.worker_restarts == 1)
             check(await asyncio.to_thread(scrape, port))
 
     asyncio.run(scenario())

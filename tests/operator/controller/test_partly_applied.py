@@ -32,14 +32,14 @@ def degraded(world: Any) -> str:
 
 
 def test_a_refused_object_costs_neither_the_others_nor_readiness(world, played, start) -> None:
-    path = f"/apis/policy/v1/namespaces/{world.namespace}/poddisruptionbudgets"
-    mine = {"metadata": {"name": "s-router"}, "spec": {"maxUnavailable": 1}}
+    path = f"/apis/networking.k8s.io/v1/namespaces/{world.namespace}/networkpolicies"
+    mine = {"metadata": {"name": "s-router"}, "spec": {"podSelector": {}}}
     assert world.client.post(path, json=mine).status_code == 201
     start()
     world.create(router={"replicas": 1})
     until(lambda: degraded(world) == "ApplyFailed", "the condition says so", SOON)
     message = world.condition("Degraded")["message"]
-    assert message.startswith("PodDisruptionBudget s-router: it exists and is not this service's")
+    assert message.startswith("NetworkPolicy s-router: it exists and is not this service's")
     owned = converged(world)
     assert {("deployments", "s-router"), ("statefulsets", "s-single")} <= owned.keys()
     assert world.condition("Ready")["reason"] == "ApplyFailed"  # nothing serves yet
@@ -55,15 +55,15 @@ def test_a_refused_object_costs_neither_the_others_nor_readiness(world, played, 
 
 
 def test_a_quota_or_webhook_is_told_and_waits_for_nothing_else(world, played, start) -> None:
-    fault = played.inject("POST", "/poddisruptionbudgets", 500, times=10_000)
+    fault = played.inject("POST", "/networkpolicies", 500, times=10_000)
     start()
     world.create()
     until(lambda: degraded(world) == "ApplyDelayed", "the condition says so", SOON)
-    assert "PodDisruptionBudget s-single: POST" in world.condition("Degraded")["message"]
+    assert "NetworkPolicy s-router: POST" in world.condition("Degraded")["message"]
     assert ("statefulsets", "s-single") in world.owned()
     fault.times = 0
     until(lambda: degraded(world) == "AsExpected", "it is tried again", SOON)
-    assert ("poddisruptionbudgets", "s-single") in world.owned()
+    assert ("networkpolicies", "s-router") in world.owned()
 
 
 def test_what_kubernetes_refuses_of_pods_is_told_with_the_part_of_the_manifest() -> None:

@@ -69,7 +69,7 @@ def test_what_the_service_does_not_own_is_never_deleted(
 
 
 def test_a_removed_pool_is_deleted_whole(make_plan: MakePlan) -> None:
-    before = live(make_plan(pools={"large": {}}))
+    before = live(make_plan(pools={"large": {"replicas": 2}}))
     gone = make_plan(observed(before)).delete
     assert {key_of(item) for item in gone} == {
         (kind, "demo-large")

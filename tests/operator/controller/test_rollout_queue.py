@@ -1,4 +1,5 @@
-"""A new default image reaches a bounded number of services at a time; edits wait for nobody."""
+"""What a new operator asks for, a default image or other pods, reaches a bounded number of services
+at a time; edits wait for nobody."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ class Services:
         self.spec: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
         self.objects: dict[str, dict[ObjectKey, dict[str, Any]]] = {name: {} for name in NAMES}
         self.status: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
+        self.generation: dict[str, int] = dict.fromkeys(NAMES, 1)
         self.unready: set[str] = set()
         self.restart()
         for name in NAMES * 2:
@@ -43,8 +45,8 @@ class Services:
 
     def step(self, name: str) -> str:
         """One reconciliation; returns the stage or, of a service that waits, why."""
-        manifest = self._manifest(rollout={"strategy": "Rolling"}, **self.spec[name])
-        manifest["metadata"]["name"] = name
+        manifest = self._manifest(**{"rollout": {"strategy": "Rolling"}} | self.spec[name])
+        manifest["metadata"] |= {"name": name, "generation": self.generation[name]}
         key = ServiceKey("models", name)
         observed = Observed(
             now=NOW,
@@ -54,7 +56,10 @@ class Services:
         )
         planned = plan(parse(manifest), observed, self.settings)
         self.queue.on_planned(key, planned.rollout.progress)
-        self.objects[name] = {key_of(item): self.live(name, item) for item in planned.apply}
+        applied = {key_of(item): self.live(name, item) for item in planned.apply}
+        deleted = {key_of(item) for item in planned.delete}
+        before = {key: item for key, item in self.objects[name].items() if key not in deleted}
+        self.objects[name] = before | applied
         self.status[name] = planned.status
         return str(planned.rollout.progress.reason)
 
@@ -66,9 +71,27 @@ class Services:
         meta = item["metadata"] | {"generation": 1}
         return item | {"metadata": meta, "status": status | {"readyReplicas": ready}}
 
+    def edit(self, name: str, **spec: Any) -> None:
+        self.spec[name] |= spec
+        self.generation[name] += 1
+
+    def pool(self, name: str) -> dict[str, Any]:
+        """The spec of the service's StatefulSet."""
+        spec: dict[str, Any] = self.objects[name][ObjectKey("StatefulSet", f"{name}-single")][
+            "spec"
+        ]
+        return spec
+
+    def container(self, name: str) -> dict[str, Any]:
+        container: dict[str, Any] = self.pool(name)["template"]["spec"]["containers"][0]
+        return container
+
     def image(self, name: str) -> str:
-        workload = self.objects[name][ObjectKey("StatefulSet", f"{name}-single")]
-        return str(workload["spec"]["template"]["spec"]["containers"][0]["image"])
+        return str(self.container(name)["image"])
+
+    def cpus(self) -> list[str]:
+        """The CPU that an engine of each service requests, by the services' order."""
+        return [self.container(name)["resources"]["requests"]["cpu"] for name in NAMES]
 
 
 @pytest.fixture
@@ -160,6 +183,77 @@ def test_a_service_that_never_answers_its_turn_keeps_one_place_only() -> None:
     woken.clear()
     queue.forget(waiting[0])
     assert woken == ["d", "e"]
+
+
+OLD, NEW = "250m", "750m"
+
+
+@pytest.fixture
+def renewed(services: Services, monkeypatch: pytest.MonkeyPatch) -> Services:
+    """The operator's image is the same, and it requests more CPU for engines."""
+    services.settings = Settings(engine_image="one")
+    assert services.cpus() == [OLD] * len(NAMES)
+    monkeypatch.setattr("ullage_operator.manifests.resources._WORKER_MILLICPU", 750)
+    return services
+
+
+def test_new_default_requests_roll_few_services_at_a_time(renewed: Services) -> None:
+    assert [renewed.step(name) for name in NAMES] == ["RollingOut"] * 2 + ["RolloutQueued"] * 3
+    assert renewed.cpus() == [NEW] * 2 + [OLD] * 3
+    assert [renewed.step(name) for name in "cde"] == ["RolloutQueued"] * 3
+    for ended, begun in (("b", "c"), ("a", "d"), ("c", "e")):
+        assert renewed.step(ended) == "Promoted"
+        assert renewed.woken.pop() == begun and not renewed.woken
+        assert renewed.step(begun) == "RollingOut"
+    assert renewed.step("d") == renewed.step("e") == "Promoted"
+    assert renewed.cpus() == [NEW] * 5
+    assert [renewed.step(name) for name in NAMES] == ["Promoted"] * 5
+
+
+def test_a_renewal_takes_its_place_until_the_new_pods_are_ready(renewed: Services) -> None:
+    renewed.unready.add("a")  # as soon as its pods are others
+    renewed.step("a")
+    renewed.step("b")
+    assert [renewed.step(name) for name in "abc"] == ["RollingOut", "Promoted", "RollingOut"]
+    assert renewed.step("a") == "RollingOut" and renewed.step("d") == "RolloutQueued"
+    renewed.restart()
+    assert renewed.step("e") == "RolloutQueued", "a successor counts both"
+
+
+def test_the_configuration_of_pods_that_wait_stays(
+    renewed: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text(name: str) -> str:
+        return str(renewed.objects[name][ObjectKey("ConfigMap", f"{name}-single")]["data"])
+
+    to_yaml = "ullage_operator.manifests.manifests.to_yaml"
+    monkeypatch.setattr(to_yaml, lambda document: f"otherwise: {document}")
+    for name in NAMES:
+        renewed.step(name)
+    assert [text(name).count("otherwise") for name in NAMES] == [1, 1, 0, 0, 0]
+
+
+def test_an_edit_of_a_service_that_waits_changes_what_was_edited(renewed: Services) -> None:
+    for name in NAMES:
+        renewed.step(name)
+    renewed.edit("c", pools={"single": {"replicas": 3}})
+    renewed.edit("d", rollout={"strategy": "Rolling", "paused": True})
+    renewed.edit("e", memory={"maxKV": "1Gi"})
+    assert [renewed.step(name) for name in "cde"] == ["RolloutQueued", "Paused", "RollingOut"]
+    assert renewed.pool("c")["replicas"] == 3
+    assert renewed.cpus() == [NEW, NEW, OLD, OLD, NEW]
+
+
+def test_what_does_not_serve_or_was_edited_by_hand_waits_for_nobody(renewed: Services) -> None:
+    renewed.step("a")
+    renewed.step("b")
+    renewed.unready.add("c")
+    workload = ObjectKey("StatefulSet", "c-single")
+    renewed.objects["c"][workload] = renewed.live("c", renewed.objects["c"][workload])
+    assert renewed.step("c") == "RollingOut"
+    renewed.edit("d", tls={"engines": {"secretName": "keys"}})
+    assert renewed.step("d") == "Stable"
+    assert renewed.cpus() == [NEW] * 4 + [OLD]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])

@@ -27,14 +27,14 @@ class Clock(datetime):
         return cls.present
 
 
-class AppliedEvents:
-    """A cluster that keeps what is applied."""
+class CreatedEvents:
+    """A cluster that keeps what is created."""
 
     def __init__(self) -> None:
-        self.applied: list[dict[str, Any]] = []
+        self.created: list[dict[str, Any]] = []
 
-    async def apply(self, event: dict[str, Any]) -> dict[str, Any]:
-        self.applied.append(event)
+    async def create(self, event: dict[str, Any]) -> dict[str, Any]:
+        self.created.append(event)
         return event
 
 
@@ -43,7 +43,7 @@ def recorded(
 ) -> list[dict[str, Any]]:
     """The Events of (seconds, note, service)."""
     monkeypatch.setattr(events, "datetime", Clock)
-    cluster = AppliedEvents()
+    cluster = CreatedEvents()
 
     async def scenario() -> None:
         recorder = EventRecorder(cast(Cluster, cluster))
@@ -53,7 +53,7 @@ def recorded(
         await recorder.close()
 
     asyncio.run(scenario())
-    return cluster.applied
+    return cluster.created
 
 
 def test_a_flood_is_written_slowly_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_a_flood_is_written_slowly_and_nobody_waits(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_that_cannot_be_written_costs_itself_alone() -> None:
-    class Refusing(AppliedEvents):
-        async def apply(self, event: dict[str, Any]) -> dict[str, Any]:
+    class Refusing(CreatedEvents):
+        async def create(self, event: dict[str, Any]) -> dict[str, Any]:
             if event["note"] == "0":
                 raise ClusterRefused("no")
-            return await super().apply(event)
+            return await super().create(event)
 
     cluster = Refusing()
 
@@ -81,7 +81,7 @@ def test_one_that_cannot_be_written_costs_itself_alone() -> None:
         await recorder.close()
 
     asyncio.run(scenario())
-    assert [event["note"] for event in cluster.applied] == ["1"]
+    assert [event["note"] for event in cluster.created] == ["1"]
 
 
 def test_a_decision_is_an_event_about_the_service() -> None:

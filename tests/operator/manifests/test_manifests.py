@@ -285,12 +285,25 @@ def test_only_routers_reach_engines(make_plan: MakePlan) -> None:
 
 
 def test_a_budget_never_blocks_a_drain(make_plan: MakePlan) -> None:
+    made = make_plan(pools={"single": {"replicas": 2}})
     for name in ("demo-single", "demo-router"):
-        assert find(make_plan(), "PodDisruptionBudget", name)["spec"] | {"selector": 0} == {
+        assert find(made, "PodDisruptionBudget", name)["spec"] | {"selector": 0} == {
             "maxUnavailable": 1,
             "selector": 0,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         }
+
+
+def test_only_what_may_have_several_pods_has_a_budget(make_plan: MakePlan) -> None:
+    def budgets(router: int, **single: Any) -> set[str]:
+        made = make_plan(router={"replicas": router}, pools={"single": single})
+        return {each["metadata"]["name"] for each in made.apply
+                if each["kind"] == "PodDisruptionBudget"}  # fmt: skip
+
+    assert budgets(router=2, replicas=1) == {"demo-router"}
+    assert budgets(router=1, replicas=2) == {"demo-single"}
+    assert budgets(router=1, autoscaling={"maxReplicas": 3}) == {"demo-single"}
+    assert budgets(router=1) == set()
 
 
 def test_everything_is_owned_and_labelled(make_plan: MakePlan) -> None:
