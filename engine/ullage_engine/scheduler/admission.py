@@ -9,7 +9,12 @@ from collections.abc import Iterable, Iterator
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.memory.ledger import mib
 from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
-from ullage_engine.scheduler.sequence import Sequence, holder_shares, shared_tokens
+from ullage_engine.scheduler.sequence import (
+    Sequence,
+    WalkLimiter,
+    holder_shares,
+    shared_tokens,
+)
 from ullage_engine.scheduler.state import SchedulerState
 
 _SHORTEST_RETRY_S = 0.1
@@ -136,6 +141,9 @@ class AdmissionControl:
         self._throughput = state.throughput
         self._output_lengths = state.output_lengths
         self._num_submitted = 0
+        self._walks = WalkLimiter(state.clock)
+        self._releases: list[ReleaseState] = []
+        """Expected releases at the time of the last walk."""
 
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         """Admits samples of one prompt together, or refuses all and keeps nothing.
@@ -186,7 +194,25 @@ class AdmissionControl:
         num_prompt = request.num_prompt_tokens
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
-    def releases(self) -> Iterator[tuple[float, int]]:
+    def releases(self) -> list[ReleaseState]:
+        """Lists when sequences are expected to release how many bytes; see `soonest_releases`.
+
+        Of many sequences it may be what was expected a moment ago.
+        """
+        if self._walks.is_due(len(self._sequences)):
+            self._releases = soonest_releases(self._expected_releases())
+            return self._releases
+        age_s = self._walks.age_s
+        return [
+            ReleaseState(after_s=max(0.0, each.after_s - age_s), num_bytes=each.num_bytes)
+            for each in self._releases
+        ]
+
+    def _soonest_releases(self) -> Iterator[tuple[float, int]]:
+        for each in self.releases():
+            yield each.after_s, each.num_bytes
+
+    def _expected_releases(self) -> Iterator[tuple[float, int]]:
         """Yields for each sequence in how many seconds it is expected to release how many bytes."""
         for each in self._sequences:
             # A shared block counts for its holders in equal parts.
@@ -212,7 +238,8 @@ class AdmissionControl:
         available = self._reservations.num_available * size
         session = self._session_bytes(requests[0].session_key)
         queue_slots = self._queue_slots(len(group))
-        return refuse_now(requests, needed, available, session, queue_slots, self.releases())
+        releases = self._soonest_releases()
+        return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
         """Bytes that the requests of a session leave of its bound; None where it has none."""

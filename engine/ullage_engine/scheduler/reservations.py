@@ -46,13 +46,10 @@ class BlockReservations:
         self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
+        self.num_deferred = 0
+        """Blocks of deferred reservations, at most."""
         self.num_withheld = 0
         """Available blocks that no new request may reserve."""
-
-    @property
-    def num_deferred(self) -> int:
-        """Blocks of deferred reservations, at most."""
-        return sum(self._deferred.values())
 
     @property
     def num_unreserved(self) -> int:
@@ -80,7 +77,7 @@ class BlockReservations:
     def defer(self, sequence: Sequence) -> None:
         """Releases all that the sequence holds; `grant_deferred` reserves for it again."""
         self.release(sequence)
-        self._deferred[sequence.request_id] = self._blocks_needed(sequence)
+        self._set_deferred(sequence, self._blocks_needed(sequence))
 
     def grant_deferred(self, by_rank: Iterable[Sequence]) -> None:
         """Grants deferred reservations in full, the most important sequence first."""
@@ -120,7 +117,7 @@ class BlockReservations:
         if not is_covered or not self._make_room(child, num_reserved, by_rank):
             self.defer(child)
             return False
-        self._deferred.pop(child.request_id, None)
+        self._set_deferred(child, 0)
         child.block_ids = parent.block_ids[: -(-num_tokens // size)]
         child.num_computed = num_tokens
         child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
@@ -171,7 +168,7 @@ class BlockReservations:
     def release(self, sequence: Sequence) -> None:
         """Releases all blocks of the sequence and its reservation."""
         self._reserve(sequence, -sequence.num_reserved)
-        self._deferred.pop(sequence.request_id, None)
+        self._set_deferred(sequence, 0)
         self._cache.free(sequence.held_blocks)
         sequence.block_ids, sequence.window_block_ids = [], []
         sequence.first_window_block = 0
@@ -187,6 +184,7 @@ class BlockReservations:
             f"{num_reserved} reserved, not {self._num_reserved}"
         )
         assert self._num_reserved <= self._cache.num_available, "reserved more than there is"
+        assert self.num_deferred == sum(self._deferred.values()), "deferred blocks lost"
         assert self._deferred.keys() <= {each.request_id for each in present}, (
             "deferred for a sequence that has ended"
         )
@@ -220,7 +218,7 @@ class BlockReservations:
                 return False
             self._reserve(sequence, cost.num_reserved)
             self._add_hits(sequence, cost.hits)
-        del self._deferred[sequence.request_id]
+        self._set_deferred(sequence, 0)
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
@@ -240,9 +238,10 @@ class BlockReservations:
         self._num_reserved += count
 
     def _set_deferred(self, sequence: Sequence, num_blocks: int) -> None:
-        self._deferred.pop(sequence.request_id, None)
+        self.num_deferred -= self._deferred.pop(sequence.request_id, 0)
         if num_blocks > 0:
             self._deferred[sequence.request_id] = num_blocks
+            self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
         """Reserves up to `count` blocks for the sequence, revoking those of less important ones."""
@@ -271,4 +270,4 @@ class BlockReservations:
         if revoked:
             self._reserve(victim, -revoked)
             num_deferred = self._deferred.get(victim.request_id, 0)
-            self._deferred[victim.request_id] = num_deferred + revoked
+            self._set_deferred(victim, num_deferred + revoked)

@@ -16,12 +16,13 @@ from ullage_engine.protocol.messages import (
     TokenOutput,
 )
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
-from ullage_engine.scheduler.admission import AdmissionControl, soonest_releases
+from ullage_engine.scheduler.admission import AdmissionControl
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.sequence import (
     Finish,
     SchedulerLimits,
     Sequence,
+    WalkLimiter,
     common_prefix,
     finish_of,
     logprobs_of,
@@ -66,6 +67,9 @@ class Scheduler:
         self._swap = state.swap
         self._conv_states = state.conv_states
         self._admission = AdmissionControl(profile, state)
+        self._walks = WalkLimiter(clock)
+        self._num_tail_tokens = 0
+        """Tokens in blocks outside the prefix cache, when they were last counted."""
         self._planned: list[tuple[Sequence, Chunk]] = []
         """Sequences of the last plan, each with the chunk of it that the plan computes."""
         self._max_running = limits.max_sequences
@@ -93,11 +97,16 @@ class Scheduler:
         return self._num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collects the statistics; looks at every sequence, and at few of its blocks."""
+        """Collects the statistics.
+
+        Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
+        """
         cache, size = self._cache, self._cache.block_tokens
-        num_tail = stored_tokens(self._sequences, size, cache.is_cached, cache.is_private)
-        num_used_tokens = cache.num_cached_used * size + num_tail
-        waiting = (each for each in self._sequences if not each.is_decoding)
+        if self._walks.is_due(len(self._sequences)):
+            self._num_tail_tokens = stored_tokens(
+                self._sequences, size, cache.is_cached, cache.is_private
+            )
+        num_used_tokens = cache.num_cached_used * size + self._num_tail_tokens
         num_committed = cache.num_available - self._reservations.num_available
         return SchedulerStats(
             kv_pool_bytes=self._profile.kv_pool_bytes,
@@ -109,7 +118,7 @@ class Scheduler:
             num_waiting=self._sequences.num_waiting,
             num_steps=self._num_steps,
             expected_output_tokens=self._output_lengths.estimate,
-            prefill_backlog_tokens=sum(each.num_remaining for each in waiting),
+            prefill_backlog_tokens=self._sequences.num_backlog_tokens,
             num_preemptions=self._num_preemptions,
             num_swaps=self._swap.num_swaps,
             swap_out_bytes=self._swap.num_blocks_out * self._profile.block_bytes,
@@ -124,7 +133,7 @@ class Scheduler:
     def releases(self) -> list[ReleaseState]:
         """Lists predicted releases of memory, soonest first; the last entry sums up all the
         rest."""
-        return soonest_releases(self._admission.releases())
+        return self._admission.releases()
 
     def check_integrity(self) -> None:
         """Asserts that no block or slot is lost and nothing is reserved that does not exist."""
@@ -303,7 +312,7 @@ class Scheduler:
         # Before the blocks are freed: what to copy to the host is read from them.
         self._swap.swap_out(sequence)
         self._conv_states.release_next(sequence)
-        sequence.is_running = False
+        self._sequences.stop(sequence)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
         # It outlived its estimate: reserve for what it has and as much again as is usual.
@@ -401,7 +410,7 @@ class Scheduler:
                 self._prefix_lookup_tokens += len(sequence.token_ids)
                 self._prefix_hit_tokens += num_hits
         self._swap.swap_in(sequence, self._reservations)
-        sequence.is_running = True
+        self._sequences.start(sequence)
 
     def _allocate(self, sequence: Sequence, start: int, end: int) -> bool:
         """Allocates blocks that tokens from `start` to `end` may be written to, preempting for
@@ -513,7 +522,6 @@ class Scheduler:
         if sequence.request.session_id and path:
             self._cache.keep_session(sequence.request.session_key, path)
         self._conv_states.release(sequence)
-        sequence.is_running = False
         self._sequences.remove(sequence)
         self._planned = [entry for entry in self._planned if entry[0] is not sequence]
         # Their reservations counted on sharing with the parent that is gone.

@@ -4,6 +4,7 @@ What a step computes of one sequence, and whether it ends then, are pure functio
 """
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -77,8 +78,7 @@ class Sequence:
     """Output length that blocks are reserved for, tokens."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output so far."""
-    num_computed: int = 0
-    """Tokens whose KV is stored in `block_ids`."""
+    _num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     """Leading blocks of `block_ids` that are in the prefix cache."""
@@ -106,6 +106,8 @@ class Sequence:
     last_step: int = -1
     """Number of the step in which it was last computed."""
     is_running: bool = False
+    backlog: "Backlog | None" = None
+    """Counter of the table that the sequence is in."""
 
     @property
     def request_id(self) -> str:
@@ -117,17 +119,34 @@ class Sequence:
         return (-self.priority, self.arrival, self.serial)
 
     @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is stored in `block_ids`."""
+        return self._num_computed
+
+    @num_computed.setter
+    def num_computed(self, num_tokens: int) -> None:
+        before = self.num_prefill
+        self._num_computed = num_tokens
+        if self.backlog:
+            self.backlog.num_tokens += self.num_prefill - before
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens to compute before it decodes; 0 while it does."""
+        return 0 if self.is_decoding else self.num_remaining
+
+    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be stored before the next token can be chosen."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self._num_computed
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_remaining == 1 and self.num_computed > 0
+        return self._num_computed > 0 and len(self.token_ids) - self._num_computed == 1
 
     @property
     def held_blocks(self) -> list[int]:
@@ -145,12 +164,28 @@ class Sequence:
         return max(1, min(self.request.max_tokens, self.expected_output) - self.num_output)
 
 
+@dataclass(slots=True)
+class Backlog:
+    """Tokens that sequences have to compute before they decode."""
+
+    num_tokens: int = 0
+
+
+def _rank_of(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank
+
+
 class SequenceTable:
-    """All admitted sequences, running and waiting, by id; iterates from the most important on."""
+    """All admitted sequences, running and waiting, by id; iterates from the most important on.
+
+    What every report and step asks for is counted as it changes, however many sequences wait.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
         self._by_rank: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._backlog = Backlog()
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_rank)
@@ -170,31 +205,56 @@ class SequenceTable:
     @property
     def running(self) -> list[Sequence]:
         """Sequences in the batch, the most important first."""
-        return [sequence for sequence in self._by_rank if sequence.is_running]
+        return list(self._running)
 
     @property
     def num_running(self) -> int:
-        return sum(sequence.is_running for sequence in self._by_rank)
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._by_rank) - self.num_running
+        return len(self._by_rank) - len(self._running)
 
     @property
     def newest_running(self) -> Sequence | None:
         """The least important running sequence."""
-        return next((each for each in reversed(self._by_rank) if each.is_running), None)
+        return self._running[-1] if self._running else None
+
+    @property
+    def num_backlog_tokens(self) -> int:
+        """Tokens that all sequences have to compute before they decode."""
+        return self._backlog.num_tokens
 
     def add(self, sequence: Sequence) -> None:
         self._by_id[sequence.request_id] = sequence
-        bisect.insort(self._by_rank, sequence, key=lambda each: each.rank)
+        bisect.insort(self._by_rank, sequence, key=_rank_of)
+        sequence.backlog = self._backlog
+        self._backlog.num_tokens += sequence.num_prefill
+
+    def start(self, sequence: Sequence) -> None:
+        """Takes a sequence into the batch."""
+        sequence.is_running = True
+        bisect.insort(self._running, sequence, key=_rank_of)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the batch, if it is in it."""
+        if sequence.is_running:
+            sequence.is_running = False
+            self._running.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        self.stop(sequence)
         del self._by_id[sequence.request_id]
         self._by_rank.remove(sequence)
+        self._backlog.num_tokens -= sequence.num_prefill
+        sequence.backlog = None
 
     def check_integrity(self) -> None:
         assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
+        running = [sequence for sequence in self._by_rank if sequence.is_running]
+        assert running == self._running, "running sequences lost or doubled"
+        num_prefill = sum(sequence.num_prefill for sequence in self._by_rank)
+        assert num_prefill == self._backlog.num_tokens, f"{num_prefill} tokens to compute"
         ranks = [sequence.rank for sequence in self._by_rank]
         assert ranks == sorted(set(ranks)), "sequences out of order"
 
@@ -218,6 +278,35 @@ class SchedulerLimits:
     computes them; 0: the model has no convolutions."""
     max_decodes: int = 1 << 30
     """Most sequences that one step decodes."""
+
+
+_FREELY_WALKED = 64
+"""Number of sequences that each report may look at, one by one."""
+_WALKED_PER_S = 1000
+"""Sequences looked at for reports in a second where there are more: about 1 % of the time."""
+
+
+class WalkLimiter:
+    """Says when all sequences may be looked at again for figures that no counter gives."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._walked_at = -math.inf
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last walk."""
+        return self._clock() - self._walked_at
+
+    def is_due(self, num_sequences: int) -> bool:
+        """Whether to look at so many sequences now, which then counts as a walk."""
+        now = self._clock()
+        interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
+        if now - self._walked_at < interval_s:
+            return False
+        self._walked_at = now
+        return True
 
 
 class ForkGroups:

@@ -277,6 +277,8 @@ class SchedulerState:
     conv_states: ConvStatePool
     throughput: ThroughputEstimator
     output_lengths: OutputLengthEstimator
+    clock: Callable[[], float]
+    """Clock in seconds."""
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
 
     @classmethod
@@ -304,4 +306,5 @@ class SchedulerState:
             conv_states=ConvStatePool(limits.replay_tokens, limits.max_sequences, sequences),
             throughput=throughput,
             output_lengths=output_lengths,
+            clock=clock,
         )
