@@ -20,7 +20,7 @@ class Chunk:
     """Parameters of choosing the token after the last of `token_ids`; None: a prompt chunk with
     more prompt to come, nothing is sampled."""
     history: list[int]
-    """Prompt and output so far including `token_ids`; never changed. Only penalties read it: other
+    """Prompt and output so far including `token_ids`; only grows. Only penalties read it: other
     ranks get none without them."""
     num_prompt_tokens: int
     num_replayed: int = 0
@@ -38,6 +38,8 @@ class Chunk:
     window_block_ids: list[int] = field(default_factory=list)
     """Block table of the layers with sliding windows, where these have blocks of their own, as long
     as `block_ids`. In place of blocks that every window has slid past stands the first held one."""
+    history_start: int = 0
+    """Between ranks, the number of tokens before `history` that the other rank has already."""
 
     @property
     def end(self) -> int:

@@ -30,6 +30,7 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import GroupLostError, RankFailedError
 from ullage_engine.protocol.messages import Loading, ReservationState
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.worker.histories import SentHistories
 
 if TYPE_CHECKING:
     from ullage_engine.worker.engine import Runner
@@ -106,17 +107,24 @@ Answer = Done | Failed | Sampled
 ToRank0 = Answer | Loading
 
 
-def for_rank(plan: StepPlan, samples: bool) -> StepPlan:
+def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
     """Returns the plan as another rank needs it: without moves, which go before by themselves, and
-    without histories and masks, which only the rank that samples reads."""
-    return StepPlan([_as_read(chunk, samples) for chunk in plan.chunks])
+    without histories and masks, which only the rank that samples reads.
+
+    `sent`: what the rank has of histories; None where it does not sample.
+    """
+    return StepPlan([_as_read(chunk, sent) for chunk in plan.chunks])
 
 
-def _as_read(chunk: Chunk, samples: bool) -> Chunk:
-    is_read = samples and chunk.sampling is not None and chunk.sampling.is_penalised
-    history = chunk.history if is_read else []
-    allowed = chunk.allowed if samples else None
-    return replace(chunk, history=history, allowed=allowed)
+def _as_read(chunk: Chunk, sent: SentHistories | None) -> Chunk:
+    if sent is None:
+        return replace(chunk, history=[], allowed=None)
+    return sent.shorten(chunk) if reads_history(chunk) else replace(chunk, history=[])
+
+
+def reads_history(chunk: Chunk) -> bool:
+    """Whether choosing the chunk's next token takes its history."""
+    return chunk.sampling is not None and chunk.sampling.is_penalised
 
 
 log = logging.getLogger("ullage.engine.group")
@@ -290,10 +298,14 @@ class DistributedRunner:
     has left, so nothing can be computed again before all of them have started anew.
     """
 
-    def __init__(self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout) -> None:
+    def __init__(
+        self, own_runner: "Runner", processes: RankProcesses, layout: RankLayout, max_sequences: int
+    ) -> None:
+        """`max_sequences`: sequences of a step, at most."""
         self._own_runner = own_runner
         self._processes = processes
         self._sampling_rank = layout.sampling_rank
+        self._sent = SentHistories(max_sequences)
 
     def move(self, moves: Moves) -> None:
         """Moves blocks on every rank; see `ullage_engine.worker.engine.Runner`."""
@@ -309,9 +321,11 @@ class DistributedRunner:
         Raises:
             GroupLostError: the group is of no more use.
         """
-        plans = {samples: Execute(for_rank(plan, samples)) for samples in (True, False)}
+        unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
-            self._processes.send(rank, plans[rank == self._sampling_rank])
+            is_sampling = rank == self._sampling_rank
+            command = Execute(for_rank(plan, self._sent)) if is_sampling else unsampled
+            self._processes.send(rank, command)
         try:
             tokens = self._own_runner.execute(plan)
         except Exception as error:

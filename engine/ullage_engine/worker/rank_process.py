@@ -27,8 +27,10 @@ from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.protocol.messages import Loading
+from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.worker.device import WorkerStartError, die_with_parent, with_budget
 from ullage_engine.worker.engine import Runner
+from ullage_engine.worker.histories import ReceivedHistories
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
     CANNOT_SERVE,
@@ -45,6 +47,7 @@ from ullage_engine.worker.rank_group import (
     ToRank,
     ToRank0,
     WarmUp,
+    reads_history,
 )
 
 log = logging.getLogger("ullage.engine.group")
@@ -114,12 +117,13 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
                 raise WorkerStartError(f"{type(command).__name__} came before the rank was ready")
 
 
-def serve_steps(runner: Runner, samples: bool, link: Rank0Link) -> None:
+def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: int) -> None:
     """Computes this rank's part of every step until a Stop."""
+    received = ReceivedHistories(max_sequences)
     while True:
         match link.receive():
             case Execute(plan=plan):
-                tokens = runner.execute(plan)
+                tokens = runner.execute(with_histories(plan, received) if samples else plan)
                 if samples:
                     link.send(Sampled(tokens))
             case Move(moves=moves):
@@ -128,6 +132,12 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link) -> None:
                 return
             case command:
                 raise RuntimeError(f"{type(command).__name__} came while serving")
+
+
+def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
+    """Returns the plan with the whole history of every request whose penalties read it."""
+    chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
+    return StepPlan(chunks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +169,8 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
         link.send(Failed(one_line(error), may_retry=True))
         return START_FAILED
     gc.freeze()
-    serve_steps(rank.runner, _samples(rank.layout, number), link)
+    max_sequences = config.batching.max_sequences
+    serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
     rank.close()
     return 0
 

@@ -152,7 +152,8 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
         processes.stop()
         own.close()
 
-    runner = DistributedRunner(own.runner, processes, own.layout)
+    max_sequences = own.config.batching.max_sequences
+    runner = DistributedRunner(own.runner, processes, own.layout, max_sequences)
     return _started(own, runner, num_blocks, ledger, used_bytes, stop)
 
 

@@ -7,8 +7,10 @@ import torch
 
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.runner.sampler import sample
+from ullage_engine.runner.sampler import PenaltyCounts, sample
+from ullage_engine.worker.histories import ReceivedHistories, SentHistories
 from ullage_engine.worker.rank_group import Execute, ToRank, for_rank
+from ullage_engine.worker.rank_process import with_histories
 
 TEXT = list(range(100, 190))
 SAMPLED = SamplingParams(temperature=0.9, seed=5)
@@ -30,27 +32,58 @@ def chunk(sampling: SamplingParams | None) -> Chunk:
 PLAN = StepPlan([chunk(SAMPLED), chunk(PENALISED), chunk(None)])
 
 
-def received(samples: bool) -> StepPlan:
-    encoded = msgspec.msgpack.encode(Execute(for_rank(PLAN, samples)))
+def received(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
+    encoded = msgspec.msgpack.encode(Execute(for_rank(plan, sent)))
     command = msgspec.msgpack.decode(encoded, type=ToRank)
     assert isinstance(command, Execute)
     return command.plan
 
 
 def test_a_history_crosses_only_where_a_penalty_reads_it() -> None:
-    assert [each.history for each in received(samples=True).chunks] == [[], TEXT, []]
-    assert [each.history for each in received(samples=False).chunks] == [[], [], []]
+    sampled = received(PLAN, SentHistories(4))
+    assert [each.history for each in sampled.chunks] == [[], TEXT, []]
+    assert [each.history for each in received(PLAN, None).chunks] == [[], [], []]
 
 
 def test_a_rank_samples_from_what_it_gets_what_rank_0_would() -> None:
     logits = torch.randn(2, 211, generator=torch.Generator().manual_seed(5))
     here = sample(logits.clone(), PLAN.chunks[:2])
-    assert sample(logits.clone(), received(samples=True).chunks[:2]) == here
+    plan = with_histories(received(PLAN, SentHistories(4)), ReceivedHistories(4))
+    assert sample(logits.clone(), plan.chunks[:2]) == here
+
+
+def penalised(name: str, history: list[int]) -> Chunk:
+    return replace(chunk(PENALISED), request_id=name, history=history)
+
+
+def test_a_history_crosses_once_and_is_counted_once_where_it_is_sampled() -> None:
+    sent, at_rank, counts = SentHistories(4), ReceivedHistories(4), PenaltyCounts(4)
+    history, counted = list(TEXT), []
+    for token in range(40):
+        crossing = received(StepPlan([penalised("r", history)]), sent)
+        assert len(crossing.chunks[0].history) == (1 if token else len(TEXT))
+        (there,) = with_histories(crossing, at_rank).chunks
+        assert there.history == history
+        counted.append(counts.of(there))
+        history.append(token)
+    assert all(each is counted[0] for each in counted)
+
+
+def test_histories_beyond_the_bound_and_of_reused_names_cross_whole() -> None:
+    sent, at_rank = SentHistories(2), ReceivedHistories(2)
+    histories = {name: [number] * 3 for number, name in enumerate("abc")}
+    for step, name in enumerate("abcabccab"):
+        if step == 6:
+            histories["c"] = [70, 71]  # another request of this name
+        (there,) = with_histories(
+            received(StepPlan([penalised(name, histories[name])]), sent), at_rank
+        ).chunks
+        assert there.history == histories[name]
+        histories[name].append(step)
 
 
 def test_a_mask_crosses_only_to_the_rank_that_samples() -> None:
     masked = replace(chunk(SAMPLED), allowed=b"\x05", banned=[7])
-    for samples, mask in ((True, b"\x05"), (False, None)):
-        encoded = msgspec.msgpack.encode(Execute(for_rank(StepPlan([masked]), samples)))
-        (got,) = msgspec.msgpack.decode(encoded, type=Execute).plan.chunks
+    for sent, mask in ((SentHistories(4), b"\x05"), (None, None)):
+        (got,) = received(StepPlan([masked]), sent).chunks
         assert (got.allowed, got.banned) == (mask, [7])

@@ -37,7 +37,7 @@ def test_a_step_that_fails_on_one_rank_is_never_tried_again(
     )
     with contextlib.closing(contextlib.ExitStack()) as stack:
         stack.callback(processes.kill)
-        runner = DistributedRunner(OutOfMemory(), processes, RankLayout(2, 1))
+        runner = DistributedRunner(OutOfMemory(), processes, RankLayout(2, 1), 4)
         for attempt in (lambda: runner.execute(StepPlan([])), lambda: runner.move(Moves())):
             with pytest.raises(GroupLostError, match="rank 0") as caught:
                 attempt()
