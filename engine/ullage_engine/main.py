@@ -14,7 +14,7 @@ import uvloop
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
-from ullage_engine.protocol.messages import is_pinned, usable_cores
+from ullage_common.process.cores import is_pinned, pin, usable_cores
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config(options)
         logs.configure(config.server.log_level)
         warn_unknown(options.config, config)
+        if config.server.cores:
+            pin(config.server.cores)
         uvloop.run(_serve(config, options.config))
     except (ConfigError, AppError, EndpointError) as error:
         return _fail(str(error), 2)
@@ -85,13 +87,14 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
     base = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(config_path)]
+    owns_cores = config.server.owns_cores
     return WorkerLaunch(
         command=lambda endpoint: [*base, "--endpoint", endpoint],
         environment=worker_env(
             threads,
             config.gpus,
             config.parallelism.nccl,
-            owns_cores=config.server.owns_cores or is_pinned(),
+            owns_cores=is_pinned() if owns_cores is None else owns_cores,
         ),
     )
 

@@ -26,13 +26,13 @@ import msgspec
 import torch
 
 from ullage_common.config.engine import ModelSection
+from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.prepare import PreparedForm, PreparedTensor, open_checkpoint
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.protocol.messages import usable_cores
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
 
 log = logging.getLogger("ullage.engine.weights")

@@ -6,13 +6,9 @@ number), then `Ready` once or `StartFailed` once; from then on the server sends 
 request of a `Submit` is answered by tokens ending with a finish, by one `Rejected` or by one
 `RequestFailed`.
 
-`EngineRequest` is a request as every room of the engine sees it, and `usable_cores` and `is_pinned`
-say how many CPU cores a process of either kind may keep busy, and whether they are chosen for it.
+`EngineRequest` is a request as every room of the engine sees it.
 """
 
-import math
-import os
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -345,31 +341,3 @@ ToWorker = Submit | Cancel | Fault | Shutdown
 ToServer = (
     Loading | Ready | StartFailed | StepDone | Admitted | Rejected | RequestFailed | StateReport
 )
-
-
-def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores of its affinity, and no more than its cgroup's quota pays for, rounded up.
-
-    With more threads than that the kernel stops all of them for the rest of every period.
-    """
-    allowed = len(os.sched_getaffinity(0))
-    quota = _quota(cgroup_root)
-    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
-
-
-def is_pinned() -> bool:
-    """Whether the process may use only some of the machine's cores, as exclusive ones of a pod."""
-    return len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-
-
-def _quota(root: Path) -> float | None:
-    """Cores; cgroup v2 says `quota period` or `max period`, v1 has a file each and -1 for none."""
-    try:
-        quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdecimal() and int(period) else None

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ullage_common.config.engine import ModelSection
+from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.gguf import GgufReader
@@ -36,7 +37,6 @@ from ullage_engine.model_loader.safetensors import CheckpointReader, read_config
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, plan_tensors
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.protocol.messages import usable_cores
 from ullage_engine.quantization.formats import Format, Quantized, chosen_encoding, quantise
 from ullage_engine.quantize.smoothquant import FED_BY, Maxima, calibrate, smoothing
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer

@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from ullage_common.config.engine import EngineConfig
+from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
 from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
-from ullage_engine.protocol.messages import usable_cores
 
 
 class WorkerStartError(Exception):

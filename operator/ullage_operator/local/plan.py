@@ -4,6 +4,7 @@ Addresses of the cluster become loopback addresses, volumes become folders, and 
 folder with one file a key, as the kubelet would mount it.
 """
 
+import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import usable_bytes
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
@@ -283,7 +285,9 @@ def plan_local(
     check_engines(planned)
     check_length(planned, run_dir)
     objects = share_memory(decided.apply)
-    files = with_secrets(pod_files(objects, run_dir, ports), secret_folders(objects, secrets))
+    cores = share_cores(objects, sorted(os.sched_getaffinity(0))[: usable_cores()])
+    planned_files = pod_files(objects, run_dir, ports, cores)
+    files = with_secrets(planned_files, secret_folders(objects, secrets))
     return LocalPlan(
         service.spec.model.name, planned, files, policies_of(service), first_sizes(service)
     )
@@ -360,6 +364,36 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     ]
 
 
+MIN_OWN_CORES = 2
+"""Cores for each worker from which on an engine gets its own: with fewer of them, one that is busy
+alone would leave most of the machine idle."""
+
+
+def share_cores(objects: Sequence[Manifest], cores: Sequence[int]) -> dict[str, Document]:
+    """The settings of cores in each engine's section `server`, by pod name.
+
+    The lone engine of this machine owns its cores. Several get their own, as many for each worker,
+    where these suffice; otherwise they share all, and their threads sleep rather than spin for one
+    another. Engines of pools that scale count, whether they run or not.
+    """
+    num_workers: dict[str, int] = {}
+    configs = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
+    for workload in workloads(objects):
+        if text := configs[workload["metadata"]["name"]].get(naming.ENGINE_CONFIG):
+            num_workers |= dict.fromkeys(pod_names(workload), yaml.safe_load(text)["gpus"])
+    if len(num_workers) == 1:
+        return {name: {"owns_cores": True} for name in num_workers}
+    each = len(cores) // max(1, sum(num_workers.values()))
+    if each < MIN_OWN_CORES:
+        return {name: {"owns_cores": False} for name in num_workers}
+    remaining = list(cores)
+    servers: dict[str, Document] = {}
+    for name, count in num_workers.items():
+        own, remaining = remaining[: count * each], remaining[count * each :]
+        servers[name] = {"owns_cores": True, "cores": own}
+    return servers
+
+
 def check_cascade(service: Service) -> None:
     """Services by their names are found by the cluster's name server, which is not here."""
     cascade = service.spec.cascade
@@ -410,8 +444,10 @@ def check_length(planned: Iterable[Pod], run_dir: Path) -> None:
             )
 
 
-def pod_files(objects: Sequence[Manifest], run_dir: Path, ports: Ports) -> list[File]:
-    """The configuration of every pod, in its own copy."""
+def pod_files(
+    objects: Sequence[Manifest], run_dir: Path, ports: Ports, cores: Mapping[str, Document]
+) -> list[File]:
+    """The configuration of every pod, in its own copy; `cores` are those of engines."""
     texts = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
     targets = {
         workload["metadata"]["name"]: [
@@ -419,43 +455,42 @@ def pod_files(objects: Sequence[Manifest], run_dir: Path, ports: Ports) -> list[
         ]
         for workload in workloads(objects)
     }
-    return [
-        File(run_dir / name / "config" / key, localise(key, text, name, run_dir, ports, targets))
-        for workload in workloads(objects)
-        for name in pod_names(workload)
-        for key, text in texts[workload["metadata"]["name"]].items()
-        if key != naming.ROLLOUT_FILE  # there is nothing beside which a canary could run
-    ]
-
-
-def localise(
-    key: str,
-    text: str,
-    pod_name: str,
-    run_dir: Path,
-    ports: Ports,
-    targets: Mapping[str, Sequence[str]],
-) -> str:
-    """A configuration file with this machine's addresses and folders."""
-    document: Document = yaml.safe_load(text)
-    if key == naming.ENGINE_CONFIG:
-        return to_yaml(local_engine(document, pod_name, run_dir, ports[pod_name]))
-    return to_yaml(local_router(document, ports[pod_name], targets))
+    files = []
+    for workload in workloads(objects):
+        for name in pod_names(workload):
+            for key, text in texts[workload["metadata"]["name"]].items():
+                document: Document = yaml.safe_load(text)
+                if key == naming.ENGINE_CONFIG:
+                    document = local_engine(document, name, run_dir, ports[name], cores[name])
+                elif key == naming.ROLLOUT_FILE:
+                    continue  # there is nothing beside which a canary could run
+                else:
+                    document = local_router(document, ports[name], targets)
+                files.append(File(run_dir / name / "config" / key, to_yaml(document)))
+    return files
 
 
 def local_engine(
-    document: Document, pod_name: str, run_dir: Path, ports: Mapping[str, int]
+    document: Document,
+    pod_name: str,
+    run_dir: Path,
+    ports: Mapping[str, int],
+    cores: Document,
 ) -> Document:
     """Engines of one machine share the prepared weights."""
-    server = document["server"] | {
-        "engine_id": pod_name,
-        "host": LOOPBACK,
-        "grpc_port": ports["grpc"],
-        "metrics_port": ports["metrics"],
-        **({"probe_port": ports["probe"]} if "probe" in ports else {}),
-        "run_dir": str(run_dir / pod_name),
-        "weights_dir": str(run_dir / "weights"),
-    }
+    server = (
+        document["server"]
+        | cores
+        | {
+            "engine_id": pod_name,
+            "host": LOOPBACK,
+            "grpc_port": ports["grpc"],
+            "metrics_port": ports["metrics"],
+            **({"probe_port": ports["probe"]} if "probe" in ports else {}),
+            "run_dir": str(run_dir / pod_name),
+            "weights_dir": str(run_dir / "weights"),
+        }
+    )
     return document | {"server": server}
 
 

@@ -158,9 +158,11 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     """Folder of prepared weights, mapped by every worker; engines of one host may share it."""
     threads: int | None = None
     """CPU threads of a worker; None is every core the process may use."""
-    owns_cores: bool = False
+    cores: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    """Numbers of the cores that the engine runs on, and on no others; none: on any."""
+    owns_cores: bool | None = None
     """Whether no other engine computes on these cores, so that threads spin for one another where
-    they would sleep. An engine that is pinned to some of the machine's cores owns them anyway."""
+    they would sleep. None: if the engine may use only some of the machine's cores."""
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ullage_engine.protocol.messages import usable_cores
+from ullage_common.process.config_file import ConfigError
+from ullage_common.process.cores import pin, usable_cores
 from ullage_engine.server.worker_process import worker_env
 
 ALL = len(os.sched_getaffinity(0))
@@ -39,7 +40,7 @@ def test_an_engine_that_shares_its_cores_lets_its_threads_sleep() -> None:
 
 
 def test_a_process_with_some_of_the_cores_is_pinned() -> None:
-    program = "from ullage_engine.protocol.messages import is_pinned; print(is_pinned())"
+    program = "from ullage_common.process.cores import is_pinned; print(is_pinned())"
     first = min(os.sched_getaffinity(0))
     # Of a machine with one core all of them are one.
     wanted = (os.cpu_count() or 1) > 1
@@ -50,3 +51,23 @@ def test_a_process_with_some_of_the_cores_is_pinned() -> None:
         check=True,
     )
     assert output.stdout.strip() == str(wanted)
+
+
+def test_an_engine_cannot_have_cores_that_its_process_may_not_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=r"server\.cores: 4095 is not among .*; name some"):
+        pin([min(allowed), 4095])
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_worker_and_server_of_an_engine_run_on_its_cores() -> None:
+    program = (
+        "import os, subprocess, sys; from ullage_common.process.cores import pin; "
+        "pin([int(sys.argv[1])]); "
+        "subprocess.run([sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'])"
+    )
+    first = min(os.sched_getaffinity(0))
+    output = subprocess.run(
+        [sys.executable, "-c", program, str(first)], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == f"{{{first}}}"

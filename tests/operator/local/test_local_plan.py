@@ -177,3 +177,37 @@ def test_a_pool_that_scales_has_ports_for_all_its_engines(manifest: Make, tmp_pa
         ("single", True, 3),
         ("large", False, 1),
     ]
+
+
+def own_cores(plan: LocalPlan) -> dict[str, tuple[bool | None, tuple[int, ...]]]:
+    engines = [pod.name for pod in plan.pods if "http" not in pod.ports]
+    servers = {name: read(plan, name, EngineConfig).server for name in engines}
+    return {name: (each.owns_cores, each.cores) for name, each in servers.items()}
+
+
+def test_a_lone_engine_owns_its_cores(manifest: Make, tmp_path: Path) -> None:
+    assert own_cores(local(manifest(), tmp_path)) == {"demo-single-0": (True, ())}
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "expected"),
+    [
+        (16, {"0": (True, (0, 1, 2, 3, 4)), "1": (True, (5, 6, 7, 8, 9))}),
+        (6, {"0": (True, (0, 1)), "1": (True, (2, 3))}),
+        (5, {"0": (False, ()), "1": (False, ())}),
+    ],
+)
+def test_several_engines_get_their_own_cores_where_these_suffice(
+    manifest: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
+    expected: dict[str, tuple[bool, tuple[int, ...]]],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr("ullage_operator.local.plan.usable_cores", lambda: num_cores)
+    scaling = {"replicas": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 3}}
+    plan = local(manifest(pools={"single": scaling}), tmp_path)
+    cores = own_cores(plan)
+    assert cores.pop("demo-single-2")[0] == expected["0"][0]
+    assert {name.rpartition("-")[2]: each for name, each in cores.items()} == expected

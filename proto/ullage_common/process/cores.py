@@ -1,0 +1,51 @@
+"""CPU cores of a process: how many it may keep busy, and whether they are chosen for it."""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ullage_common.process.config_file import ConfigError
+
+
+def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores of its affinity, and no more than its cgroup's quota pays for, rounded up.
+
+    With more threads than that the kernel stops all of them for the rest of every period.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    quota = _quota(cgroup_root)
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def is_pinned() -> bool:
+    """Whether the process may use only some of the machine's cores, as exclusive ones of a pod."""
+    return len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Makes the process, and those that it starts, run on these cores alone.
+
+    Raises:
+        ConfigError: it may not use one of them.
+    """
+    allowed = os.sched_getaffinity(0)
+    if others := sorted(set(cores) - allowed):
+        raise ConfigError(
+            f"server.cores: {others[0]} is not among the cores that this process may use, "
+            f"{', '.join(map(str, sorted(allowed)))}; name some of these, or leave it out"
+        )
+    os.sched_setaffinity(0, cores)
+
+
+def _quota(root: Path) -> float | None:
+    """Cores; cgroup v2 says `quota period` or `max period`, v1 has a file each and -1 for none."""
+    try:
+        quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        except OSError:
+            return None
+    return int(quota) / int(period) if quota.isdecimal() and int(period) else None
