@@ -5,9 +5,12 @@
 """
 
 import asyncio
+import bisect
+import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,6 +222,30 @@ class HangDetector:
         return ""
 
 
+class StepLimits:
+    """The longest steps that requests bear, in seconds, of those that are open."""
+
+    def __init__(self) -> None:
+        self._ordered: list[float] = []
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest of them; 0 where there is none."""
+        return self._ordered[0] if self._ordered else 0.0
+
+    @contextlib.contextmanager
+    def held(self, limit_s: float) -> Iterator[None]:
+        """Keeps a limit within the block; 0 is none."""
+        if limit_s <= 0.0:
+            yield
+            return
+        bisect.insort(self._ordered, limit_s)
+        try:
+            yield
+        finally:
+            del self._ordered[bisect.bisect_left(self._ordered, limit_s)]
+
+
 _OOM_FACTOR = 0.8
 """Share of the health that is left by a step that ran out of memory and was computed after all."""
 
@@ -244,6 +271,7 @@ class EngineStatus:
         self.live = True
         """Whether one more worker may help; False when only a new pod can."""
         self.created = int(time.time())
+        self.step_limits = StepLimits()
         self._health = HealthScore()
         self._changed = asyncio.Event()
 

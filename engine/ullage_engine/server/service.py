@@ -118,8 +118,9 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._journal.open(entry)
         self._supervisor.submit(group.entries)
         try:
-            finish = await self._in_time(self._stream(group, tokenizer_bundle, context), context)
-            outcome = finish.reason
+            with self._engine_status.step_limits.held(request.step_limit_s):
+                streaming = self._stream(group, tokenizer_bundle, context)
+                outcome = (await self._in_time(streaming, context)).reason
         except ServiceError as error:
             outcome, failure = error.reason, error
         finally:
@@ -358,6 +359,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             headroom_bytes=engine_status.headroom_bytes,
             max_sequences=self._config.batching.max_sequences,
             kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
+            step_limit_s=engine_status.step_limits.shortest_s,
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)

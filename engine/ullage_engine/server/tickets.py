@@ -140,6 +140,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     if not request.stop.HasField("max_tokens"):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
+    request.step_limit_s = 0.0  # it is others that a client would keep out with it
     if claims.is_sessionless:
         request.session_id = ""
         request.cache_salt = narrowed_salt(claims.cache_salt, request.cache_salt).hex()

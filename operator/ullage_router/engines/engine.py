@@ -190,6 +190,8 @@ class Engine:
         self._described_epoch: int | None = None
         """The epoch in which the engine described its model."""
         self._reported_at = 0.0
+        self.lost_unix = time.time()
+        """When answers on it may last have broken off, Unix time; at first that of its finding."""
         self._is_connected = False
         self._credit = CreditBook()
         self._loss = ""
@@ -406,7 +408,8 @@ class Engine:
             prefill_speed=report.prefill_tokens_per_second,
             decode_speed=report.decode_tokens_per_second,
             step_seconds=self._step_seconds,
-            step_limit_s=self._credit.step_limit_s,
+            # What other routers sent bears no longer steps either.
+            step_limit_s=min(self._credit.step_limit_s, report.step_limit_s or math.inf),
             max_sequences=report.max_sequences,
             releases=self._releases,
         )
@@ -420,6 +423,8 @@ class Engine:
         self._owner.on_load_change(self)
 
     def _on_stream_change(self) -> None:
+        if not self._multiplexer.is_open:
+            self.lost_unix = time.time()
         self._on_state_change()
         self._owner.on_change()
 
@@ -492,7 +497,7 @@ class Engine:
                 log.error("engine not usable", extra={"engine": self.id, "reason": str(error)})
             except Exception:  # a bug here must not end the watch of a working engine
                 log.exception("engine lost", extra={"engine": self.id})
-            self._is_connected = False
+            self._is_connected, self.lost_unix = False, time.time()
             self._on_state_change()
             self._owner.on_loss(self)
             self._owner.on_change()
@@ -531,8 +536,10 @@ class Engine:
                 log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
             case "restart":
                 self._owner.on_restart(self)
-        self._loss = ""
+        self._loss, workers_lost = "", self.order.workers_lost
         self.order.on_worker_restarts(headroom.worker_restarts)
+        if self.order.workers_lost > workers_lost:
+            self.lost_unix = time.time()
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
         self._step_seconds = tuple(headroom.step_seconds)

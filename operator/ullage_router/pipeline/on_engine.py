@@ -3,6 +3,8 @@
 What its failures and endings say about it goes to its circuit breaker.
 """
 
+import math
+
 import grpc
 
 from ullage.inference.v1 import inference_pb2
@@ -32,6 +34,8 @@ def engine_request(call: Call, reservation: Reservation) -> inference_pb2.Genera
         samples=call.request.samples,
         grammar=call.request.grammar if call.request.HasField("grammar") else None,
     )
+    limit_s = reservation.credit.step_limit_s
+    request.step_limit_s = limit_s if math.isfinite(limit_s) else 0.0
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
     request.output.echo = False  # the router has the prompt's text and prepends it itself

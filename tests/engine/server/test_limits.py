@@ -208,3 +208,23 @@ def test_an_answer_that_is_known_only_at_its_end_has_the_whole_time(config: Engi
         assert list(map(str, await waiting)) == ["timeout"]
 
     jumping_clock.run(scenario())
+
+
+def test_an_engine_reports_the_shortest_step_that_its_requests_bear(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            calls = []
+            for limit_s in (0.5, 0.25, 0.0):
+                asked = ask(400)
+                asked.step_limit_s = limit_s
+                call = engine.inference.Generate(asked)
+                await call.read()
+                calls.append(call)
+            assert (await engine.state()).step_limit_s == 0.25
+            calls[1].cancel()
+            await engine.until(lambda state: state.step_limit_s == 0.5)
+            calls[0].cancel()
+            await engine.until(lambda state: state.step_limit_s == 0.0)
+            calls[2].cancel()
+
+    asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -263,5 +264,28 @@ def test_stats_describe_engines(start_service: "StartService") -> None:
             assert second["headroom_bytes"] == 200 * 16_000
             assert first["ledger"][0]["name"] == "kv_pool"
             assert first["headroom_age_s"] < 3
+
+    asyncio.run(scenario())
+
+
+def test_a_router_keeps_to_the_steps_that_requests_of_others_bear(
+    start_service: "StartService",
+) -> None:
+    """Of another router, or of another process of the same: the engine says how long they are."""
+
+    async def scenario() -> None:
+        sections = {"slo": {"e2e_p95": 10.0}, "routing": {"ladder": ["reject"]}}
+        async with start_service(**sections) as service:
+            fast = {"prefill_tokens_per_second": 1e4, "step_seconds": [0.1, 0.3]}
+            service.engine.push(max_sequences=8, requests_running=1, step_limit_s=0.25, **fast)
+            (engine,) = service.router.service.engines.all()
+            await service.until(lambda: engine.headroom.max_sequences == 8)
+            assert engine.view(time.monotonic()).step_limit_s == 0.25
+            refused = await service.complete(max_tokens=8)
+            assert refused.status_code == 429, "its steps would be of 0.3 s"
+            service.engine.push(step_limit_s=0.35)
+            await service.until(lambda: engine.headroom.step_limit_s > 0.3)
+            assert (await service.complete(max_tokens=8)).status_code == 200
+            assert 0.3 <= service.engine.requests[-1].step_limit_s < 10.0
 
     asyncio.run(scenario())
