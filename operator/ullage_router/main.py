@@ -34,7 +34,6 @@ from ullage_router.server.processes import (
     watch_parent,
 )
 from ullage_router.server.service import RouterService
-from ullage_router.shared_quota import QuotaFolder
 
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
@@ -71,8 +70,7 @@ class Router:
     def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
         self._config = config if place is None else config_of(config, place)
         self._place = place
-        quotas = QuotaFolder(Path(place.folder) / "quotas", place.index) if place else None
-        self.service = RouterService(self._config, quotas)
+        self.service = RouterService(self._config, place)
         pages = own_pages(self.service.metrics.registry, self.service.load_reporter)
         self._siblings: Siblings | None = None
         if place:

@@ -122,11 +122,14 @@ class SharedGeneration:
 
     is_finished
         the whole answer was generated
+    is_read_elsewhere
+        says whether the generation goes on without readers here
     """
 
     def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
         self._keeps_all = keeps_all
         self.is_finished = False
+        self.is_read_elsewhere: Callable[[], bool] = lambda: False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
         self.call = copy.copy(call)
@@ -180,7 +183,7 @@ class SharedGeneration:
         """Removes a reader; the generation ends with its last one."""
         self._readers.discard(reader)
         self._may_go_on.set()
-        if not self._readers and self._task:
+        if not self._readers and self._task and not self.is_read_elsewhere():
             self._task.cancel()
 
     async def wait_for_change(self) -> None:

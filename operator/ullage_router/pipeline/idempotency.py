@@ -2,21 +2,34 @@
 
 A request joins the one under way, or gets the finished answer again, from its beginning, while that
 is kept. The same key with another body is an error. What failed, and what nobody waited for to its
-end, is forgotten: the next request with the key runs anew.
+end, is forgotten: the next request with the key runs anew. The processes of a router share answers
+by files (`shared_answers.py`).
 """
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
+import msgspec
 
 from ullage_common.config.router import IdempotencySection
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.errors import KEY_REUSED
 from ullage_router.pipeline.coalesce import SharedGeneration, key_of
+from ullage_router.pipeline.shared_answers import (
+    AnswerFolder,
+    AnswerLost,
+    AnswerReader,
+    OtherRequest,
+    RecordedAnswer,
+    ReplayedAnswer,
+)
+from ullage_router.policy.decision import Decision
 
 MAX_KEY_CHARACTERS = 256
 HEADER = "idempotency-key"
@@ -44,22 +57,31 @@ class IdempotencyKeys:
     Args:
         section: how long finished answers are kept, and how many bytes of them.
         clock: monotonic seconds.
+        folder: where answers are that other processes share; None where there are none.
 
     repeated
         requests that got the answer of an earlier one
     """
 
     def __init__(
-        self, section: IdempotencySection, clock: Callable[[], float] = time.monotonic
+        self,
+        section: IdempotencySection,
+        clock: Callable[[], float] = time.monotonic,
+        folder: AnswerFolder | None = None,
     ) -> None:
+        self._folder = folder
         self._section = section
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
         """The first one expires first."""
-        self.size = 0
-        """Bytes of all finished answers."""
+        self._size = 0
         self.repeated = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all finished answers that this process keeps."""
+        return self._folder.size if self._folder else self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
         """Returns the answer to the first request with the key, or begins it.
@@ -89,21 +111,54 @@ class IdempotencyKeys:
             return entry.generation
         own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
+        if self._folder:
+            proceed = partial(self._among_processes, self._folder, name, own, proceed)
         own.generation.run(proceed, lambda: self._on_end(name, own))
         return own.generation
+
+    async def _among_processes(
+        self, folder: AnswerFolder, name: _Name, entry: _Entry, proceed: Handler, call: Call
+    ) -> ResponseStream:
+        """Returns the answer that another process generates or generated, or generates it."""
+        while True:
+            claim = folder.claim(*name, entry.digest)
+            if isinstance(claim, AnswerReader):
+                with contextlib.suppress(AnswerLost):
+                    return await self._replayed(claim, call)
+                continue
+            entry.generation.is_read_elsewhere = claim.has_readers
+            try:
+                return RecordedAnswer(await proceed(call), call.decision, claim)
+            except BaseException:
+                claim.give_up()
+                raise
+
+    async def _replayed(self, reader: AnswerReader, call: Call) -> ResponseStream:
+        try:
+            call.decision = msgspec.msgpack.decode(await reader.begin(), type=Decision)
+            accepted = await reader.next()
+            assert accepted is not None
+        except OtherRequest:
+            reader.close()
+            raise _reused(call.idempotency_key) from None
+        except BaseException:
+            reader.close()
+            raise
+        self.repeated += 1
+        return ReplayedAnswer(accepted, reader)
 
     def _on_end(self, name: _Name, entry: _Entry) -> None:
         if self._running.get(name) is not entry:
             return
         del self._running[name]
         generation = entry.generation
-        if not (generation.is_finished and generation.is_joinable):
+        if self._folder or not (generation.is_finished and generation.is_joinable):
             return
         entry.size = generation.size
         entry.expires = self._clock() + self._section.ttl
         self._finished[name] = entry
-        self.size += entry.size
-        while self.size > self._section.max_bytes:
+        self._size += entry.size
+        while self._size > self._section.max_bytes:
             self._forget_oldest()
 
     def _expire(self) -> None:
@@ -113,7 +168,7 @@ class IdempotencyKeys:
 
     def _forget_oldest(self) -> None:
         _, entry = self._finished.popitem(last=False)
-        self.size -= entry.size
+        self._size -= entry.size
 
 
 def _checked(key: str) -> str:

@@ -3,7 +3,8 @@ The parent serves nothing and keeps its children running.
 
 Each child is a whole router with its own connections to the engines. All listen on the same ports
 with SO_REUSEPORT, and the kernel distributes connections over them. Bounds of the configuration for
-the router as a whole are divided among them; tenants' quotas they share (`shared_quota.py`).
+the router as a whole are divided among them; they share tenants' quotas (`shared_quota.py`) and the
+answers by `Idempotency-Key` (`pipeline/shared_answers.py`).
 """
 
 import asyncio
@@ -93,7 +94,7 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
     probes_port: int
     folder: str
     """Folder in which each child has a socket that serves its metrics to the others, and which has
-    the tenants' quotas."""
+    the tenants' quotas and answers by key."""
 
 
 def config_of(config: RouterConfig, place: ProcessSlot) -> RouterConfig:

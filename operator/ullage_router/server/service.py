@@ -3,8 +3,9 @@
 import functools
 import logging
 import time
+from pathlib import Path
 
-from ullage_common.config.router import RouterConfig
+from ullage_common.config.router import IdempotencySection, RouterConfig
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
@@ -18,13 +19,14 @@ from ullage_router.pipeline.generate import EngineStages
 from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.pipeline.replace import Replacer
+from ullage_router.pipeline.shared_answers import AnswerFolder
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.rollout import Rollout, TrialCollector
 from ullage_router.server.load_report import LoadReporter
-from ullage_router.server.processes import RouterTLS
+from ullage_router.server.processes import ProcessSlot, RouterTLS
 from ullage_router.shared_quota import QuotaFolder
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
@@ -40,10 +42,10 @@ class RouterService:
     """All parts of the router but its two protocols.
 
     Args:
-        quotas: where tenants' quotas are that other processes share; None where there are none.
+        place: among the processes that share quotas and answers; None where there are no others.
     """
 
-    def __init__(self, config: RouterConfig, quotas: QuotaFolder | None = None) -> None:
+    def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
         self.config = config
         routing = config.routing
         self.stats = Stats()
@@ -69,6 +71,7 @@ class RouterService:
         )
         self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
+        quotas = QuotaFolder(Path(place.folder) / "quotas", place.index) if place else None
         self.tenants = Tenants(config.tenants, self._tenant_metrics(), quotas)
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
@@ -84,8 +87,7 @@ class RouterService:
             self.tls.add(self.cascade.certificates)
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
-        keys = routing.idempotency
-        self.idempotency = IdempotencyKeys(keys) if keys.enabled else None
+        self.idempotency = _idempotency(routing.idempotency, place)
         self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
@@ -377,6 +379,16 @@ class RouterService:
 def _breaker_json(breaker: Breaker) -> dict[str, object]:
     state = breaker.state(time.monotonic())
     return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
+
+
+def _idempotency(section: IdempotencySection, place: ProcessSlot | None) -> IdempotencyKeys | None:
+    if not section.enabled:
+        return None
+    if place is None:
+        return IdempotencyKeys(section)
+    path = Path(place.folder) / "answers"
+    folder = AnswerFolder(path, place.index, section.ttl, section.max_bytes)
+    return IdempotencyKeys(section, folder=folder)
 
 
 def _engine_json(engine: Engine) -> dict[str, object]:

@@ -84,13 +84,16 @@ class Family:
                 return answer.status_code
         return 0
 
-    async def stream(self, stack: contextlib.AsyncExitStack) -> httpx.Response:
+    async def stream(
+        self, stack: contextlib.AsyncExitStack, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         """Begins an answer over a connection of its own."""
         http = httpx.AsyncClient(timeout=WAIT_S, trust_env=False)
         await stack.enter_async_context(http)
         body = {"prompt": "x", "stream": True}
         url = f"{self.url}/v1/completions"
-        return await stack.enter_async_context(http.stream("POST", url, json=body))
+        request = http.stream("POST", url, json=body, headers=headers)
+        return await stack.enter_async_context(request)
 
     async def all_ready(self, http_port: int) -> None:
         """Every process has found the engine."""
@@ -102,6 +105,12 @@ class Family:
                 if stats["ready"]:
                     seen.add(stats["process"])
                 await asyncio.sleep(0.02)
+
+
+def words(stream: bytes) -> str:
+    """The text of a streamed completion."""
+    events = [line[6:] for line in stream.splitlines() if line.startswith(b"data: {")]
+    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
 @contextlib.asynccontextmanager
@@ -199,6 +208,40 @@ def test_a_tenants_limits_hold_for_all_processes_together(
                         if num_started == 2:
                             for child in f.said("process started"):
                                 os.kill(child["child_pid"], signal.SIGKILL)
+
+    asyncio.run(scenario())
+
+
+def test_a_key_has_one_answer_whichever_process_gets_it(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    """While it is generated, when it is finished, and after all processes have died."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            engine = service.engine
+            engine.script.pause = asyncio.Event()
+            routing = {"idempotency": {"enabled": True}}
+            config = write(tmp_path, [engine.address], routing=routing)
+            async with family(config) as f, contextlib.AsyncExitStack() as stack:
+                await f.until(lambda: len(f.said("listening")) == 2)
+                await f.all_ready(f.said("listening")[0]["http_port"])
+                headers = {"Idempotency-Key": "k"}
+                streams = [await f.stream(stack, headers) for _ in range(8)]
+                assert [stream.status_code for stream in streams] == [200] * 8
+                engine.script.pause.set()
+                answers = {words(await stream.aread()) for stream in streams}
+                assert answers == {"Hello big world"}
+                engine.script.words = ("Another",)
+                assert len(engine.requests) == 1
+                for child in f.said("process started"):
+                    os.kill(child["child_pid"], signal.SIGKILL)
+                await f.until(lambda: len(f.said("listening")) == 4)
+                await f.all_ready(f.said("listening")[0]["http_port"])
+                for _ in range(4):
+                    again = await f.stream(stack, headers)
+                    assert words(await again.aread()) == "Hello big world"
+                assert len(engine.requests) == 1
 
     asyncio.run(scenario())
 

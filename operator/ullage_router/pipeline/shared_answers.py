@@ -1,0 +1,353 @@
+"""Answers by key as files that all processes of a router have: whichever gets a request, the answer
+is generated once.
+
+The first process to get a request with a key generates the answer and appends each event to the
+key's file. All others read it from there, from its beginning, while it grows and afterwards. Two
+locks (flock), which the kernel releases when a process dies, say who is there: the writer holds
+that of the file, so that readers know when no more can come; readers hold that of a second file, so
+that the writer goes on when its own client has left.
+
+A file has the digest of its request and the number of its writer, then records: the decision,
+Accepted, and the events; at last the mark that nothing is missing.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import ServiceError
+from ullage_router.call import Event, ResponseStream
+from ullage_router.policy.decision import Decision
+
+POLL_S = 0.02
+"""Seconds between two looks for more of an answer that another process generates."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Most bytes of an answer that is kept when it is finished."""
+_HEADER = struct.Struct("=16sB")
+_LENGTH = struct.Struct("=I")
+_END = _LENGTH.pack((1 << 32) - 1)
+_READERS = ".readers"
+
+log = logging.getLogger(__name__)
+
+
+class AnswerLost(Exception):
+    """The process that generated the answer has ended or given it up."""
+
+
+class OtherRequest(Exception):
+    """The key was sent with another request."""
+
+
+class AnswerFolder:
+    """The answers that a router's processes share, one file a key.
+
+    Args:
+        path: the folder; made if it is missing.
+        index: of this process.
+        ttl_s: how long finished answers are kept.
+        max_bytes: most bytes of finished answers that this process keeps.
+        clock: Unix time, seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        index: int,
+        ttl_s: float,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = path
+        self._index = index
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._kept: OrderedDict[Path, tuple[int, float]] = OrderedDict()
+        """Size and end of the finished answers of this process, the first to end first."""
+        self.size = 0
+        """Bytes of all of them."""
+        path.mkdir(mode=0o700, exist_ok=True)
+        for file in list(path.iterdir()):
+            if file.suffix != _READERS:
+                self._adopt(file)
+        self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1][1]))
+
+    def claim(self, tenant: str, key: str, digest: bytes) -> "AnswerWriter | AnswerReader":
+        """Returns the writer of a key's answer, or a reader where it has one already.
+
+        Args:
+            digest: 16 bytes that say which request it is.
+        """
+        self._expire()
+        name = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=16).hexdigest()
+        path = self._path / name
+        while True:
+            readers = _open(path.with_suffix(_READERS))
+            fcntl.flock(readers, fcntl.LOCK_SH)
+            file = _open(path)
+            is_free = _try_lock(file, fcntl.LOCK_EX)
+            if _is_at(file, path) and _is_at(readers, path.with_suffix(_READERS)):
+                if is_free and os.fstat(file).st_size == 0:
+                    os.write(file, _HEADER.pack(digest, self._index))
+                    os.close(readers)
+                    return AnswerWriter(self, path, file)
+                if not is_free or self._until(file) > self._clock():
+                    if is_free:
+                        fcntl.flock(file, fcntl.LOCK_UN)
+                    return AnswerReader(file, readers, digest)
+                _remove(path)  # expired, or of a process that died
+            os.close(file)
+            os.close(readers)
+
+    def keep(self, path: Path, size: int) -> None:
+        """Keeps an answer that this process has finished."""
+        self.size += size - self._kept.pop(path, (0, 0.0))[0]
+        self._kept[path] = (size, self._clock() + self._ttl_s)
+        while self.size > self._max_bytes:
+            self._drop_oldest()
+
+    def _until(self, file: int) -> float:
+        """Returns when a finished answer ends; 0 where it is not finished."""
+        stat = os.fstat(file)
+        is_finished = os.pread(file, len(_END), max(0, stat.st_size - len(_END))) == _END
+        return stat.st_mtime + self._ttl_s if is_finished else 0.0
+
+    def _adopt(self, path: Path) -> None:
+        """Keeps what a process of this number had finished when it died, and removes the rest."""
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process has removed it
+            return
+        try:
+            header = os.pread(file, _HEADER.size, 0)
+            is_own = len(header) == _HEADER.size and header[-1] == self._index
+            if not (is_own and _try_lock(file, fcntl.LOCK_EX)):
+                return
+            until = self._until(file)
+            if until > self._clock():
+                self._kept[path] = (os.fstat(file).st_size, until)
+                self.size += os.fstat(file).st_size
+            else:
+                _remove(path)
+        finally:
+            os.close(file)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._kept and next(iter(self._kept.values()))[1] <= now:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        path, (size, _) = self._kept.popitem(last=False)
+        self.size -= size
+        _remove(path)
+
+
+class AnswerWriter:
+    """The file of an answer that this process generates."""
+
+    def __init__(self, folder: AnswerFolder, path: Path, file: int) -> None:
+        self._folder = folder
+        self._path = path
+        self._file: int | None = file
+        """None after the end."""
+
+    def append(self, record: bytes) -> None:
+        """Adds a record. Where the disk is full the answer goes on, and is given up for others."""
+        self._write(_LENGTH.pack(len(record)) + record)
+
+    def finish(self) -> None:
+        """Marks the answer as whole, and keeps it if it is not too long."""
+        self._write(_END)
+        if self._file is None:
+            return
+        size = os.fstat(self._file).st_size
+        os.close(self._file)
+        self._file = None
+        if size <= MAX_ANSWER_BYTES:
+            self._folder.keep(self._path, size)
+        else:
+            _remove(self._path)
+
+    def give_up(self) -> None:
+        """Removes an answer that is not whole; nothing where it is."""
+        if self._file is not None:
+            _remove(self._path)
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            is_whole = os.write(self._file, data) == len(data)
+        except OSError as error:
+            log.warning("answer not shared", extra={"reason": error.strerror})
+            is_whole = False
+        if not is_whole:
+            self.give_up()
+
+    def has_readers(self) -> bool:
+        """Whether another process reads the answer."""
+        readers = _open(self._path.with_suffix(_READERS))
+        try:
+            return self._file is not None and not _try_lock(readers, fcntl.LOCK_EX)
+        finally:
+            os.close(readers)
+
+
+class AnswerReader:
+    """The file of an answer that is generated once, read from its beginning."""
+
+    def __init__(self, file: int, readers: int, digest: bytes) -> None:
+        self._file = file
+        self._readers = readers
+        self._digest = digest
+        self._place = _HEADER.size
+        self._is_closed = False
+
+    async def begin(self) -> bytes:
+        """Waits for the first record.
+
+        Raises:
+            AnswerLost: it will not come.
+            OtherRequest: the key is another request's.
+        """
+        first = await self.next()
+        if os.pread(self._file, len(self._digest), 0) != self._digest:
+            raise OtherRequest
+        if first is None:
+            raise AnswerLost
+        return first
+
+    async def next(self) -> bytes | None:
+        """Waits for the next record; None after the last.
+
+        Raises:
+            AnswerLost: it will not come.
+        """
+        is_over = False
+        while True:
+            head = os.pread(self._file, _LENGTH.size, self._place)
+            if head == _END:
+                return None
+            if len(head) == _LENGTH.size:
+                (size,) = _LENGTH.unpack(head)
+                record = os.pread(self._file, size, self._place + _LENGTH.size)
+                if len(record) == size:
+                    self._place += _LENGTH.size + size
+                    return record
+            if is_over:
+                raise AnswerLost
+            # Once more after its writer has gone: what it wrote last may have come in between.
+            is_over = _try_lock(self._file, fcntl.LOCK_SH)
+            if is_over:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            else:
+                await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._file)
+            os.close(self._readers)
+
+
+class RecordedAnswer:
+    """An answer that this process generates and others read."""
+
+    def __init__(self, answer: ResponseStream, decision: Decision, writer: AnswerWriter) -> None:
+        self.accepted = answer.accepted
+        self._answer = answer
+        self._writer = writer
+        writer.append(msgspec.msgpack.encode(decision))
+        writer.append(answer.accepted.SerializeToString())
+
+    @property
+    def output_tokens(self) -> int:
+        return self._answer.output_tokens
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        events = self._answer.events()
+        try:
+            async for event in events:
+                self._writer.append(event.SerializeToString())
+                if event.HasField("finished"):
+                    self._writer.finish()
+                yield event
+        finally:
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
+
+    def close(self) -> None:
+        self._writer.give_up()
+        self._answer.close()
+
+
+class ReplayedAnswer:
+    """An answer that another process generates, or has generated.
+
+    Args:
+        accepted: the second record, after the decision.
+        reader: at the records behind it.
+    """
+
+    def __init__(self, accepted: bytes, reader: AnswerReader) -> None:
+        self.accepted = inference_pb2.Accepted.FromString(accepted)
+        self.output_tokens = 0
+        self._reader = reader
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        with contextlib.suppress(AnswerLost):
+            while (record := await self._reader.next()) is not None:
+                event = Event.FromString(record)
+                self.output_tokens += event.delta.num_tokens
+                yield event
+            return
+        raise ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "ANSWER_LOST",
+            "the process of the router that generated the answer has ended; send it again",
+            retry_after_s=1,
+        )
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is the one at the path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), path.stat())
+    return False
+
+
+def _remove(path: Path) -> None:
+    """Removes an answer; those that read it keep its file."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(_READERS).unlink(missing_ok=True)

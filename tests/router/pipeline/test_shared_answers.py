@@ -1,0 +1,168 @@
+"""Answers that the processes of a router share by files."""
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ullage_router.pipeline.shared_answers import (
+    AnswerFolder,
+    AnswerLost,
+    AnswerReader,
+    AnswerWriter,
+    OtherRequest,
+)
+
+TTL_S = 3600.0
+DIGEST = b"d" * 16
+GUARD_S = 60.0
+
+
+class Clock:
+    """Moved by tests."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.passed_s  # files have the present time, too
+
+
+class Processes:
+    """The folder as two processes have it; whose locks are as apart as those of real ones."""
+
+    def __init__(self, path: Path, max_bytes: int = 1 << 20) -> None:
+        self.clock = Clock()
+        self._path, self._max_bytes = path / "answers", max_bytes
+        self.one, self.other = self.open(0), self.open(1)
+
+    def open(self, index: int) -> AnswerFolder:
+        return AnswerFolder(self._path, index, TTL_S, self._max_bytes, self.clock)
+
+
+def written(folder: AnswerFolder, *records: bytes, key: str = "k") -> AnswerWriter:
+    writer = folder.claim("", key, DIGEST)
+    assert isinstance(writer, AnswerWriter)
+    for record in records:
+        writer.append(record)
+    return writer
+
+
+def reading(folder: AnswerFolder, digest: bytes = DIGEST, key: str = "k") -> AnswerReader:
+    reader = folder.claim("", key, digest)
+    assert isinstance(reader, AnswerReader)
+    return reader
+
+
+async def rest(reader: AnswerReader) -> list[bytes]:
+    records = []
+    while (record := await reader.next()) is not None:
+        records.append(record)
+    reader.close()
+    return records
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(GUARD_S):
+            await scenario
+
+    asyncio.run(guarded())
+
+
+def test_an_answer_is_read_while_it_grows_and_when_it_is_finished(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        writer = written(both.one, b"decision", b"accepted", b"Hello")
+        early = reading(both.other)
+        assert await early.begin() == b"decision"
+        assert writer.has_readers()
+        task = asyncio.ensure_future(rest(early))
+        await asyncio.sleep(0)
+        writer.append(b" world")
+        writer.finish()
+        assert await task == [b"accepted", b"Hello", b" world"]
+        assert await rest(reading(both.one)) == [b"decision", b"accepted", b"Hello", b" world"]
+
+    run(scenario())
+
+
+def test_the_key_of_another_request_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        written(both.one, b"decision").finish()
+        with pytest.raises(OtherRequest):
+            await reading(both.other, b"e" * 16).begin()
+        written(both.other, key="another")
+
+    run(scenario())
+
+
+def test_what_was_given_up_is_generated_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        writer = written(both.one, b"decision")
+        reader = reading(both.other)
+        assert await reader.begin() == b"decision"
+        writer.give_up()
+        with pytest.raises(AnswerLost):
+            await reader.next()
+        assert not written(both.other).has_readers(), "those who read what is lost do not count"
+
+    run(scenario())
+
+
+def test_what_a_dead_process_left_is_generated_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        writer = written(both.one, b"decision")
+        assert writer._file is not None
+        os.close(writer._file)  # as the kernel does
+        written(both.other, b"decision").finish()
+        assert await reading(both.open(0)).begin() == b"decision"
+
+    run(scenario())
+
+
+def test_finished_answers_outlive_their_process_until_their_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        written(both.one, b"decision").finish()
+        successor = both.open(0)
+        assert successor.size == both.one.size > 0 == both.other.size
+        both.clock.passed_s = TTL_S / 2
+        assert await reading(successor).begin() == b"decision"
+        both.clock.passed_s = TTL_S * 2
+        written(both.other)
+        successor.claim("", "another", DIGEST)
+        assert successor.size == 0
+
+    run(scenario())
+
+
+def test_the_oldest_answers_go_when_there_are_too_many(tmp_path: Path) -> None:
+    both = Processes(tmp_path, max_bytes=250)
+    for number in range(4):
+        written(both.one, b"x" * 70, key=str(number)).finish()
+    assert 0 < both.one.size <= 250
+    reading(both.other, key="3")
+    written(both.other, key="0")
+
+
+def test_a_full_disk_ends_the_sharing_and_not_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    both = Processes(tmp_path)
+    writer = written(both.one, b"decision")
+    with monkeypatch.context() as patched:
+        patched.setattr("ullage_router.pipeline.shared_answers.os.write", full)
+        writer.append(b"accepted")
+        writer.finish()
+    written(both.other)
