@@ -9,6 +9,7 @@ import grpc
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.engine import RequestLimits
+from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_router.call import Call, ResponseStream
@@ -60,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         record = RequestRecord(_record_id(request.request_id))
         tenant = await self._authenticate(context, record)
         metadata = _text(context)
+        paid_by = self._issuer.prepay(request, metadata.get(TICKET_KEY), tenant)
         call = Call(
             request,
             record,
@@ -74,6 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         try:
             async with self._pipeline.serve(call) as stream:
+                self._issuer.on_resumed(paid_by)
                 if record.limits:
                     await context.send_initial_metadata(tuple(record.limits.items()))
                 async for response in _responses(stream):

@@ -204,7 +204,8 @@ class TenantSession:
     """One request of a tenant, or several like ones, from the check of its key to their end.
 
     open_request, charge and close_request each do their part once; a session without an open
-    request needs no close.
+    request needs no close. What goes on with an answer that was paid for counts while it runs, and
+    costs nothing.
 
     limit_headers
         x-ratelimit-* headers: what remains of the tenant's quota
@@ -217,11 +218,16 @@ class TenantSession:
         """Requests that began and have not ended."""
         self._charged = 0.0
         """Tokens of each."""
+        self._was_paid: Callable[[], bool] | None = None
         self.limit_headers: Mapping[str, str] = {}
 
     def new_session(self) -> "TenantSession":
         """Another session of the same tenant."""
         return TenantSession(self._account, self._metrics)
+
+    def prepay(self, was_paid: Callable[[], bool]) -> None:
+        """Charges the session's requests at their end only, and not if they were paid for then."""
+        self._was_paid = was_paid
 
     @property
     def name(self) -> str:
@@ -267,9 +273,12 @@ class TenantSession:
         self._check_model(request.model or served)
         request.priority = self._priority(request.priority)
         now = time.monotonic()
-        if shortage := self._account.apply(lambda quota: quota.enter(now, count)):
+        is_later = self._was_paid is not None
+        if shortage := self._account.apply(
+            lambda quota: quota.enter_paid(count) if is_later else quota.enter(now, count)
+        ):
             raise self._shortage_error(shortage)
-        self._account.requests += count
+        self._account.requests += 0 if is_later else count
         self._active = count
         self.limit_headers = self._headers()
 
@@ -284,7 +293,7 @@ class TenantSession:
                 RESOURCE_EXHAUSTED.
         """
         bucket = self._account.own_quota.tokens
-        if not self._active or bucket is None or self._charged:
+        if not self._active or bucket is None or self._charged or self._was_paid:
             return
         if prompt_tokens > bucket.capacity:
             raise errors.above_quota(prompt_tokens, bucket.capacity)
@@ -304,20 +313,28 @@ class TenantSession:
 
     def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
         """Ends so many of its requests, each of which used so much."""
+        is_paid = self._was_paid is not None and self._was_paid()
+        if is_paid:
+            prompt_tokens = output_tokens = 0
         prompt, output, active = prompt_tokens * count, output_tokens * count, self._active
         if active:
             ended, account = min(count, active), self._account
             self._active -= ended
             charged, now = ended * self._charged, time.monotonic()
             account.apply(lambda quota: quota.leave(charged, prompt + output, now, ended))
+            if self._was_paid and not is_paid:
+                account.apply(lambda quota: quota.count(ended, now))
+                account.requests += ended
             account.prompt_tokens += prompt
             account.output_tokens += output
-        if self._metrics:
+        if self._metrics and not is_paid:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
     def give_back(self, count: int) -> None:
         """Takes so many of its open requests, or all for 0, out of the requests of this minute:
         they are refused, and sent again in another way."""
+        if self._was_paid:
+            return
         count = min(count or self._active, self._active)
         now = time.monotonic()
         self._account.apply(lambda quota: quota.give_back(count, now))

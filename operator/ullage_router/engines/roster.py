@@ -7,7 +7,7 @@ whether an engine has prompts to compute, is changed in place.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ullage_router.policy.affinity import HashRing
 from ullage_router.policy.decision import WELL, EngineState, Side
@@ -22,19 +22,20 @@ MIXING = 2654435761
 """Knuth's multiplier, so that which engines are drawn says nothing about the choice among them."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(slots=True)
-class _Group:
-    """The usable engines of one pool, side and model."""
+class DrawGroup(Generic[T]):
+    """Usable engines, a few of which are drawn for each decision."""
 
-    usable: "list[Engine]" = field(default_factory=list)
-    idle: "list[Engine]" = field(default_factory=list)
+    usable: list[T] = field(default_factory=list)
+    idle: list[T] = field(default_factory=list)
     """Those of them without prompts to compute, in any order."""
-    places: "dict[Engine, int]" = field(default_factory=dict)
+    places: dict[T, int] = field(default_factory=dict)
     """Indices in `idle`."""
-    ring: HashRing | None = None
-    """The usable engines by their keys; None until it was asked for."""
 
-    def set_idle(self, engine: "Engine", is_idle: bool) -> None:
+    def set_idle(self, engine: T, is_idle: bool) -> None:
         place = self.places.pop(engine, None)
         if is_idle:
             self.places[engine] = len(self.idle) if place is None else place
@@ -46,14 +47,26 @@ class _Group:
                 self.idle[place] = last
                 self.places[last] = place
 
-    def draw(self, number: int) -> "list[Engine]":
-        """Returns at most MAX_DRAWN engines, idle ones where there are any."""
+    def draw(self, number: int) -> list[T]:
+        """Returns at most MAX_DRAWN engines, idle ones where there are any.
+
+        Args:
+            number: random.
+        """
         source = self.idle or self.usable
         if len(source) <= MAX_DRAWN:
             return source.copy()
         first = (number * MIXING >> 8) % len(source)
         drawn = source[first : first + MAX_DRAWN]
         return drawn + source[: MAX_DRAWN - len(drawn)]
+
+
+@dataclass(slots=True)
+class _Group(DrawGroup["Engine"]):
+    """The usable engines of one pool, side and model."""
+
+    ring: HashRing | None = None
+    """The usable engines by their keys; None until it was asked for."""
 
 
 GroupKey = tuple[Side, str, str]

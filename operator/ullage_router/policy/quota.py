@@ -85,13 +85,18 @@ class Quota:
 
     def enter(self, now: float, count: int = 1) -> "Quota | Shortage":
         """Enters one more request, or as many as there is `room` for; each must `leave`."""
-        if self.concurrency is not None and self.active + count > self.concurrency:
-            return Shortage("concurrency", self.concurrency, None)
-        if self.requests is None:
-            return Quota(None, self.tokens, self.concurrency, self.active + count)
+        entered = self.enter_paid(count)
+        if self.requests is None or isinstance(entered, Shortage):
+            return entered
         if wait_s := self.requests.wait_s(count, now):
             return Shortage("requests_per_minute", self.requests.capacity, wait_s)
-        return replace(self, requests=self.requests.take(count, now), active=self.active + count)
+        return replace(entered, requests=self.requests.take(count, now))
+
+    def enter_paid(self, count: int = 1) -> "Quota | Shortage":
+        """Enters requests that are not counted against their rate; each must `leave`."""
+        if self.concurrency is not None and self.active + count > self.concurrency:
+            return Shortage("concurrency", self.concurrency, None)
+        return replace(self, active=self.active + count)
 
     def charge(self, tokens: float, now: float) -> "Quota | Shortage":
         """Tokens in advance; more than a bucket holds need a full one and leave it owing."""
@@ -103,7 +108,11 @@ class Quota:
 
     def give_back(self, count: int, now: float) -> "Quota":
         """Requests that entered are refused, and are not counted against their rate."""
-        return replace(self, requests=self.requests and self.requests.take(-count, now))
+        return self.count(-count, now)
+
+    def count(self, count: int, now: float) -> "Quota":
+        """Counts requests against their rate, whether that suffices or not."""
+        return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":
         """Requests have ended: what they used takes the place of what was charged."""

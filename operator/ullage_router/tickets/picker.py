@@ -1,13 +1,14 @@
 """Serves `Pick`: places requests that clients stream from engines themselves, and reserves their
 memory until they end or their tickets expire.
 
-A batch of picks is decided over one view of the engines. A request that fits the first pool as it
-is gets what `decide` would say, without its ladder; `decide` is asked for every other one. What a
-batch has placed already counts for the rest of it. Equal requests are placed several at once, where
-the same decisions, made one by one, could have placed each of them.
+A batch of picks is decided over one view of the engines, by the rules of every other request: over
+a few drawn engines where a request fits at home as it is, otherwise over all. What a batch has
+placed already counts for the rest of it. Equal requests are placed several at once, where the same
+decisions, made one by one, could have placed each of them.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,34 +17,39 @@ import grpc
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import LARGE_POOL, RouterConfig
-from ullage_common.request_cost import Demand, MemoryProfile, predict
-from ullage_common.tickets.tickets import CLOCK_SKEW_S
+from ullage_common.request_cost import Demand
+from ullage_common.tickets.tickets import CLOCK_SKEW_S, Claims
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import MAX_PRIORITY, MAX_SAMPLES, MAX_SESSION_ID_BYTES
 from ullage_router import errors
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
+from ullage_router.call import num_samples
 from ullage_router.engines.engines import Engines
+from ullage_router.engines.roster import DrawGroup
 from ullage_router.policy.affinity import CacheKey
 from ullage_router.policy.decide import (
+    NextStep,
     Refuse,
     Run,
     ShrinkContext,
     decide,
+    decide_among,
     min_output,
     room_of,
 )
 from ullage_router.policy.decision import (
+    WELL,
     EngineState,
     EngineView,
     RequestFacts,
     RoutingPolicy,
     TimeLimits,
 )
-from ullage_router.policy.forecast import is_on_time, step_limit_s
+from ullage_router.policy.forecast import is_on_time
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
-from ullage_router.tickets.signing import TicketSigner, new_ids
+from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
 from ullage_router.tokenizer import Model
 
 WAIT_RETRY_S = 1
@@ -64,28 +70,8 @@ class Ask:
     refused_by: frozenset[str] = frozenset()
     limit: int = 0
     """Largest number of output tokens that the tenant may have; 0: no other than the service's."""
-
-
-@dataclass(slots=True)
-class _BatchEngine:
-    """One engine with the picks that the batch placed on it."""
-
-    view: EngineView
-    longest: int
-    """Tokens of the longest sequence it can ever hold."""
-    available: int
-    load: int
-    backlog_tokens: int
-    kind: int
-    """Engines of one kind price alike."""
-
-    def now(self) -> EngineView:
-        return replace(
-            self.view,
-            available=self.available,
-            load=self.load,
-            backlog_tokens=self.backlog_tokens,
-        )
+    comes_at_end: bool = False
+    """Whether no part of the answer comes before its end."""
 
 
 class Batch:
@@ -96,7 +82,8 @@ class Batch:
         policy: the ladder's.
         ahead: bytes that others wait for, by pool.
         max_output_tokens: the service's limit.
-        limits: times that each request must keep.
+        limits: times that each request must keep; one whose answer comes at its end keeps those of
+            the end.
     """
 
     def __init__(
@@ -111,20 +98,22 @@ class Batch:
         self._ahead = ahead
         self._max_output_tokens = max_output_tokens
         self._limits = limits
-        kinds: dict[tuple[MemoryProfile, int], int] = {}
-        self._engines_by_id = {view.id: _batch_engine(view, kinds) for view in views}
-        self._prices: dict[tuple[int, int, int], Demand] = {}
-        """Prices by kind of engine, prompt and output tokens: both engines of a pair are mostly of
-        one kind."""
-        self._has_large = any(view.pool == LARGE_POOL for view in views)
-        self._home = self._find_home()
+        self._limits_at_end = replace(limits, first_token_s=limits.end_s)
+        self._views = {view.id: view for view in views}
+        home, has_large = policy.pools[0], any(view.pool == LARGE_POOL for view in views)
+        names = (home, LARGE_POOL) if has_large and home != LARGE_POOL else (home,)
+        self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
+        for view in views:
+            if view.standing is EngineState.USABLE and (group := self._groups.get(view.pool)):
+                group.usable.append(view.id)
+                group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
         """Returns how many of that many equal requests are placed at once, so that they spread over
         engines."""
-        usable = sum(s.view.standing is EngineState.USABLE for s in self._engines_by_id.values())
-        engines = len(self._home) or usable or 1
-        return -(-count // min(engines, MAX_SHARES))
+        home = self._groups[self._policy.pools[0]].usable
+        usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
+        return -(-count // min(len(home) or usable or 1, MAX_SHARES))
 
     def place(self, ask: Ask, draw: int, most: int = 1) -> tuple[Run | Refuse, int]:
         """Places like requests on one engine, or says why they cannot run now as they are.
@@ -136,101 +125,45 @@ class Batch:
             The decision, and how many of them it holds for.
         """
         limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
-        output = min(ask.max_tokens or limit, limit)
-        run = self._quick(ask, output, draw) or self._slow(ask, output, draw)
+        facts = self._facts(ask, min(ask.max_tokens or limit, limit), draw)
+        run = self._decide(facts)
         if isinstance(run, Refuse):
             return run, most
-        engine = self._engines_by_id[run.engine]
-        count = self._fitting(engine, ask.prompt_tokens, run.demand, most)
-        engine.available -= count * run.demand.kv_bytes
-        engine.load += count
-        engine.backlog_tokens += count * ask.prompt_tokens
+        view, prompt = self._views[run.engine], ask.prompt_tokens
+        count = self._fitting(view, facts, run.demand, most)
+        view = self._views[run.engine] = replace(
+            view,
+            available=view.available - count * run.demand.kv_bytes,
+            load=view.load + count,
+            backlog_tokens=view.backlog_tokens + count * prompt,
+            step_limit_s=min(view.step_limit_s, run.step_limit_s),
+        )
+        if group := self._groups.get(view.pool):
+            group.set_idle(view.id, _is_idle(view))
         return run, count
 
-    def _fitting(self, engine: _BatchEngine, prompt: int, demand: Demand, most: int) -> int:
-        """Returns how many of such requests, the first of which fits, fit one after another."""
-        size, output = demand.kv_bytes, demand.tokens - prompt
-        count = min(most, engine.available // size) if size else most
-        while count > 1:
-            before = replace(
-                engine.now(),
-                load=engine.load + count - 1,
-                backlog_tokens=engine.backlog_tokens + (count - 1) * prompt,
-            )
-            if is_on_time(before, prompt, output, self._limits):
-                break
-            count //= 2
-        return count
-
-    def _find_home(self) -> list[_BatchEngine]:
-        """Engines that a request which simply fits may take, by name."""
-        first = self._policy.pools[0]
-        if first in self._ahead:
-            return []
-        usable = (
-            engine
-            for engine in self._engines_by_id.values()
-            if engine.view.pool == first and engine.view.standing is EngineState.USABLE
-        )
-        return sorted(usable, key=lambda engine: engine.view.id)
-
-    def _quick(self, ask: Ask, most: int, draw: int) -> Run | None:
-        home = self._home
-        if not home or ask.refused_by or ask.samples != 1:
-            return None
-        fits = [(s, d) for s in _pair(home, draw) if (d := self._demand(s, ask, most))]
-        if not fits:
-            return None
-        drawn, demand = fits[0] if len(fits) == 1 else max(fits, key=_merit)
-        if ask.preferred and (engine := self._engines_by_id.get(ask.preferred)) in home:
-            is_idle = engine.load <= drawn.load + self._policy.max_extra_load
-            if is_idle and (there := self._demand(engine, ask, most)):
-                drawn, demand = engine, there
-        view = drawn.view
-        output = max(1, demand.tokens - ask.prompt_tokens)
-        limit_s = step_limit_s(drawn.now(), ask.prompt_tokens, output, self._limits)
-        return Run("accept", "FITS", view.pool, view.id, most, demand, "accept", limit_s)
-
-    def _demand(self, engine: _BatchEngine, ask: Ask, most: int) -> Demand | None:
-        """Its bytes there; None where it does not simply fit."""
-        view, prompt = engine.view, ask.prompt_tokens
-        if prompt + most > engine.longest:
-            return None
-        key = (engine.kind, prompt, most)
-        demand = self._prices.get(key)
-        if demand is None:
-            demand = predict(view.profile, prompt, most, view.expected_output)
-            self._prices[key] = demand
-        size = demand.kv_bytes
-        if self._has_large and (
-            prompt > self._policy.large_request_tokens or size > self._policy.large_request_kv
-        ):
-            return None
-        if size > engine.available:
-            return None
-        output = demand.tokens - prompt
-        return demand if is_on_time(engine.now(), prompt, output, self._limits) else None
-
-    def _slow(self, ask: Ask, most: int, draw: int) -> Run | Refuse:
+    def _facts(self, ask: Ask, most: int, draw: int) -> RequestFacts:
         asked = most if ask.max_tokens else None
-        facts = RequestFacts(
+        return RequestFacts(
             prompt_tokens=ask.prompt_tokens,
             max_tokens=most,
             min_tokens=min_output(asked, most, self._policy.rungs.shrink_output),
             samples=ask.samples,
             ahead=self._ahead,
             refused_by=ask.refused_by,
-            limits=self._limits,
+            limits=self._limits_at_end if ask.comes_at_end else self._limits,
             preferred=ask.preferred,
             draw=draw,
         )
-        decision = decide(
-            facts, [engine.now() for engine in self._engines_by_id.values()], self._policy
-        )
+
+    def _decide(self, facts: RequestFacts) -> Run | Refuse:
+        decision: NextStep | None = decide_among(facts, self._sample(facts), self._policy)
+        if decision is None:
+            decision = decide(facts, list(self._views.values()), self._policy)
         match decision:
             case Run():
-                room = room_of(facts, self._engines_by_id[decision.engine].view)
-                if decision.max_tokens < min(most, room):
+                room = room_of(facts, self._views[decision.engine])
+                if decision.max_tokens < min(facts.max_tokens, room):
                     return _left_to_generate(decision.reason, "a shorter answer")
                 return decision
             case Refuse():
@@ -240,28 +173,39 @@ class Batch:
             case _:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
+    def _sample(self, facts: RequestFacts) -> list[EngineView]:
+        """Returns what `decide_among` takes: drawn engines and the preferred one."""
+        sample = []
+        for pool, group in self._groups.items():
+            drawn = group.draw(facts.draw)
+            preferred = self._views.get(facts.preferred)
+            if preferred and preferred.pool == pool and preferred.id not in drawn:
+                drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
+            views = [self._views[name] for name in drawn]
+            if not views and pool == LARGE_POOL:
+                views = [next(v for v in self._views.values() if v.pool == LARGE_POOL)]
+            sample += views
+        return sample
 
-def _batch_engine(view: EngineView, kinds: dict[tuple[MemoryProfile, int], int]) -> _BatchEngine:
-    kind = kinds.setdefault((view.profile, view.expected_output), len(kinds))
-    return _BatchEngine(
-        view, view.longest(0, 1), view.available, view.load, view.backlog_tokens, kind
-    )
+    def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
+        """Returns how many of such requests, the first of which fits, fit one after another."""
+        size, prompt = demand.kv_bytes, facts.prompt_tokens
+        output = demand.tokens - prompt
+        count = min(most, view.available // size) if size else most
+        while count > 1:
+            before = replace(
+                view,
+                load=view.load + count - 1,
+                backlog_tokens=view.backlog_tokens + (count - 1) * prompt,
+            )
+            if is_on_time(before, prompt, output, facts.limits):
+                break
+            count //= 2
+        return count
 
 
-def _pair(home: list[_BatchEngine], draw: int) -> tuple[_BatchEngine, ...]:
-    """Two engines, drawn."""
-    if len(home) == 1:
-        return (home[0],)
-    first = draw % len(home)
-    second = (first + 1 + draw // len(home) % (len(home) - 1)) % len(home)
-    return home[first], home[second]
-
-
-def _merit(fit: tuple[_BatchEngine, Demand]) -> tuple[float, int]:
-    """Orders engines for a pick; of equals the first drawn is taken, so that each is taken as
-    often."""
-    engine, _ = fit
-    return (engine.available * engine.view.health, -engine.load)
+def _is_idle(view: EngineView) -> bool:
+    return not view.backlog_tokens and view.health >= WELL
 
 
 def _left_to_generate(reason: str, what: str) -> Refuse:
@@ -278,6 +222,7 @@ MAX_OPEN = 200_000
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
+MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
@@ -331,6 +276,8 @@ class _PendingPick:
     entered: int = 0
     """Number of the remaining requests that were let in."""
     priority: int = 0
+    paid_by: Claims | None = None
+    """The ticket with which the answer was paid for that the request goes on with."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
         if self.session is None:
@@ -378,10 +325,12 @@ class TicketIssuer:
         self._balancer = balancer
         self._signer = signer
         self._on_no_engine = on_no_engine
+        longest_s = config.limits.total_timeout
+        self._paid = PaidTickets(signer.keys, longest_s) if signer else None
         self._ids = new_ids()
         self._task: asyncio.Task[None] | None = None
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
-        self._book = OpenTickets(ticket_s, config.limits.total_timeout, clock)
+        self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
         """placed, refused, ended, expired."""
 
@@ -429,6 +378,46 @@ class TicketIssuer:
         for priced in request.requests:
             self._place(_PendingPick(priced, priced.count or 1, session), call)
         return call.finish()
+
+    def prepay(
+        self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
+    ) -> Claims | None:
+        """Spares a request that goes on with an answer from being charged again.
+
+        Args:
+            ticket: the first one of the answer, if the request came with one.
+
+        Returns:
+            What `on_resumed` takes once the request has begun; None: it is charged like any other.
+        """
+        num_prompt = len(request.token_ids.ids)
+        if not (ticket and num_prompt):
+            return None
+        size = (num_prompt, request.stop.max_tokens, num_samples(request.samples))
+        return self._paid_by(ticket, session, size)
+
+    def on_resumed(self, paid_by: Claims | None) -> None:
+        """Counts that an answer which was paid for goes on elsewhere."""
+        if paid_by and self._paid:
+            self._paid.on_resumed(paid_by)
+
+    def _paid_by(
+        self, ticket: str, session: TenantSession, size: tuple[int, int, int]
+    ) -> Claims | None:
+        """Returns the claims of the ticket that may have paid for a request of this size; None
+        where none did. The session is charged at the end then, if no engine was lost."""
+        claims = self._paid.find(ticket, session.name, size) if ticket and self._paid else None
+        if claims:
+            session.prepay(functools.partial(self._was_lost, claims))
+        return claims
+
+    def _was_lost(self, claims: Claims) -> bool:
+        """Whether the engine of a ticket was lost since the ticket was signed."""
+        signer = self._enabled()
+        engine = next((e for e in self._engines.all() if signer.tag(e.id) == claims.engine), None)
+        if engine is None or engine.state != "ready":
+            return True
+        return engine.lost_unix >= claims.expires_ms / 1000 - signer.ttl_s
 
     async def _keep_sweeping(self) -> None:
         while True:
@@ -498,6 +487,8 @@ class TicketIssuer:
             pick.entered, pick.priority = pick.remaining, priced.priority
             return
         pick.session = mine = session.new_session()
+        size = (priced.prompt_tokens, priced.max_tokens, priced.samples or 1)
+        pick.paid_by = self._paid_by(priced.paid_by, mine, size)
         most = min(priced.max_tokens or MAX_TOKENS, self._most(mine))
         output = min(most, self._engines.expected_output) * (priced.samples or 1)
         count = (
@@ -520,6 +511,7 @@ class TicketIssuer:
         credits = [engine.reserve(size, prompt_tokens, run.step_limit_s) for _ in range(count)]
         bill = pick.bill(run.max_tokens * samples)
         self._book.add(number, engine, credits, bill)
+        self.on_resumed(pick.paid_by)
         pick.remaining -= count
         pick.entered -= count
         ticket = self._enabled().sign(
@@ -553,7 +545,15 @@ class TicketIssuer:
         preferred = balancer.preferred(cache_key) if has_cache_key else ""
         avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
         limit, samples = self._most(pick.session), priced.samples or 1
-        ask = Ask(priced.prompt_tokens, priced.max_tokens, samples, preferred, avoid, limit)
+        ask = Ask(
+            priced.prompt_tokens,
+            priced.max_tokens,
+            samples,
+            preferred,
+            avoid,
+            limit,
+            priced.comes_at_end,
+        )
         decision, count = call.batch.place(ask, draw, most)
         if isinstance(decision, Refuse):
             if decision.kind == "unavailable":
@@ -572,6 +572,7 @@ class TicketIssuer:
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
     has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
+    has_more = has_more or priced.paid_by
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS
     if is_sized and not (has_more or priced.prefixes):
         return  # as most are
@@ -583,6 +584,7 @@ def _check_priced(priced: pb.PricedRequest, where: str) -> None:
         ("session_id", len(priced.session_id), 0, MAX_SESSION_ID_BYTES),
         ("avoid", len(priced.avoid), 0, MAX_AVOIDED),
         ("prefixes", len(priced.prefixes), 0, MAX_PREFIXES),
+        ("paid_by", len(priced.paid_by), 0, MAX_TICKET_CHARACTERS),
     )
     for name, value, low, high in bounds:
         if not low <= value <= high:

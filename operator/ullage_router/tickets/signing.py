@@ -1,14 +1,25 @@
-"""The router's side of tickets: signing them."""
+"""The router's side of tickets: signing them, and recognising those that paid for an answer which
+goes on elsewhere."""
 
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterTickets
-from ullage_common.tickets.tickets import TICKET_KEY, Claims, TicketKeys, cache_salt, engine_tag
+from ullage_common.tickets.tickets import (
+    CLOCK_SKEW_S,
+    TICKET_KEY,
+    Claims,
+    TicketError,
+    TicketKeys,
+    cache_salt,
+    engine_tag,
+    read,
+)
 
 MAX_TAGS = 10_000
 """Engines' names come and go with their pods."""
@@ -57,7 +68,7 @@ class TicketSigner:
         `tenant`: whose requests they are; None where there are no tenants.
         """
         expires_ms = int((time.time() + self.ttl_s) * 1000)
-        tag = self._tags.get(engine_id) or self._tag(engine_id)
+        tag = self.tag(engine_id)
         size = (prompt_tokens, max_tokens, samples)
         claims = Claims(number, expires_ms, tag, *size, priority, count)
         if tenant is not None:
@@ -78,7 +89,87 @@ class TicketSigner:
             priority=request.priority,
         )
 
-    def _tag(self, engine_id: str) -> bytes:
-        if len(self._tags) >= MAX_TAGS:
-            self._tags.clear()
-        return self._tags.setdefault(engine_id, engine_tag(engine_id))
+    def tag(self, engine_id: str) -> bytes:
+        """Returns the tag by which tickets name an engine."""
+        tag = self._tags.get(engine_id)
+        if tag is None:
+            if len(self._tags) >= MAX_TAGS:
+                self._tags.clear()
+            tag = self._tags[engine_id] = engine_tag(engine_id)
+        return tag
+
+
+RESUMES_A_USE = 4
+"""Times that an answer goes on elsewhere for one payment; then it is charged like a new one."""
+MAX_RESUMED = 100_000
+"""Tickets that are remembered because their answers went on elsewhere."""
+
+
+@dataclass(slots=True)
+class _Resumed:
+    """How often answers of one ticket went on elsewhere."""
+
+    until: float
+    """Unix time after which they must have ended."""
+    count: int = 0
+
+
+class PaidTickets:
+    """Recognises the tickets with which answers were paid for that go on elsewhere.
+
+    The ticket itself says who paid for what, so that every router with its key knows; how often it
+    was shown is counted by each process for itself.
+
+    Args:
+        keys: of the tickets.
+        request_s: the longest that a request runs.
+        clock: Unix time, seconds.
+    """
+
+    def __init__(
+        self, keys: TicketKeys, request_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._keys = keys
+        self._request_s = request_s
+        self._clock = clock
+        self._resumed: dict[int, _Resumed] = {}
+
+    def find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
+        """Returns the claims of a ticket that paid for a request; None where none did.
+
+        Args:
+            tenant: whose request it is.
+            size: its tokens of the prompt, most output tokens of each answer, and answers.
+        """
+        try:
+            claims = read(ticket, self._keys.all)
+        except TicketError:
+            return None
+        now = self._clock()
+        self._forget(now)
+        paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
+        is_covered = all(asked <= most for asked, most in zip(size, paid, strict=True))
+        is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
+        used = self._resumed.get(claims.id)
+        if used is None:
+            is_left = len(self._resumed) < MAX_RESUMED
+        else:
+            is_left = used.count < RESUMES_A_USE * max(1, claims.uses)
+        is_running = now <= self._until(claims)
+        return claims if is_covered and is_own and is_left and is_running else None
+
+    def on_resumed(self, claims: Claims) -> None:
+        """Counts that an answer of the ticket went on elsewhere."""
+        used = self._resumed.setdefault(claims.id, _Resumed(self._until(claims)))
+        used.count += 1
+
+    def _until(self, claims: Claims) -> float:
+        return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s
+
+    def _forget(self, now: float) -> None:
+        """Forgets tickets whose answers must have ended; in the order of their first loss."""
+        while self._resumed:
+            first = next(iter(self._resumed))
+            if self._resumed[first].until >= now:
+                return
+            del self._resumed[first]

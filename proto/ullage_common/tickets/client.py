@@ -97,13 +97,18 @@ class PickBatcher:
             await self._task
 
     async def place(
-        self, request: pb.GenerateRequest, avoid: Sequence[str], deadline: float
+        self,
+        request: pb.GenerateRequest,
+        avoid: Sequence[str],
+        deadline: float,
+        paid_by: str = "",
     ) -> Pick | None:
         """Places a request in token ids; None: the router shall do it all.
 
         Args:
             avoid: engines that refused it just now.
             deadline: on the event loop's clock.
+            paid_by: the first ticket of the answer that the request goes on with.
 
         Raises:
             ServiceError: INTERNAL, the router's answer makes no sense or it could not be asked.
@@ -111,7 +116,7 @@ class PickBatcher:
         now = asyncio.get_running_loop().time()
         if now < self._off_until or self._is_closing:
             return None
-        pending = _PendingPick(_price(request, avoid))
+        pending = _PendingPick(_price(request, avoid, paid_by))
         self._pending.append(pending)
         self._wake()
         try:
@@ -215,8 +220,14 @@ def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
     groups: dict[object, list[_PendingPick]] = {}
     for request in pending:
         priced = request.priced
-        is_free = not (priced.session_id or priced.avoid)
-        size = (priced.prompt_tokens, priced.max_tokens, priced.samples, priced.priority)
+        is_free = not (priced.session_id or priced.avoid or priced.paid_by)
+        size = (
+            priced.prompt_tokens,
+            priced.max_tokens,
+            priced.samples,
+            priced.priority,
+            priced.comes_at_end,
+        )
         groups.setdefault(size if is_free else request, []).append(request)
     return list(groups.values())
 
@@ -240,7 +251,7 @@ def _places(
         count = count - placed.count if placed.count else 0
 
 
-def _price(request: pb.GenerateRequest, avoid: Sequence[str]) -> pb.PricedRequest:
+def _price(request: pb.GenerateRequest, avoid: Sequence[str], paid_by: str) -> pb.PricedRequest:
     samples = request.samples
     return pb.PricedRequest(
         prompt_tokens=len(request.token_ids.ids),
@@ -249,6 +260,8 @@ def _price(request: pb.GenerateRequest, avoid: Sequence[str]) -> pb.PricedReques
         session_id=request.session_id,
         priority=request.priority,
         avoid=avoid,
+        paid_by=paid_by,
+        comes_at_end=not is_growing(request),
     )
 
 
@@ -371,8 +384,10 @@ class Client:
                 yield event
                 if event.HasField("finished"):
                     return
-        timeout_s = _left(answer.deadline)
-        stream = self._router.Generate(answer.request, timeout=timeout_s, metadata=self._metadata)
+        paid = ((TICKET_KEY, answer.paid_by),) if answer.paid_by else ()
+        stream = self._router.Generate(
+            answer.request, timeout=_left(answer.deadline), metadata=self._metadata + paid
+        )
         try:
             async for event in _events(stream):
                 yield event
@@ -386,14 +401,14 @@ class Client:
             return
         for _ in range(MAX_PICKS):
             avoid = answer.avoid[-MAX_PICKS:]
-            pick = await self._batcher.place(request, avoid, answer.deadline)
+            pick = await self._batcher.place(request, avoid, answer.deadline, answer.paid_by)
             if pick is None:
                 return
             if request.HasField("continuation") and pick.max_tokens < request.stop.max_tokens:
                 self._batcher.on_ended(pick)
                 return  # the router finds a place for all that was granted
             try:
-                async with aclosing(self._from_engine(request, pick, answer.deadline)) as events:
+                async with aclosing(self._from_engine(answer, pick)) as events:
                     async for event in events:
                         yield event
                 return
@@ -403,20 +418,21 @@ class Client:
                 answer.avoid.append(pick.engine)
                 raise
 
-    async def _from_engine(
-        self, request: pb.GenerateRequest, pick: Pick, deadline: float
-    ) -> Events:
+    async def _from_engine(self, answer: "_Answer", pick: Pick) -> Events:
         assert self._batcher
+        request = answer.request
         stub = inference_pb2_grpc.InferenceServiceStub(self._engine(pick.engine))
         sent = pb.GenerateRequest()
         sent.CopyFrom(request)
         sent.stop.max_tokens = pick.max_tokens
-        stream = stub.Generate(sent, timeout=_left(deadline), metadata=((TICKET_KEY, pick.ticket),))
+        metadata = ((TICKET_KEY, pick.ticket),)
+        stream = stub.Generate(sent, timeout=_left(answer.deadline), metadata=metadata)
         has_begun = False
         try:
             async for event in _events(stream):
                 if not has_begun:
                     has_begun = True
+                    answer.paid_by = answer.paid_by or pick.ticket
                     self._batcher.on_accepted(pick)
                     event.accepted.action, event.accepted.route = "accept", "direct"
                     granted = event.accepted.max_tokens or pick.max_tokens
@@ -452,6 +468,8 @@ class _Answer:
 
     avoid
         addresses of engines that refused or lost it, oldest first
+    paid_by
+        the first ticket that an engine took for it
     """
 
     def __init__(self, request: pb.GenerateRequest, deadline: float) -> None:
@@ -460,6 +478,7 @@ class _Answer:
         self.request.output.delta_token_ids = True
         self.deadline = deadline
         self.avoid: list[str] = []
+        self.paid_by = ""
         self.is_over = False
         self._hides_ids = not (request.output.return_token_ids or request.output.delta_token_ids)
         self._progress = Progress(request)

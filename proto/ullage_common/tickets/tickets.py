@@ -115,6 +115,20 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
     Raises:
         TicketError: it did not, or it has.
     """
+    claims = read(ticket, keys)
+    if claims.engine != engine:
+        raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
+    if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:
+        raise TicketError("TICKET_EXPIRED", "the ticket has expired; pick again and send at once")
+    return claims
+
+
+def read(ticket: str, keys: Sequence[bytes]) -> Claims:
+    """Returns a ticket's claims if a router signed it, for whatever engine and time.
+
+    Raises:
+        TicketError: no router did.
+    """
     try:
         raw = base64.b64decode(ticket, altchars=b"-_", validate=True)
     except ValueError:
@@ -125,14 +139,11 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
     ):
         raise TicketError("BAD_TICKET", "no router of this service signed the ticket; pick again")
     version, *fields, salt = _CLAIMS.unpack(text)
+    if version != _VERSION:
+        raise TicketError("BAD_TICKET", "the ticket is of another release; pick again")
     packed = Claims(*fields)
     is_sessionless, uses = divmod(packed.uses, _SESSIONLESS)
-    claims = packed._replace(uses=uses, is_sessionless=bool(is_sessionless), cache_salt=salt)
-    if version != _VERSION or claims.engine != engine:
-        raise TicketError("BAD_TICKET", "the ticket is for another engine; pick again")
-    if claims.expires_ms / 1000 + CLOCK_SKEW_S < now_s:
-        raise TicketError("TICKET_EXPIRED", "the ticket has expired; pick again and send at once")
-    return claims
+    return packed._replace(uses=uses, is_sessionless=bool(is_sessionless), cache_salt=salt)
 
 
 def load_keys(folder: Path) -> tuple[bytes, ...]:

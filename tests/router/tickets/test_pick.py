@@ -135,6 +135,37 @@ def test_a_pick_is_what_decide_would_say(
         assert not isinstance(said, Run) or said.max_tokens < most
 
 
+@pytest.mark.parametrize("preferred", ["", "e0", "e1"])
+def test_a_pick_goes_where_the_request_would_go(preferred: str) -> None:
+    """To the engine whose prompts are computed sooner, whatever memory the other one has."""
+    engines = [
+        engine_view(0, "single", 90 * BLOCK_BYTES, load=2, backlog_tokens=400, prefill_speed=1e3),
+        engine_view(1, "single", 40 * BLOCK_BYTES, load=3, prefill_speed=1e3),
+    ]
+    policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
+    for draw in range(8):
+        run, _ = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0)).place(
+            Ask(10, 16, preferred=preferred), draw
+        )
+        facts = RequestFacts(10, 16, 16, preferred=preferred, draw=draw)
+        wanted = decide(facts, engines, policy)
+        assert isinstance(run, Run) and isinstance(wanted, Run)
+        assert run.engine == wanted.engine == (preferred or "e1")
+
+
+def test_what_comes_at_its_end_has_the_whole_time() -> None:
+    busy = engine_view(
+        0, "single", 90 * BLOCK_BYTES, load=1, backlog_tokens=5000, prefill_speed=100.0
+    )
+    policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
+    limits = TimeLimits(first_token_s=30.0, end_s=600.0)
+    answers = [
+        Batch([busy], policy, {}, 400, limits).place(Ask(10, 16, comes_at_end=at_end), 0)[0]
+        for at_end in (False, True)
+    ]
+    assert [type(each) for each in answers] == [Refuse, Run]
+
+
 def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
     engines = [
         engine_view(0, "single", 0),

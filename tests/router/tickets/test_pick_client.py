@@ -29,14 +29,19 @@ BUSY = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "full", r
 
 @contextlib.asynccontextmanager
 async def connected(
-    start: "StartService", tmp_path: Path, is_on: bool = True, **more: Any
+    start: "StartService",
+    tmp_path: Path,
+    is_on: bool = True,
+    metadata: tuple[tuple[str, str], ...] = (),
+    **more: Any,
 ) -> AsyncIterator[tuple["Service", Client]]:
     keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "key").write_bytes(KEY)
     tickets = {"tickets": {"keys_dir": str(keys)}} if is_on else {}
     async with start(**tickets, **more) as service:
-        async with Client(f"127.0.0.1:{service.router.grpc_port}") as client:
+        router = f"127.0.0.1:{service.router.grpc_port}"
+        async with Client(router, metadata=metadata) as client:
             yield service, client
         assert service.router.service.issuer.open == 0, "it told what ended"
 
@@ -245,6 +250,67 @@ def give_no_place(service: "Service") -> None:
         return pb.PickResponse(placed=[refused] * len(asked.requests))
 
     issuer.pick = refuse
+
+
+@pytest.mark.parametrize("through", ["engine", "router"])
+def test_a_tenant_pays_once_for_an_answer_that_goes_on_elsewhere(
+    start_service: "StartService", tmp_path: Path, through: str
+) -> None:
+    api_keys = tmp_path / "api-keys"
+    api_keys.mkdir()
+    (api_keys / "alice").write_text("sk-alice-0123456789")
+    rules = {"name": "alice", "requests_per_minute": 10, "tokens_per_minute": 1000}
+    more = {
+        "tenants": {"keys_dir": str(api_keys), "tenants": [rules]},
+        "metadata": (("authorization", "Bearer sk-alice-0123456789"),),
+        "single": (100, 100),
+    }
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, **more) as (service, client):
+            for engine in service.engines:
+                engine.script = Script(words=WORDS, pause=asyncio.Event())
+            events: list[Any] = []
+            asked = request(stop=pb.StopConditions(max_tokens=4))
+            task = asyncio.ensure_future(first_word(client, asked, events))
+            await service.until(lambda: is_on(events), ENOUGH_S)
+            (lost,) = [engine for engine in service.engines if engine.active]
+            for engine in service.engines:
+                engine.script = Script(words=WORDS)
+            if through == "router":
+                give_no_place(service)
+            await lost.stop()
+            await task
+            assert text(events) == "".join(WORDS)
+            router = service.router.service
+            await service.until(
+                lambda: not (router.issuer.open or router.pipeline.inflight), ENOUGH_S
+            )
+            (alice,) = (await service.stats())["tenants"]["usage"]
+            names = ("requests", "requests_left", "prompt_tokens", "output_tokens", "active")
+            assert [alice[name] for name in names] == [1, 9, 2, 4, 0]
+
+    asyncio.run(scenario())
+
+
+def test_the_router_is_told_which_answers_come_at_their_end(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path) as (service, client):
+            issuer, priced = service.router.service.issuer, []
+            pick = issuer.pick
+
+            def note(asked: pb.PickRequest, session: object) -> pb.PickResponse:
+                priced.extend(asked.requests)
+                return pick(asked, session)
+
+            issuer.pick = note
+            await ask(client, request())
+            await ask(client, request(samples=pb.Samples(beam=pb.BeamSearch(width=2))))
+            assert [each.comes_at_end for each in priced] == [False, True]
+
+    asyncio.run(scenario())
 
 
 def test_an_answer_waits_for_an_engine_that_comes_back(

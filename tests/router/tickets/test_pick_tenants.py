@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_common.wire.errors import from_rpc_error
+from ullage_router.tickets.signing import RESUMES_A_USE
 
 if TYPE_CHECKING:
     Service = Any
@@ -101,6 +102,41 @@ def test_like_picks_are_charged_one_by_one(
             await service.grpc.Pick(pb.PickRequest(ended=ids), metadata=PROOF)
             assert (await usage(service))["active"] == 0
             assert service.router.service.issuer.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_pays_for_another_only_where_its_engine_was_lost(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(requests_per_minute=60, tokens_per_minute=1000, max_tokens=20)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+
+            async def served(paid_by: str = "") -> str:
+                priced = pb.PricedRequest(prompt_tokens=10, paid_by=paid_by)
+                answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+                (placed,) = answer.placed
+                told = pb.PickRequest(ended=[placed.id])
+                await service.grpc.Pick(told, metadata=PROOF)
+                return str(placed.ticket)
+
+            async def paid() -> list[float]:
+                alice = await usage(service)
+                return [alice[name] for name in ("active", "requests", "prompt_tokens")]
+
+            first = await served()
+            assert await paid() == [0, 1, 10]
+            await served(paid_by=first)
+            assert await paid() == [0, 2, 20], "the engine is as it was"
+            service.engine.push(worker_restarts=1)
+            (engine,) = service.router.service.engines.all()
+            await service.until(lambda: engine.order.workers_lost == 1)
+            for _ in range(RESUMES_A_USE - 1):
+                await served(paid_by=first)
+            assert await paid() == [0, 2, 20]
+            await served(paid_by=first)
+            assert await paid() == [0, 3, 30], "so often no answer goes on elsewhere"
 
     asyncio.run(scenario())
 
