@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from ullage_operator.api.schema import is_refused
+
 ROOT = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
 PAGE = ROOT / "docs" / "llmservice.md"
@@ -27,18 +29,8 @@ Amounts of memory are Kubernetes quantities (`512Mi`, `2Gi`), durations are Go's
 
     kubectl get llms          # Ready, why, engines, URL
     kubectl get llms -o wide  # also the model, the pools and the routers
-    kubectl scale llms NAME --replicas 3   # pool single
+    kubectl scale llms NAME --replicas 3   # of pool single
 """
-
-AS_IN_A_POD = (
-    "affinity",
-    "tolerations",
-    "topologySpreadConstraints",
-    "env",
-    "envFrom",
-    "volumes",
-)
-"""Told in one line: their fields are Kubernetes' own."""
 
 
 def main() -> int:
@@ -81,10 +73,11 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
     """(path below the section, schema, whether it is required) of every field, depth first."""
     node, path = below(node, path)
     for name, field in node.get("properties", {}).items():
+        if is_refused(field):
+            continue
         here = f"{path}.{name}" if path else name
         yield here, field, name in node.get("required", ())
-        if name not in AS_IN_A_POD:
-            yield from fields(field, here)
+        yield from fields(field, here)
 
 
 def below(node: Schema, path: str) -> tuple[Schema, str]:

@@ -30,6 +30,7 @@ CRD_FILE = "llmservices.serving.ullage.dev.yaml"
 # `metadata` belongs to Kubernetes; the CRD says no more of it than what a name is.
 _TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _LISTED = 6
+_OPEN = "x-kubernetes-preserve-unknown-fields"
 
 
 def crd_path() -> Path:
@@ -89,8 +90,14 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             continue  # Kubernetes' own, of which the CRD has but the name
         if name in allowed:
             yield from unknown_fields(allowed[name], value[name], where)
-        elif path or name not in _TOP_LEVEL:
-            yield Problem(where, f"unknown field; {suggestion(str(name), allowed)}")
+        elif (path or name not in _TOP_LEVEL) and not schema.get(_OPEN):
+            possible = {key: field for key, field in allowed.items() if not is_refused(field)}
+            yield Problem(where, f"unknown field; {suggestion(str(name), possible)}")
+
+
+def is_refused(schema: Schema) -> bool:
+    """Whether a field is there only for its rule to tell what is written instead of it."""
+    return any(rule["rule"] == "false" for rule in schema.get("x-kubernetes-validations", ()))
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:

@@ -269,17 +269,10 @@ class ModelCache(Strict, frozen=True, kw_only=True):
     size_limit: int | str | None = None
 
 
-class Placing(Strict, frozen=True, kw_only=True):
-    """Where pods run and what they carry, in the API's own words."""
+class PodSection(Strict, frozen=True, kw_only=True):
+    """Pods of one kind, in Kubernetes' own words."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
-    node_selector: dict[str, str] = field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = field(default_factory=list)
-    affinity: dict[str, Any] = field(default_factory=dict)
-    topology_spread_constraints: list[dict[str, Any]] = field(default_factory=list)
-    priority_class_name: str | None = None
-    pod_labels: dict[str, str] = field(default_factory=dict)
-    pod_annotations: dict[str, str] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
     """What pods have beside what the operator sets."""
 
@@ -313,7 +306,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     prometheus_url: str | None = None
 
 
-class PoolSpec(Placing, frozen=True, kw_only=True):
+class PoolSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
     """Engine pods; where they follow demand, the number of this moment."""
     autoscaling: AutoscalingSpec | None = None
@@ -324,17 +317,12 @@ class PoolSpec(Placing, frozen=True, kw_only=True):
     nccl: dict[str, str] = field(default_factory=dict)
     memory: MemorySection
     """The service's memory with the pool's own fields over it."""
-    runtime_class_name: str | None = None
     shm_size: int | str
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
-    env: list[dict[str, Any]] = field(default_factory=list)
-    env_from: list[dict[str, Any]] = field(default_factory=list)
-    volumes: list[dict[str, Any]] = field(default_factory=list)
-    volume_mounts: list[dict[str, Any]] = field(default_factory=list)
 
 
-class RouterSpec(Placing, frozen=True, kw_only=True):
+class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
     processes: int
     public_stats: bool = False

@@ -288,22 +288,7 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
-    places = {"spec.router": spec["router"]} | {f"spec.pools.{name}": pool for name, pool in pools}
-    unnamed = [each for path, section in places.items() for each in _unnamed(path, section)]
-    memory = [each for name, pool in pools for each in _memory(spec, name, pool)]
-    return excesses(spec) + unnamed + memory
-
-
-def _unnamed(path: str, section: Mapping[str, Any]) -> Iterator[Problem]:
-    """Lists of a pod template that cannot be merged with the operator's."""
-    pod = section.get("podTemplate", {}).get("spec", {})
-    for field in ("containers", "initContainers", "volumes"):
-        items = pod.get(field, [])
-        is_list = isinstance(items, list) and all(isinstance(item, dict) for item in items)
-        names = [item.get("name") for item in items] if is_list else [None]
-        if None in names or len(set(map(str, names))) < len(names):
-            where = f"{path}.podTemplate.spec.{field}"
-            yield Problem(where, "must be a list of objects, each with a name of its own")
+    return excesses(spec) + [each for name, pool in pools for each in _memory(spec, name, pool)]
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
@@ -360,18 +345,51 @@ def excesses(spec: Mapping[str, Any]) -> list[Problem]:
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec with every pool's memory and GPUs complete, and pools in order of preference."""
+    """The spec with every pool's memory and GPUs complete, pools in order of preference, and all
+    that is said of pods in `podTemplate`."""
     ranks = {name: rank for rank, name in enumerate((SINGLE, LARGE))}
     memory = spec.get("memory", {})
     pools = spec.get("pools", {})
     ordered = sorted(pools.items(), key=lambda item: (ranks.get(item[0], 2), item[0]))
     complete = {
-        name: pool
+        name: with_pod_template(pool)
         | _rank_grid(pool, 4 if name == LARGE and _device(spec) != "cpu" else 1)
         | {"memory": memory | pool.get("memory", {})}
         for name, pool in ordered
     }
-    return {**spec, "pools": complete}
+    router = with_pod_template(spec.get("router", {}), naming.ROUTER)
+    return {**spec, "router": router, "pools": complete}
+
+
+_MOVED_METADATA = {"podLabels": "labels", "podAnnotations": "annotations"}
+_MOVED_TO_POD = (
+    "nodeSelector",
+    "tolerations",
+    "affinity",
+    "topologySpreadConstraints",
+    "priorityClassName",
+    "runtimeClassName",
+    "volumes",
+)
+_MOVED_TO_CONTAINER = ("env", "envFrom", "volumeMounts")
+
+
+def with_pod_template(section: Mapping[str, Any], container: str = naming.ENGINE) -> dict[str, Any]:
+    """A pool or router with its pods' fields in `podTemplate`, the only place in which the API
+    takes them; objects and releases that were stored before have them beside it."""
+    metadata = {new: section[old] for old, new in _MOVED_METADATA.items() if section.get(old)}
+    pod = {name: section[name] for name in _MOVED_TO_POD if section.get(name)}
+    own = {name: section[name] for name in _MOVED_TO_CONTAINER if section.get(name)}
+    if own:
+        pod["containers"] = [{"name": container, **own}]
+    if not (metadata or pod):
+        return dict(section)
+    template = section.get("podTemplate") or {}
+    moved = {
+        "metadata": metadata | template.get("metadata", {}),
+        "spec": pod | template.get("spec", {}),
+    }
+    return {**section, "podTemplate": moved}
 
 
 def _device(spec: Mapping[str, Any]) -> str:

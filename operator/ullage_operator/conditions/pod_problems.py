@@ -194,14 +194,15 @@ def _limits(pod: Pod) -> dict[str, str]:
 
 def _placing_remedy(pod: Pod, message: str) -> str:
     pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+    template = f"{pool}.podTemplate.spec"
     for name in _limits(pod):
         if f"Insufficient {name}" in message:
             return f"add a node with that many free {name}, free some, or lower {pool}.gpus"
     if "Insufficient memory" in message:
         return _memory_remedy(pod, pool)
     remedies = (
-        ("untolerated taint", f"add the taint to {pool}.tolerations"),
-        ("node affinity/selector", f"correct {pool}.nodeSelector or label a node"),
+        ("untolerated taint", f"add the taint to {template}.tolerations"),
+        ("node affinity/selector", f"correct {template}.nodeSelector or label a node"),
         ("persistentvolumeclaim", "make the claim that the pod names"),
         ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
         ("Insufficient", f"lower {pool}.resources or add a node"),

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ullage_operator.api import naming
+from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import (
     NO_DECISIONS,
@@ -66,6 +67,7 @@ from ullage_operator.manifests.manifests import (
     without_replicas,
 )
 from ullage_operator.manifests.monitoring import monitoring_objects
+from ullage_operator.manifests.pod_templates import template_conflicts
 from ullage_operator.rollout.analysis import CanarySample
 from ullage_operator.rollout.canary import (
     RolloutObservation,
@@ -154,7 +156,14 @@ class ServicePlan:
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Returns the objects that should exist, those that should no longer, and the status."""
+    """Returns the objects that should exist, those that should no longer, and the status.
+
+    Raises:
+        InvalidManifest: a pod template says what the operator says itself. Those of releases that
+            engines run are not asked: the operator's fields win there.
+    """
+    if problems := [*template_conflicts(service, settings)]:
+        raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
     rollout = plan_rollout(service, observe_rollout(observed), settings)
     desired = wanted_objects(service, rollout, observed, settings)

@@ -276,7 +276,7 @@ def plan_local(
             Secret has no folder, or the folder's path is too long.
     """
     check_cascade(service)
-    check_pools(service)
+    check_pod_templates(service)
     observed = Observed(now=datetime.now(UTC))
     decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
     router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
@@ -405,25 +405,35 @@ def check_cascade(service: Service) -> None:
         )
 
 
-def check_pools(service: Service) -> None:
+def check_pod_templates(service: Service) -> None:
     """What only a cluster can give; a process of this machine sees its files and environment."""
-    for name, pool in service.spec.pools.items():
-        path = f"spec.pools.{name}"
-        beside = {"containers", "initContainers", "volumes"}
-        if more := beside & pool.pod_template.get("spec", {}).keys():
+    spec = service.spec
+    check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
+    for name, pool in spec.pools.items():
+        check_pod_template(f"spec.pools.{name}", naming.ENGINE, pool.pod_template)
+
+
+def check_pod_template(section: str, own: str, template: Manifest) -> None:
+    pod = template.get("spec", {})
+    path = f"{section}.podTemplate.spec"
+    for name in ("initContainers", "volumes"):
+        if pod.get(name):
             raise LocalFailure(
-                f"{path}.podTemplate.spec.{min(more)}: ullage up runs the engine alone and mounts "
-                "nothing; leave it out here"
+                f"{path}.{name}: ullage up runs the {own} alone and mounts nothing; leave them "
+                "out here, its processes see the files of this machine"
             )
-        if pool.volumes:
+    for container in pod.get("containers", ()):
+        if container["name"] != own:
             raise LocalFailure(
-                f"{path}.volumes: ullage up mounts nothing; leave them out here, its processes see "
-                "the files of this machine"
+                f"{path}.containers[{container['name']}]: ullage up runs the {own} alone; leave "
+                "others out here"
             )
-        if pool.env_from or any("valueFrom" in variable for variable in pool.env):
+        looked_up = any("valueFrom" in variable for variable in container.get("env", ()))
+        if looked_up or container.get("envFrom"):
             raise LocalFailure(
-                f"{path}.env: only a cluster can look values up; set them in the environment of "
-                "ullage up, which engines inherit, and leave valueFrom and envFrom out"
+                f"{path}.containers[{own}].env: only a cluster can look values up; set them in the "
+                "environment of ullage up, which processes inherit, and leave valueFrom and "
+                "envFrom out"
             )
 
 

@@ -2,9 +2,10 @@
 server-side apply merges lists by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
+from ullage_operator.api.errors import Problem
 from ullage_operator.api.sections import canonical
 
 Manifest = dict[str, Any]
@@ -12,7 +13,7 @@ Manifest = dict[str, Any]
 
 def over_template(given: Mapping[str, Any], own: Manifest) -> Manifest:
     """Returns the operator's pod template with what else a spec gives to the pods."""
-    return cast(Manifest, _over(with_canonical_amounts(given), own)) if given else own
+    return cast(Manifest, _over(with_canonical_amounts(given), own))
 
 
 def _over(given: Any, own: Any, name: str = "") -> Any:
@@ -30,6 +31,71 @@ def _over(given: Any, own: Any, name: str = "") -> Any:
         taken = {item[key] for item in own}
         return items + [item for item in given if item[key] not in taken]
     return own
+
+
+_ELSEWHERE = {
+    "[engine].image": "spec.image",
+    ".resources": "{section}.resources",
+    ".terminationGracePeriodSeconds": "spec.limits.totalTimeout",
+    ".volumes[cache]": "{section}.modelCache",
+    ".env[HF_HOME]": "{section}.modelCache",
+    ".volumes[shm]": "{section}.shmSize",
+}
+"""Fields of a spec by the end of a path in pod templates that the operator sets by them."""
+
+
+def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
+    """Yields the fields of a pod template that the operator sets itself.
+
+    Args:
+        given: the template, or a part of it.
+        own: what the operator sets of that part.
+        path: where the part stands.
+    """
+    if given is None:
+        return
+    if isinstance(own, list) and own and isinstance(own[0], Mapping):
+        yield from _list_conflicts(given, own, path)
+    elif (
+        isinstance(given, Mapping) and isinstance(own, Mapping) and not path.endswith(".resources")
+    ):
+        for key in given:
+            if key in own:
+                yield from conflicts(given[key], own[key], f"{path}.{key}")
+    else:
+        yield _own(path)
+
+
+def _list_conflicts(given: Any, own: list[Any], path: str) -> Iterator[Problem]:
+    key = merge_key(own, given) if isinstance(given, list) else None
+    if key is None:
+        keys = [key for key in MERGE_KEYS if key in own[0]]
+        yield Problem(path, f"must be a list of objects, each with a {keys[0]} of its own")
+        return
+    by_key = {item[key]: item for item in own}
+    for item in given:
+        at = f"{path}[{item[key]}]"
+        folder = _folder_of(item[key], by_key) if key == "mountPath" else None
+        if path.endswith(".containers") and item[key] in by_key:
+            others = {field: value for field, value in item.items() if field != key}
+            yield from conflicts(others, by_key[item[key]], at)
+        elif folder:
+            yield Problem(at, f"lies in {folder}, which is the operator's own; mount it elsewhere")
+        elif item[key] in by_key:
+            yield _own(at)
+
+
+def _own(path: str) -> Problem:
+    section = path.partition(".podTemplate")[0]
+    said = (field for end, field in _ELSEWHERE.items() if path.endswith(end))
+    elsewhere = next(said, "").format(section=section)
+    remedy = f"{elsewhere} says what it is" if elsewhere else "leave it out"
+    return Problem(path, f"is the operator's own; {remedy}")
+
+
+def _folder_of(path: str, mounts: Iterable[str]) -> str | None:
+    """Returns the mount that a path of a container lies in."""
+    return next((each for each in mounts if f"{path}/".startswith(f"{each}/")), None)
 
 
 MERGE_KEYS = ("mountPath", "containerPort", "name")

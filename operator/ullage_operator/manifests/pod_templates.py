@@ -6,16 +6,17 @@ goes to emptyDir volumes.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ullage_operator.api import naming
-from ullage_operator.api.sections import ModelCache, Placing, PoolSpec, canonical
+from ullage_operator.api.errors import Problem
+from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.config_files import digest
-from ullage_operator.manifests.overlay import over_template
+from ullage_operator.manifests.overlay import conflicts, over_template
 from ullage_operator.manifests.resources import engine_resources, router_resources
 
 Manifest = dict[str, Any]
@@ -95,7 +96,6 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         memory_volume("shm", pool.shm_size),
         *claim_volumes(service),
         *secret_volumes(engine_secrets(service)),
-        *map(given_volume, pool.volumes),
     ]
 
 
@@ -108,16 +108,7 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
         {"name": "shm", "mountPath": "/dev/shm"},
         *claim_mounts(service),
         *secret_mounts(engine_secrets(service)),
-        *pool.volume_mounts,
     ]
-
-
-def given_volume(volume: Mapping[str, Any]) -> Manifest:
-    """A pool's own volume, with its size as the API server stores it."""
-    folder = volume.get("emptyDir", {})
-    if "sizeLimit" not in folder:
-        return dict(volume)
-    return {**volume, "emptyDir": folder | {"sizeLimit": canonical(folder["sizeLimit"])}}
 
 
 def cache_volume(cache: ModelCache) -> Manifest:
@@ -181,20 +172,49 @@ DEFAULT_SPREAD = {
 }
 
 
+def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
+    """Yields what the pod templates of a spec say that the operator says itself."""
+    router = service.spec.router.pod_template
+    if router:
+        yield from conflicts(router, own_router(service, "", settings), "spec.router.podTemplate")
+    for name, pool in service.spec.pools.items():
+        if pool.pod_template:
+            own = own_engine(service, name, pool, "", settings)
+            yield from conflicts(pool.pod_template, own, f"spec.pools.{name}.podTemplate")
+
+
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    runtime = {"runtimeClassName": pool.runtime_class_name} if pool.runtime_class_name else {}
+    return completed(pool.pod_template, own_engine(service, pool_name, pool, config, settings))
+
+
+def router_template(service: Service, config: str, settings: Settings) -> Manifest:
+    return completed(service.spec.router.pod_template, own_router(service, config, settings))
+
+
+def completed(given: Manifest, own: Manifest) -> Manifest:
+    """Returns a pod template of a spec with the operator's over it, and its pods spread over nodes
+    unless it says how they are."""
+    spread = given.get("spec", {}).get("topologySpreadConstraints", [DEFAULT_SPREAD])
+    # A constraint without a selector would count no pods.
+    counted = {"labelSelector": {"matchLabels": own["metadata"]["labels"]}}
+    constraints = {"topologySpreadConstraints": [counted | each for each in spread]}
+    return over_template(given, {**own, "spec": own["spec"] | (constraints if spread else {})})
+
+
+def own_engine(
+    service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
+) -> Manifest:
+    """Returns what the operator sets of an engine's pod."""
     spec = {
         "serviceAccountName": naming.engine_name(service.name),
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
-        **placement(pool, naming.selector(service.name, naming.ENGINE, pool_name)),
-        **runtime,
         "containers": [engine_container(service, pool, settings)],
         "volumes": engine_volumes(service, pool_name, pool),
     }
-    meta = metadata(service, naming.ENGINE, pool_name, pool, config)
-    return over_template(pool.pod_template, {"metadata": meta, "spec": spec})
+    match = naming.selector(service.name, naming.ENGINE, pool_name)
+    return {"metadata": metadata(match, config), "spec": spec}
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
@@ -213,8 +233,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [*ENGINE_ENV, *pool.env],
-        **({"envFrom": pool.env_from} if pool.env_from else {}),
+        "env": [*ENGINE_ENV],
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
@@ -231,8 +250,9 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
     }
 
 
-def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    router, secrets = service.spec.router, router_secrets(service)
+def own_router(service: Service, config: str, settings: Settings) -> Manifest:
+    """Returns what the operator sets of a router's pod."""
+    secrets = router_secrets(service)
     container = {
         "name": naming.ROUTER,
         "image": settings.router_image,
@@ -261,7 +281,6 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
         "serviceAccountName": naming.router_name(service.name),
         **pod_defaults(service, settings, PRE_STOP_S),
         "terminationGracePeriodSeconds": grace_s(service, PRE_STOP_S) + held_s(service),
-        **placement(router, naming.selector(service.name, naming.ROUTER)),
         "containers": [container],
         "volumes": [
             config_volume(naming.router_name(service.name)),
@@ -269,18 +288,13 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
             *secret_volumes(secrets),
         ],
     }
-    meta = metadata(service, naming.ROUTER, None, router, config)
-    return over_template(router.pod_template, {"metadata": meta, "spec": spec})
+    match = naming.selector(service.name, naming.ROUTER)
+    return {"metadata": metadata(match, config), "spec": spec}
 
 
-def metadata(
-    service: Service, component: str, pool_name: str | None, placing: Placing, config: str
-) -> Manifest:
+def metadata(match: dict[str, str], config: str) -> Manifest:
     # Without the version: an operator's update must not restart every engine by a label.
-    return {
-        "labels": placing.pod_labels | naming.selector(service.name, component, pool_name),
-        "annotations": placing.pod_annotations | {naming.CONFIG_HASH: digest(config)},
-    }
+    return {"labels": match, "annotations": {naming.CONFIG_HASH: digest(config)}}
 
 
 def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
@@ -302,21 +316,6 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
         },
         **({"imagePullSecrets": pulled} if pulled else {}),
     }
-
-
-def placement(placing: Placing, match: dict[str, str]) -> Manifest:
-    """Returns where pods run; `match` are the labels by which they are spread."""
-    fields = {
-        "nodeSelector": placing.node_selector,
-        "tolerations": placing.tolerations,
-        "affinity": placing.affinity,
-        "priorityClassName": placing.priority_class_name,
-    }
-    present = {name: value for name, value in fields.items() if value}
-    is_given = "topologySpreadConstraints" in placing.pod_template.get("spec", {})
-    spread = placing.topology_spread_constraints or ([] if is_given else [DEFAULT_SPREAD])
-    constraints = [{**each, "labelSelector": {"matchLabels": match}} for each in spread]
-    return present | ({"topologySpreadConstraints": constraints} if constraints else {})
 
 
 def engine_pre_stop_s(settings: Settings) -> int:

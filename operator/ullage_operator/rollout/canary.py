@@ -32,7 +32,6 @@ from ullage_operator.rollout.stages import (
     RolloutFacts,
     RolloutProgress,
     RolloutStage,
-    RolloutStrategy,
     advance,
     weight_of,
 )
@@ -124,8 +123,8 @@ def plan_rollout(
         return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
     state = state or initial(target, observation.now)
     outdated = outdated_pools(service, observation, state, settings)
-    facts = rollout_facts(service, observation, state, target, outdated)
-    after = advance(state.progress, facts, strategy_of(service, settings))
+    facts = rollout_facts(service, observation, state, target, settings, outdated)
+    after = advance(state.progress, facts, service.spec.rollout)
     if after.seen != observation.annotation:
         after = dataclasses.replace(after, seen=observation.annotation)
     changed = changed_pools(target, state.release)
@@ -170,7 +169,7 @@ def _plan_of(
     most = service.spec.rollout.canary_replicas
     tried = sum(min(most, sizes[name]) for name in pools)
     share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
-    weight = weight_of(progress, _steps(service), share) if pools else 0
+    weight = weight_of(progress, service.spec.rollout.weight_steps, share) if pools else 0
     return RolloutPlan(state, stable, canary, pools, weight)
 
 
@@ -179,6 +178,7 @@ def rollout_facts(
     observation: RolloutObservation,
     state: RolloutState,
     target: Release,
+    settings: Settings,
     outdated: Sequence[str],
 ) -> RolloutFacts:
     progress, release = state.progress, state.release
@@ -199,6 +199,7 @@ def rollout_facts(
         or not has_other_image_only(target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
+        linger=timedelta(seconds=2 * settings.dns_lag_s),
         can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],
         needs_canary=service.spec.rollout.strategy == "canary" or changes_answers(target, release),
         is_canary_ready=all(
@@ -289,25 +290,6 @@ def command_of(annotation: str, progress: RolloutProgress, revision: str) -> Rol
         if is_new and word in (RolloutCommand.PROMOTE, RolloutCommand.ABORT)
         else RolloutCommand.NONE
     )
-
-
-def strategy_of(service: Service, settings: Settings) -> RolloutStrategy:
-    spec = service.spec.rollout
-    return RolloutStrategy(
-        is_canary=spec.strategy != "rolling",
-        steps=_steps(service),
-        step=timedelta(seconds=spec.step_duration),
-        max_wait=timedelta(seconds=spec.max_wait),
-        start_deadline=timedelta(seconds=spec.start_deadline),
-        linger=timedelta(seconds=2 * settings.dns_lag_s),
-        restarts=spec.thresholds.restarts,
-        auto_rollback=spec.auto_rollback,
-        is_paused=spec.paused,
-    )
-
-
-def _steps(service: Service) -> tuple[int, ...]:
-    return tuple(sorted(service.spec.rollout.weight_steps))
 
 
 def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:

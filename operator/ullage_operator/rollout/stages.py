@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from ullage_operator.api.sections import RolloutSpec
 from ullage_operator.rollout.analysis import NO_TRAFFIC, Analysis, Outcome
 
 UNSERVED = timedelta(seconds=60)
@@ -48,27 +49,6 @@ class RolloutCommand(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutStrategy:
-    """Steps, times and limits of a rollout."""
-
-    is_canary: bool
-    """False: revisions are rolled out directly."""
-    steps: tuple[int, ...]
-    """Requests of a hundred, rising."""
-    step: timedelta
-    max_wait: timedelta
-    """Longest wait for enough requests in each step."""
-    start_deadline: timedelta
-    linger: timedelta
-    """How long a promoted canary stays after the stable engines are ready: routers find these by
-    DNS, which answers what it knew for a while."""
-    restarts: int
-    """Number of restarts that a canary's pods may have before they are ready."""
-    auto_rollback: bool
-    is_paused: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutFacts:
     """The facts that the next step of a rollout depends on."""
 
@@ -79,6 +59,9 @@ class RolloutFacts:
     """A stable engine is ready, so there is something to protect and to compare with."""
     is_bridged: bool = False
     """Engines of a promoted canary serve, whether or not stable ones do."""
+    linger: timedelta = timedelta(0)
+    """How long a promoted canary stays after the stable engines are ready: routers find these by
+    DNS, which answers what it knew for a while."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
     can_canary: bool = True
@@ -142,9 +125,7 @@ def initial_progress(revision: str, now: datetime) -> RolloutProgress:
     return RolloutProgress(revision, now, unserved_since=now)
 
 
-def advance(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
+def advance(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     """Advances the rollout by one step; returns the same state where nothing is to be done."""
     since = _unserved_since(state, facts)
     after = _advanced(replace(state, unserved_since=since), facts, policy)
@@ -158,11 +139,9 @@ def _unserved_since(state: RolloutProgress, facts: RolloutFacts) -> datetime | N
     return state.unserved_since or (facts.now if is_rolling else None)
 
 
-def _advanced(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
+def _advanced(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     if state.stage is RolloutStage.PROMOTING:
-        state = _promoting(state, facts, policy)
+        state = _promoting(state, facts)
     if facts.target == state.stable:
         return _keep_stable(state, facts, policy)
     if state.stage is RolloutStage.PROMOTING and _has_hope(state, facts, policy):
@@ -171,36 +150,34 @@ def _advanced(
     if facts.target == state.failed and facts.command is not RolloutCommand.PROMOTE:
         return state
     is_tried = state.stage in TRYING and state.canary == facts.target
-    if is_tried and (policy.is_canary or _is_paused(facts, policy)):
+    if is_tried and (policy.strategy != "rolling" or _is_paused(facts, policy)):
         return _advance_canary(
             state, facts, policy
         )  # whatever becomes of the stable engines meanwhile
     return _begin(state, facts, policy)
 
 
-def _promoting(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
+def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
     """Arrives when the stable engines have been ready for as long as the canary is to stay."""
     if not facts.is_settled:
         return replace(state, settled_since=None)
     since = state.settled_since or facts.now
-    if state.canary and facts.now - since < policy.linger:
+    if state.canary and facts.now - since < facts.linger:
         return replace(state, settled_since=since)
     message = f"revision {state.stable} serves everything"
     return RolloutProgress(state.stable, facts.now, reason="Promoted", message=message)
 
 
-def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> bool:
+def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
     """Whether the newest revision has its turn when the engines are of one: they serve, and the
     promotion takes no longer than it may."""
-    is_late = facts.now - state.since >= policy.start_deadline
+    is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged
     return is_served and (state.settled_since is not None or not is_late)
 
 
 def _keep_stable(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
     """The spec asks for the stable revision."""
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
@@ -215,7 +192,7 @@ def _keep_stable(
     return RolloutProgress(state.stable, facts.now, reason="Reverted", message=message)
 
 
-def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> RolloutProgress:
+def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     """Makes the stable engines anew, where the operator makes other pods of them than another one
     did."""
     what = "what the operator makes engine pods of has changed"
@@ -229,7 +206,7 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy)
     )
 
 
-def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy) -> RolloutProgress:
+def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     """Another revision than before is asked for: tries it, or rolls it out as it is."""
     if _is_paused(facts, policy):
         if state.stage in TRYING:
@@ -242,7 +219,7 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy)
             "services are being rolled out"
         )
         return _with_reason(state, QUEUED, message)
-    if not policy.is_canary:
+    if policy.strategy == "rolling":
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:
         return _direct(facts, "it cannot be tried beside the stable engines")
@@ -252,8 +229,8 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy)
         return _start(state, facts)
     if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
         message = (
-            f"no stable engine is ready; after {_text(UNSERVED)} revision {facts.target} is rolled "
-            "out without a canary"
+            f"no stable engine is ready; after {UNSERVED.total_seconds():g} s revision "
+            f"{facts.target} is rolled out without a canary"
         )
         return _with_reason(state, WAITING, message)
     return _direct(facts, "no stable engine serves, so there is nothing to compare with")
@@ -279,7 +256,7 @@ def _start(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
 
 
 def _advance_canary(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
     match facts.command:
         case RolloutCommand.PROMOTE:
@@ -305,75 +282,70 @@ def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgre
     return _with_reason(state, "CanaryAsleep", message)
 
 
-def _starting(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
+def _starting(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     if facts.is_canary_ready:
         return _at_step(state, facts, policy, 0)
     why = facts.problem or "it is starting"
-    if facts.restarts > policy.restarts:
+    if facts.restarts > policy.thresholds.restarts:
         message = f"its canary's pods restarted {facts.restarts} times while they started: {why}"
         return _failed(state, facts, policy, "Restarts", message)
-    if facts.now - state.since >= policy.start_deadline:
-        message = f"its canary was not ready within {_text(policy.start_deadline)}: {why}"
+    if _elapsed_s(state.since, facts) >= policy.start_deadline:
+        message = f"its canary was not ready within {policy.start_deadline:g} s: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
-    until = _clock(state.since + policy.start_deadline)
+    until = _clock(state.since, policy.start_deadline)
     message = f"waiting for the canary of {state.canary} until {until} at the latest: {why}"
     return _with_reason(state, "CanaryStarting", message)
 
 
-def _analyze(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
-    waited = facts.now - state.since
-    is_last = waited >= policy.max_wait
+def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
+    waited_s = _elapsed_s(state.since, facts)
+    is_last = waited_s >= policy.max_wait
     analysis = facts.final_analysis if is_last else facts.analysis
     if analysis.outcome is Outcome.FAIL:
         return _failed(state, facts, policy, analysis.reason, analysis.message)
     if not facts.is_canary_ready:
         return _unready(state, facts, policy)
     state = replace(state, unready_since=None)
-    name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.steps)}"
+    name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.weight_steps)}"
     if _is_paused(facts, policy):
         return _with_reason(state, "Paused", f"{name}: paused; {analysis.message}")
-    if analysis.outcome is Outcome.PASS and waited >= policy.step:
-        if state.step + 1 < len(policy.steps) and analysis.reason != NO_TRAFFIC:
+    if analysis.outcome is Outcome.PASS and waited_s >= policy.step_duration:
+        if state.step + 1 < len(policy.weight_steps) and analysis.reason != NO_TRAFFIC:
             return _at_step(state, facts, policy, state.step + 1)
         return _promoted(state, facts, analysis.message)
     message = f"{name}: {_waiting(state, policy, analysis)}; {analysis.message}"
     return _with_reason(state, f"CanaryStep{state.step + 1}", message)
 
 
-def _waiting(state: RolloutProgress, policy: RolloutStrategy, analysis: Analysis) -> str:
+def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
     """Says what a step waits for and until when."""
     if analysis.outcome is Outcome.PASS:
-        return f"good so far, waits for its least time until {_clock(state.since + policy.step)}"
-    until = _clock(state.since + policy.max_wait)
+        until = _clock(state.since, policy.step_duration)
+        return f"good so far, waits for its least time until {until}"
+    until = _clock(state.since, policy.max_wait)
     return f"waits for {analysis.waits_for} until {until}, when it is judged by what there is"
 
 
-def _unready(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy
-) -> RolloutProgress:
+def _unready(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     since = state.unready_since or facts.now
     why = facts.problem or "it is not ready"
-    if facts.now - since >= policy.start_deadline:
-        message = f"its canary was not ready for {_text(policy.start_deadline)}: {why}"
+    if _elapsed_s(since, facts) >= policy.start_deadline:
+        message = f"its canary was not ready for {policy.start_deadline:g} s: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
     waiting = replace(state, unready_since=since)
     message = (
-        f"canary of {state.canary}, which has until {_clock(since + policy.start_deadline)} to be "
+        f"canary of {state.canary}, which has until {_clock(since, policy.start_deadline)} to be "
         f"ready: {why}"
     )
     return _with_reason(waiting, "CanaryNotReady", message)
 
 
 def _at_step(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy, step: int
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec, step: int
 ) -> RolloutProgress:
     message = (
-        f"canary of {state.canary}, step {step + 1} of {len(policy.steps)}: waits for routers to "
-        f"take up its weight until {_clock(facts.now + policy.max_wait)} at the latest"
+        f"canary of {state.canary}, step {step + 1} of {len(policy.weight_steps)}: waits for "
+        f"routers to take up its weight until {_clock(facts.now, policy.max_wait)} at the latest"
     )
     return replace(
         state,
@@ -399,7 +371,7 @@ def _promoted(state: RolloutProgress, facts: RolloutFacts, why: str) -> RolloutP
 
 
 def _failed(
-    state: RolloutProgress, facts: RolloutFacts, policy: RolloutStrategy, reason: str, why: str
+    state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec, reason: str, why: str
 ) -> RolloutProgress:
     if policy.auto_rollback:
         return _rolled_back(state, facts, reason, why)
@@ -428,17 +400,17 @@ def _with_reason(state: RolloutProgress, reason: str, message: str) -> RolloutPr
     return replace(state, reason=reason, message=message)
 
 
-def _is_paused(facts: RolloutFacts, policy: RolloutStrategy) -> bool:
-    return policy.is_paused or facts.command is RolloutCommand.PAUSE
+def _is_paused(facts: RolloutFacts, policy: RolloutSpec) -> bool:
+    return policy.paused or facts.command is RolloutCommand.PAUSE
 
 
-def _clock(time: datetime) -> str:
-    """Words a time of today or tomorrow, in UTC."""
-    return f"{time:%H:%M:%S} UTC"
+def _elapsed_s(since: datetime, facts: RolloutFacts) -> float:
+    return (facts.now - since).total_seconds()
 
 
-def _text(time: timedelta) -> str:
-    return f"{time.total_seconds():g} s"
+def _clock(since: datetime, wait_s: float) -> str:
+    """Words the end of a wait, today or tomorrow in UTC."""
+    return f"{since + timedelta(seconds=wait_s):%H:%M:%S} UTC"
 
 
 def weight_of(state: RolloutProgress, steps: tuple[int, ...], share: float) -> int:

@@ -22,7 +22,7 @@ import msgspec
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import to_api
-from ullage_operator.api.spec import Service, Settings, to_spec
+from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
 from ullage_operator.rollout.stages import (
     TRYING,
     RolloutCommand,
@@ -68,7 +68,7 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
     }
-    pools = release.get("pools", {})
+    pools = {name: with_pod_template(pool) for name, pool in release.get("pools", {}).items()}
     kept = {
         name: {
             key: _merged(key, value, pools.get(name, {}).get(key, value))

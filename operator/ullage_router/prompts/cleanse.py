@@ -14,11 +14,11 @@ import bisect
 import html
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from ullage_common.chat.tool_formats import Turn
+from ullage_common.config.router import CleanseSection
 
 MAX_TAGS = 100_000
 
@@ -305,21 +305,7 @@ MAX_MARKS = 200_000
 """Line breaks, backticks or invisible runs; a text with more of them is left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What is taken away."""
-
-    whitespace: bool = True
-    zero_width: bool = True
-    html: bool = False
-    """Texts that are plainly HTML become what a reader would see."""
-
-    @property
-    def is_any(self) -> bool:
-        return self.whitespace or self.zero_width or self.html
-
-
-def cleanse_turns(turns: Sequence[Turn], rules: Rules) -> tuple[list[Turn], int]:
+def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Turn], int]:
     """The turns cleansed, all but system prompts, and how many characters fewer they have."""
     cleansed, saved = [], 0
     for turn in turns:
@@ -331,7 +317,7 @@ def cleanse_turns(turns: Sequence[Turn], rules: Rules) -> tuple[list[Turn], int]
     return cleansed, saved
 
 
-def cleanse(text: str, rules: Rules) -> str:
+def cleanse(text: str, rules: CleanseSection) -> str:
     """The text by these rules; the same again when it is cleansed again."""
     if not rules.is_any or _is_json(text):
         return text
@@ -354,7 +340,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _tidy(text: str, rules: Rules) -> str:
+def _tidy(text: str, rules: CleanseSection) -> str:
     hidden = _hidden(text) if rules.zero_width else []
     if _CODE in text or len(hidden) > MAX_MARKS or _num_marks(text) > MAX_MARKS:
         return text

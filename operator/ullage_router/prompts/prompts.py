@@ -11,7 +11,7 @@ from ullage_common.config.router import CleanseSection
 from ullage_common.wire.errors import invalid
 from ullage_common.wire.validation import check_prompt_tokens
 from ullage_router.engines.engines import Engines
-from ullage_router.prompts.cleanse import Rules, cleanse_turns
+from ullage_router.prompts.cleanse import cleanse_turns
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
@@ -75,7 +75,7 @@ class PromptBuilder:
         is_cascade: bool,
     ) -> None:
         self._is_cascade = is_cascade
-        self._rules = Rules(section.whitespace, section.zero_width, section.html)
+        self._rules = section
         self._summarizer = summarizer
         self._engines = engines
         self._threads = threads

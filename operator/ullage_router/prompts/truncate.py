@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ullage_common.chat.tool_formats import Turn
-from ullage_router.prompts.cleanse import Rules, cleanse_turns
+from ullage_common.config.router import CleanseSection
+from ullage_router.prompts.cleanse import cleanse_turns
 
 KEPT_ROLES = frozenset({"system"})
+INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
+"""Removed from every conversation that has to become shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def truncate(
     keep: int = 1,
 ) -> Truncated:
     """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
-    clean, saved = cleanse_turns(turns, Rules())
+    clean, saved = cleanse_turns(turns, INVISIBLE)
     words = (f"cleansed_chars={saved}",) if saved else ()
     ids = render(clean)
     if len(ids) <= budget:

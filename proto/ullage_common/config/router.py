@@ -353,6 +353,11 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
     whitespace: bool = False
     zero_width: bool = False
     html: bool = False
+    """Texts that are plainly HTML become what a reader would see."""
+
+    @property
+    def is_any(self) -> bool:
+        return self.whitespace or self.zero_width or self.html
 
 
 class CompressSection(Strict, frozen=True, kw_only=True):

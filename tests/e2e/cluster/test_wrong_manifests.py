@@ -29,13 +29,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("spec.pools", {"pools": {"huge": {"replicas": 1}}}, "single"),
     ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
     (
-        "spec.router.topologySpreadConstraints",
-        {
-            "router": {
-                "topologySpreadConstraints": [{"topologyKey": "zone"}, {"topologyKey": "zone"}]
-            }
-        },
-        "must differ in topologyKey",
+        "spec.router.nodeSelector",
+        {"router": {"nodeSelector": {"gpu": "h200"}}},
+        "write podTemplate.spec.nodeSelector instead of nodeSelector",
+    ),
+    (
+        "env",
+        {"pools": {"single": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}},
+        "write podTemplate.spec.containers[engine].env instead of env",
     ),
     ("spec.rollout.weightSteps", {"rollout": {"weightSteps": [10, 60, 30]}}, "must rise"),
 ]
@@ -76,6 +77,16 @@ def test_what_kubernetes_refuses_of_pods_names_the_pool(
     until(lambda: made.condition("Degraded").get("reason") == "ApplyFailed", "it says so", 60)
     told = made.condition("Degraded")["message"]
     assert "dnsPolicy" in told and "spec.pools.single" in told, told
+
+
+def test_what_a_pod_template_may_not_say_is_named(
+    kubectl: Kubectl, release: Release, make_service: Any
+) -> None:
+    pools = {"single": {"gpus": 1, "podTemplate": {"spec": {"serviceAccountName": "root"}}}}
+    made = make_service("own-account", pools=pools)
+    until(lambda: made.condition("Degraded").get("reason") == "InvalidSpec", "it says so", 60)
+    told = made.condition("Degraded")["message"]
+    assert "spec.pools.single.podTemplate.spec.serviceAccountName: is the operator's" in told, told
 
 
 def test_what_only_the_engine_can_know_is_told_in_the_status(

@@ -72,7 +72,6 @@ PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
 
-ZONE = {"topologyKey": "zone"}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
@@ -80,7 +79,7 @@ UNKNOWN = [
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
     form("model.quantisation", "int8", "unknown field; did you mean quantization?"),
     form("pools.single.replica", 1, "unknown field; did you mean replicas?"),
-    form("pools.other.nodeselector", {}, "unknown field; did you mean nodeSelector?"),
+    form("pools.other.podtemplate", {}, "unknown field; did you mean podTemplate?"),
     form("routing.queue.maxrequests", 1, "unknown field; did you mean maxRequests?"),
     form("pools.single.modelCache.pvc", "c", "unknown field; the fields here are claimName"),
     form("observability.podMonitor.labls", {}, "unknown field; did you mean labels?"),
@@ -109,10 +108,7 @@ FORMS = [
     form("pools.single.microBatches", 0, "must be at least 1, not 0"),
     form("pools.single.nccl.NCCL_DEBUG", 1, "must be of type string, not 1"),
     form("pools.single.resources.requests.cpu", "two", "must be a quantity"),
-    form("pools.single.nodeSelector.zone", 1, "must be of type string, not 1"),
-    form("pools.single.tolerations", {}, "must be of type array, not {}"),
-    form("pools.single.runtimeClassName", "NVIDIA", "must match"),
-    form("pools.single.priorityClassName", "Not A Name", "must match"),
+    form("pools.single.podTemplate.spec.containers", {}, "must be of type array, not {}"),
     form("pools.single.shmSize", "0", "must be a quantity above 0"),
     Wrong(
         {"pools.single.autoscaling": {"maxReplicas": 4, "provider": "hpa"}},
@@ -122,7 +118,7 @@ FORMS = [
     form("pools.single.startTimeout", "half an hour", "must be a duration"),
     form("pools.single.modelCache.hostPath", "models", "must match"),
     form("pools.single.modelCache.claimName", "Models", "must match"),
-    form("pools.single.podLabels.team", "a b", "must match"),
+    form("pools.single.podTemplate.metadata.labels.team", "a b", "must match"),
     form("memory.maxKV", "20Gb", "must be a quantity such as 512Mi"),
     form("memory.maxKV", -1, "must be at least 0, not -1"),
     form("memory.sessionIdle", "5 minutes", "must be a duration such as 10s"),
@@ -145,12 +141,15 @@ FORMS = [
     form("observability.logLevel", "trace", "must be one of Debug, Info, Warning, Error"),
     form("observability.podMonitor.interval", "15", "must be a duration such as 10s"),
     Wrong({"routing.ladder": ["wait"]}, "spec.routing.ladder[0]", "must be one of"),
-    Wrong({"pools.single.env": [{"value": "x"}]}, "spec.pools.single.env[0].name", "required"),
-    Wrong({"pools.single.env": [{"name": "1A"}]}, "spec.pools.single.env[0].name", "must match"),
+    Wrong(
+        {"router.podTemplate.spec.containers": [{"name": "router", "env": [{"value": "x"}]}]},
+        "spec.router.podTemplate.spec.containers[0].env[0].name",
+        "required field is missing",
+    ),
     Wrong({LEVELS: [{}]}, "spec.degrade.levels[0].below", "required field is missing"),
     Wrong(
-        {SINGLE + "topologySpreadConstraints": [{}]},
-        "spec.pools.single.topologySpreadConstraints[0].topologyKey",
+        {SINGLE + "podTemplate.spec.volumes": [{"emptyDir": {}}]},
+        "spec.pools.single.podTemplate.spec.volumes[0].name",
         "required field is missing",
     ),
 ]
@@ -186,6 +185,33 @@ SCALING = (
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
 """About the size of pools."""
+
+MOVED = (
+    *(
+        rule(f"{place}.{name}", f"write podTemplate.{path} instead of {name}", value=value)
+        for place in ("router", "pools.single")
+        for name, path, value in (
+            ("nodeSelector", "spec.nodeSelector", {"gpu": "h200"}),
+            ("tolerations", "spec.tolerations", [{"operator": "Exists"}]),
+            ("affinity", "spec.affinity", {"nodeAffinity": {}}),
+            ("topologySpreadConstraints", "spec.topologySpreadConstraints", [{}]),
+            ("priorityClassName", "spec.priorityClassName", "urgent"),
+            ("podLabels", "metadata.labels", {"team": "a"}),
+            ("podAnnotations", "metadata.annotations", {"note": "b"}),
+        )
+    ),
+    *(
+        rule(f"pools.single.{name}", f"write podTemplate.{path} instead of {name}", value=value)
+        for name, path, value in (
+            ("runtimeClassName", "spec.runtimeClassName", "nvidia"),
+            ("volumes", "spec.volumes", TWINS[:1]),
+            ("env", "spec.containers[engine].env", [{"name": "HF_TOKEN", "value": "x"}]),
+            ("envFrom", "spec.containers[engine].envFrom", [{"secretRef": {"name": "s"}}]),
+            ("volumeMounts", "spec.containers[engine].volumeMounts", [{"mountPath": "/data"}]),
+        )
+    ),
+)
+"""Fields of pods that stand in the pod template."""
 
 RULES = [
     rule("metadata.name", "name must be at most 40 characters", value="d" * 41),
@@ -225,85 +251,20 @@ RULES = [
         value={"claimName": "c", "sizeLimit": "1Gi"},
     ),
     rule(
-        "pools.single.podLabels",
+        "pools.single.podTemplate.metadata.labels",
         "are the operator's own keys",
         value={"app.kubernetes.io/name": "x"},
     ),
     rule(
-        "router.podAnnotations", "are the operator's own keys", value={"serving.ullage.dev/x": "y"}
+        "router.podTemplate.metadata.annotations",
+        "are the operator's own keys",
+        value={"serving.ullage.dev/x": "y"},
     ),
+    rule("pools.single.podTemplate.spec.volumes", "two items have one name", value=TWINS),
     rule(
         "serviceAccount.annotations", "are the operator's own", value={"serving.ullage.dev/x": "y"}
     ),
-    rule(
-        "pools.single.volumeMounts",
-        "must name volumes",
-        value=[{"name": "v", "mountPath": "/data"}],
-    ),
-    rule(
-        "pools.single.volumeMounts[0].mountPath",
-        "mountPath lies in a folder of the engine's own",
-        {
-            SINGLE + "volumes": [{"name": "v", "emptyDir": {}}],
-            SINGLE + "volumeMounts": [{"name": "v", "mountPath": "/tmp"}],
-        },
-    ),
-    rule(
-        "pools.single.volumes[0]", "exactly one of configMap", {SINGLE + "volumes": [{"name": "v"}]}
-    ),
-    rule(
-        "pools.single.volumes[0].name",
-        "the operator's own volumes",
-        {SINGLE + "volumes": [{"name": "shm", "emptyDir": {}}]},
-    ),
-    rule(
-        "pools.single.env[0]",
-        "has value or valueFrom, not both",
-        {
-            SINGLE + "env": [
-                {
-                    "name": "A",
-                    "value": "x",
-                    "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
-                }
-            ]
-        },
-    ),
-    rule(
-        "pools.single.env[0].name",
-        "are the operator's own",
-        {SINGLE + "env": [{"name": "POD_NAME", "value": "x"}]},
-    ),
-    rule(
-        "pools.single.envFrom[0]",
-        "exactly one of secretRef",
-        {SINGLE + "envFrom": [{"prefix": "A"}]},
-    ),
-    rule(
-        "pools.single.tolerations[0].value",
-        "operator Exists compares no value",
-        {SINGLE + "tolerations": [{"key": "k", "operator": "Exists", "value": "v"}]},
-    ),
-    rule(
-        "pools.single.tolerations[0].operator",
-        "without a key",
-        {SINGLE + "tolerations": [{"effect": "NoSchedule"}]},
-    ),
-    rule(
-        "router.tolerations[0].tolerationSeconds",
-        "for effect NoExecute alone",
-        {"router.tolerations": [{"key": "k", "tolerationSeconds": 5}]},
-    ),
-    rule(
-        "pools.single.topologySpreadConstraints",
-        "must differ in topologyKey or whenUnsatisfiable",
-        {SINGLE + "topologySpreadConstraints": [ZONE, ZONE | {"maxSkew": 2}]},
-    ),
-    rule(
-        "pools.single.topologySpreadConstraints[0].minDomains",
-        "minDomains works with whenUnsatisfiable DoNotSchedule",
-        {SINGLE + "topologySpreadConstraints": [{"topologyKey": "zone", "minDomains": 2}]},
-    ),
+    *MOVED,
     rule("model.source", "source must be hf://", value="/m.gguf"),
     rule("model.source", "source of the hub is hf://org/name", value="hf://org/name/file.gguf"),
     rule("model.source", "takes an absolute path", value="file://m"),

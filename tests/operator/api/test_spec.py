@@ -1,6 +1,7 @@
 """Manifests become values, or one line for each thing wrong with them."""
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.api import schema
+from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
 from ullage_operator.api.sections import camel
 from ullage_operator.api.spec import Settings, parse, parse_stored
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 
 Make = Callable[..., dict[str, Any]]
 
@@ -173,6 +174,61 @@ def test_an_old_word_is_refused_with_the_new_one_and_read_where_it_is_stored(
     assert parse_stored(made).spec == spoken
 
 
+OLD_POOL = {
+    "podLabels": {"team": "a"},
+    "nodeSelector": {"gpu": "h200"},
+    "topologySpreadConstraints": [
+        {"topologyKey": "zone", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "volumes": [{"name": "data", "emptyDir": {"sizeLimit": "1024Mi"}}],
+    "env": [{"name": "HF_TOKEN", "value": "hf_one"}],
+    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+}
+NEW_TEMPLATE = {
+    "metadata": {"labels": OLD_POOL["podLabels"]},
+    "spec": {
+        **{name: OLD_POOL[name] for name in (*OLD_POOL,)[1:4]},
+        "containers": [
+            {"name": "engine", **{name: OLD_POOL[name] for name in ("env", "volumeMounts")}}
+        ],
+    },
+}
+
+
+def test_a_service_that_was_stored_with_fields_of_pods_goes_on_as_it_is(
+    manifest: Make, stored: Make
+) -> None:
+    def planned(section: dict[str, Any], router: dict[str, Any], **seen: Any) -> ServicePlan:
+        made = stored()
+        made["spec"]["pools"]["single"] |= section
+        made["spec"]["router"] |= router
+        observed = Observed(now=datetime(2026, 1, 2, tzinfo=UTC), **seen)
+        return plan(parse_stored(made), observed, Settings())
+
+    router = {"nodeSelector": {"a": "b"}, "priorityClassName": None, "podTemplate": {}}
+    template = {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}
+    old = planned(OLD_POOL, router)
+    new = planned({"podTemplate": NEW_TEMPLATE}, template)
+
+    def pods(made: ServicePlan) -> list[Any]:
+        sets = [item for item in made.apply if item["kind"] in ("Deployment", "StatefulSet")]
+        return [item["spec"]["template"] for item in sets]
+
+    assert pods(old) == pods(new)
+    # A release that was kept in the old form is the same one.
+    [state] = [item for item in old.apply if item["metadata"]["name"] == "demo-rollout"]
+    kept = json.loads(state["data"][naming.ROLLOUT_STATE])
+    pool = kept["release"]["pools"]["single"]
+    del pool["podTemplate"]
+    kept["release"]["pools"]["single"] = pool | OLD_POOL | {"affinity": {}}
+    state["data"][naming.ROLLOUT_STATE] = json.dumps(kept)
+    later = planned(
+        {"podTemplate": NEW_TEMPLATE}, template, objects={key_of(item): item for item in old.apply}
+    )
+    assert later.status["rollout"]["stage"] == "Stable"
+    assert pods(later) == pods(new)
+
+
 def test_a_service_may_consist_of_its_large_pool_alone(
     manifest: Make,
 ) -> None:
@@ -239,15 +295,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pools": {"single": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}}},
-        "spec.pools.single.podTemplate.spec.containers: must be a list of objects, each with",
+        "spec.pools.single.podTemplate.spec.containers[0].name: required field is missing",
     ),
     (
         {"router": {"podTemplate": {"spec": {"volumes": [{"name": "a"}, {"name": "a"}]}}}},
-        "spec.router.podTemplate.spec.volumes: must be a list of objects, each with a name",
-    ),
-    (
-        {"router": {"podTemplate": {"metadata": {"labels": {"serving.ullage.dev/pool": "x"}}}}},
-        "spec.router.podTemplate.metadata.labels: app.kubernetes.io/ and serving.ullage.dev/ are",
+        "spec.router.podTemplate.spec.volumes: two items have one name",
     ),
     ({"memory": {"hostKV": "9Ei"}}, "spec.memory.hostKV: 9Ei is more than any machine has"),
     ({"memory": {"maxKV": "1k"}}, "spec.memory.maxKV: 1k holds no request"),

@@ -166,6 +166,23 @@ def test_a_name_that_clients_ask_for_stays(api: Api) -> None:
     assert api.client.patch(f"{api.services}/right", json=image, headers=MERGE).status_code == 200
 
 
+def test_scaling_makes_no_pool_that_the_service_has_not(api: Api) -> None:
+    """`kubectl scale` is about pool single, which the API server would add."""
+    large = api.named(manifest(Wrong({"metadata.name": "large", "pools": {"large": {}}}, "", "")))
+    assert api.client.post(api.services, json=large).status_code == 201
+    scale = {"spec": {"replicas": 2}}
+    answer = api.client.patch(f"{api.services}/large/scale", json=scale, headers=MERGE)
+    assert answer.status_code == 422 and "set pools.NAME.replicas" in answer.json()["message"]
+    for pools in ({"large": {"replicas": 2}}, {"single": {"gpus": 1}}):
+        changed = {"spec": {"pools": pools}}
+        answer = api.client.patch(f"{api.services}/large", json=changed, headers=MERGE)
+        assert answer.status_code == 200, answer.text
+    answer = api.client.patch(f"{api.services}/large/scale", json=scale, headers=MERGE)
+    assert answer.status_code == 200
+    made = api.client.get(f"{api.services}/large").json()
+    assert made["spec"]["pools"]["single"]["replicas"] == 2
+
+
 @pytest.mark.parametrize("example", sorted(CRD.parents[1].glob("examples/*.yaml")), ids=str)
 def test_the_api_takes_the_examples(api: Api, example: Path) -> None:
     made = yaml.safe_load(example.read_text(encoding="utf-8"))

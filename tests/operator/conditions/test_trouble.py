@@ -73,8 +73,14 @@ def found(given: dict[str, Any]) -> PodProblem:
         ("0/3 nodes: 3 Insufficient nvidia.com/gpu.", "or lower spec.pools.large.gpus"),
         ("0/3 nodes: 3 Insufficient cpu.", "lower spec.pools.large.resources"),
         ("0/3 nodes: 3 Insufficient memory.", "set spec.pools.large.resources.requests.memory"),
-        ("node(s) had untolerated taint {gpu: yes}", "spec.pools.large.tolerations"),
-        ("didn't match Pod's node affinity/selector", "spec.pools.large.nodeSelector"),
+        (
+            "node(s) had untolerated taint {gpu: yes}",
+            "spec.pools.large.podTemplate.spec.tolerations",
+        ),
+        (
+            "didn't match Pod's node affinity/selector",
+            "spec.pools.large.podTemplate.spec.nodeSelector",
+        ),
         ('persistentvolumeclaim "models" not found', "make the claim"),
         ("something new", "spec.pools.large's placement"),
     ],

@@ -25,6 +25,7 @@ ENGINES = SINGLE | LARGE
 ALL = ROUTER | ENGINES
 KEYS = {"secretName": "keys"}
 KEDA = {"maxReplicas": 4, "provider": "KEDA", "prometheusURL": "http://prometheus:9090"}
+ENV = {"name": "engine", "env": [{"name": "A", "value": "b"}]}
 NAMED = KEYS | {"named": [{"name": "a", "weight": 2}]}
 
 EDITS: list[tuple[dict[str, Any], set[str]]] = [
@@ -65,8 +66,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"streaming": {"coalesceTokens": 1}}, ROUTER),
     ({"streaming": {"keepalive": "1s"}}, ROUTER),
     ({"router": {"processes": 2}}, ROUTER),
-    ({"router": {"nodeSelector": {"a": "b"}}}, ROUTER),
-    ({"router": {"podAnnotations": {"a": "b"}}}, ROUTER),
+    ({"router": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}}, ROUTER),
+    ({"router": {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}}}, ROUTER),
     ({"cascade": {"steps": [{"service": "small"}]}}, ROUTER),
     ({"tenants": KEYS}, ROUTER),
     ({"tenants": NAMED}, ROUTER),
@@ -92,8 +93,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     # What one pool's engines alone read.
     ({"pools": {"single": {"memory": {"maxKV": "1Gi"}}}}, SINGLE),
     ({"pools": {"single": {"resources": {"requests": {"cpu": "2"}}}}}, SINGLE),
-    ({"pools": {"single": {"env": [{"name": "A", "value": "b"}]}}}, SINGLE),
-    ({"pools": {"large": {"nodeSelector": {"a": "b"}}}}, LARGE),
+    ({"pools": {"single": {"podTemplate": {"spec": {"containers": [ENV]}}}}}, SINGLE),
+    ({"pools": {"large": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}}}, LARGE),
     ({"pools": {"large": {"microBatches": 2}}}, LARGE),
     ({"pools": {"large": {"podTemplate": {"spec": {"hostNetwork": True}}}}}, LARGE),
     ({"router": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, ROUTER),

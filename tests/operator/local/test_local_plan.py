@@ -134,26 +134,33 @@ def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) 
     assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)
 
 
+def engine_with(**fields: Any) -> dict[str, Any]:
+    return {"containers": [{"name": "engine", **fields}]}
+
+
 @pytest.mark.parametrize(
-    ("pool", "field"),
+    ("pod", "field"),
     [
-        ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}, "env"),
-        ({"envFrom": [{"secretRef": {"name": "s"}}]}, "env"),
+        (engine_with(env=[{"name": "A", "valueFrom": {}}]), r"containers\[engine\]\.env"),
+        (engine_with(envFrom=[{"secretRef": {"name": "s"}}]), r"containers\[engine\]\.env"),
         ({"volumes": [{"name": "v", "emptyDir": {}}]}, "volumes"),
-        ({"podTemplate": {"spec": {"containers": [{"name": "x"}]}}}, "podTemplate.spec.containers"),
+        ({"initContainers": [{"name": "x"}]}, "initContainers"),
+        ({"containers": [{"name": "x"}]}, r"containers\[x\]"),
     ],
 )
 def test_what_only_a_cluster_can_give_is_refused(
-    manifest: Make, tmp_path: Path, pool: dict[str, Any], field: str
+    manifest: Make, tmp_path: Path, pod: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(LocalFailure, match=rf"^spec\.pools\.huge\.{field}: .* leave .* out"):
-        local(manifest(pools={"huge": pool}), tmp_path)
+    where = rf"^spec\.pools\.huge\.podTemplate\.spec\.{field}: "
+    with pytest.raises(LocalFailure, match=rf"{where}.* leave .* out"):
+        local(manifest(pools={"huge": {"podTemplate": {"spec": pod}}}), tmp_path)
 
 
 def test_engines_of_this_machine_have_their_pools_environment(
     manifest: Make, tmp_path: Path
 ) -> None:
-    plan = local(manifest(pools={"single": {"env": [{"name": "A", "value": "x"}]}}), tmp_path)
+    template = {"spec": engine_with(env=[{"name": "A", "value": "x"}])}
+    plan = local(manifest(pools={"single": {"podTemplate": template}}), tmp_path)
     [engine, _] = plan.pods
     assert engine.env["A"] == "x"
 

@@ -17,7 +17,7 @@ from ullage_operator.controller.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}
-LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}, "nodeSelector": {"gpu": "h200"}}}
+LARGE = {"large": FOUR | {"resources": {"requests": {"cpu": 4}}}}
 
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 
@@ -231,15 +231,6 @@ def test_a_claim_is_mounted_where_the_engine_looks(make_plan: MakePlan) -> None:
     assert {"name": "models", "mountPath": "/models/weights", "readOnly": True} in mounts
     volumes = pod_spec(plan, "StatefulSet", "demo-single")["volumes"]
     assert volumes[-1]["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
-
-
-def test_pool_placement(make_plan: MakePlan) -> None:
-    toleration = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
-    plan = make_plan(pools={"large": LARGE["large"] | {"tolerations": [toleration]}})
-    pod = pod_spec(plan, "StatefulSet", "demo-large")
-    assert pod["nodeSelector"] == {"gpu": "h200"}
-    assert pod["tolerations"] == [toleration]
-    assert "nodeSelector" not in pod_spec(plan, "StatefulSet", "demo-single")
 
 
 def test_pools_start_in_parallel_behind_a_headless_service(make_plan: MakePlan) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.controller.plan import Observed, ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
@@ -19,36 +20,59 @@ Pod = dict[str, Any]
 TOLERATION = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
 TERM = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "x"}}}
 AFFINITY = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]}}
+SPREAD_FIELD = "topologySpreadConstraints"
 SPREAD = {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}
 FROM_SECRET = {"secretKeyRef": {"name": "hub", "key": "token"}}
-PLACED = {
+SIDECAR = {
+    "name": "log",
+    "image": "log:1",
+    "resources": {"limits": {"memory": "1024Mi"}},
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    },
+}
+POD = {
     "nodeSelector": {"gpu": "h200"},
     "tolerations": [TOLERATION],
     "affinity": AFFINITY,
-    "topologySpreadConstraints": [SPREAD],
+    SPREAD_FIELD: [SPREAD],
     "priorityClassName": "urgent",
-    "podLabels": {"team": "a"},
-    "podAnnotations": {"note": "b"},
-}
-FULL = PLACED | {
-    "resources": {"requests": {"cpu": 2, "memory": "4096Mi"}, "limits": {"memory": "4096Mi"}},
     "runtimeClassName": "nvidia",
-    "gpuResourceName": "nvidia.com/mig-3g.40gb",
-    "shmSize": "1024Mi",
-    "modelCache": {"claimName": "cache"},
-    "env": [{"name": "A", "value": "x"}, {"name": "HF_TOKEN", "valueFrom": FROM_SECRET}],
-    "envFrom": [{"prefix": "P_", "configMapRef": {"name": "settings"}}],
+    "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
+    "securityContext": {"supplementalGroups": [7]},
     "volumes": [
         {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
         {"name": "big", "emptyDir": {"sizeLimit": "2048Mi"}},
-        {"name": "secret", "secret": {"secretName": "s"}},
         {"name": "map", "configMap": {"name": "m"}},
+        {"name": "hub", "csi": {"driver": "secrets.example"}},
     ],
+}
+OWN = {
+    "env": [{"name": "A", "value": "x"}, {"name": "HF_TOKEN", "valueFrom": FROM_SECRET}],
+    "envFrom": [{"prefix": "P_", "configMapRef": {"name": "settings"}}],
     "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
+}
+META = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
+
+
+def template_for(own: str) -> dict[str, Any]:
+    """A pod template with all that pods may have beside what the operator sets."""
+    containers = [SIDECAR, {"name": own, "stdin": True, **OWN}]
+    return {"metadata": META, "spec": POD | {"containers": containers}}
+
+
+FULL = {
+    "resources": {"requests": {"cpu": 2, "memory": "4096Mi"}, "limits": {"memory": "4096Mi"}},
+    "gpuResourceName": "nvidia.com/mig-3g.40gb",
+    "shmSize": "1024Mi",
+    "modelCache": {"claimName": "cache"},
+    "podTemplate": template_for("engine"),
 }
 WHOLE: dict[str, Any] = {
     "pools": {"single": FULL},
-    "router": PLACED,
+    "router": {"podTemplate": template_for("router")},
     "tls": {"router": {"secretName": "r"}, "engines": {"secretName": "e"}},
     "tenants": {"secretName": "keys"},
     "model": {"source": "pvc://weights/m", "name": "m"},
@@ -58,58 +82,91 @@ MONITORED = Observed(now=datetime.now(UTC), serves=frozenset({"PodMonitor"}))
 SPECS = pytest.mark.parametrize("spec", [{}, {"device": "CPU"}, WHOLE], ids=["plain", "cpu", "all"])
 
 
-SIDECAR = {
-    "name": "log",
-    "image": "log:1",
-    "resources": {"limits": {"memory": "1024Mi"}},
-    "securityContext": {"allowPrivilegeEscalation": False},
-}
-TEMPLATE = {
-    "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
-    "spec": {
-        "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["hub"]}],
-        "automountServiceAccountToken": True,
-        "terminationGracePeriodSeconds": 1,
-        "securityContext": {"runAsUser": 0, "supplementalGroups": [7]},
-        "topologySpreadConstraints": [SPREAD],
-        "volumes": [
-            {"name": "config", "emptyDir": {}},
-            {"name": "keys", "csi": {"driver": "secrets.example"}},
-        ],
-        "containers": [
-            SIDECAR,
-            {
-                "name": "engine",
-                "image": "mine",
-                "stdin": True,
-                "env": [{"name": "POD_NAME", "value": "x"}, {"name": "A", "value": "b"}],
-                "volumeMounts": [{"name": "keys", "mountPath": "/keys"}],
-            },
-        ],
-    },
-}
-
-
-def test_a_pod_template_lies_under_what_the_operator_sets(make_plan: MakePlan) -> None:
-    plain = templates(make_plan())["engine"]
-    made = templates(make_plan(pools={"single": {"podTemplate": TEMPLATE}}))["engine"]
-    assert made["metadata"]["labels"] == plain["metadata"]["labels"] | {"team": "a"}
-    assert made["metadata"]["annotations"]["note"] == "b"
+@pytest.mark.parametrize("component", ["engine", "router"])
+def test_a_pod_template_lies_under_what_the_operator_sets(
+    make_plan: MakePlan, component: str
+) -> None:
+    spec = WHOLE | {"pools": {"single": FULL | {"podTemplate": {}}}, "router": {}}
+    plain = templates(make_plan(**spec))[component]
+    made = templates(make_plan(**WHOLE))[component]
+    assert made["metadata"]["labels"] == plain["metadata"]["labels"] | META["labels"]
+    assert made["metadata"]["annotations"].items() >= META["annotations"].items()
     pod, own = made["spec"], plain["spec"]
-    assert pod["hostAliases"] == TEMPLATE["spec"]["hostAliases"]
-    assert pod["topologySpreadConstraints"] == [SPREAD]
-    for field in ("automountServiceAccountToken", "terminationGracePeriodSeconds"):
-        assert pod[field] == own[field]
+    for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "hostAliases"):
+        assert pod[field] == POD[field]
     assert pod["securityContext"] == own["securityContext"] | {"supplementalGroups": [7]}
-    assert pod["volumes"] == [*own["volumes"], TEMPLATE["spec"]["volumes"][1]]
-    engine_, sidecar = pod["containers"]
+    big = {"name": "big", "emptyDir": {"sizeLimit": "2Gi"}}
+    given = [big if volume["name"] == "big" else volume for volume in POD["volumes"]]
+    assert pod["volumes"] == [*own["volumes"], *given]
+    [constraint] = pod["topologySpreadConstraints"]
+    match = plain["metadata"]["labels"]
+    assert constraint == SPREAD | {"labelSelector": {"matchLabels": match}}
+    container, sidecar = pod["containers"]
     assert sidecar == SIDECAR | {"resources": {"limits": {"memory": "1Gi"}}}
     [before] = own["containers"]
-    assert engine_ == before | {
+    assert container == before | {
         "stdin": True,
-        "env": [*before["env"], {"name": "A", "value": "b"}],
-        "volumeMounts": [*before["volumeMounts"], {"name": "keys", "mountPath": "/keys"}],
+        "env": [*before.get("env", ()), *OWN["env"]],
+        "envFrom": OWN["envFrom"],
+        "volumeMounts": [*before["volumeMounts"], *OWN["volumeMounts"]],
     }
+
+
+CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
+    ("serviceAccountName", {"serviceAccountName": "root"}, "leave it out"),
+    ("terminationGracePeriodSeconds", {"terminationGracePeriodSeconds": 1}, "limits.totalTimeout"),
+    ("securityContext.runAsUser", {"securityContext": {"runAsUser": 0}}, "leave it out"),
+    ("volumes[cache]", {"volumes": [{"name": "cache", "emptyDir": {}}]}, "single.modelCache says"),
+    ("volumes[shm]", {"volumes": [{"name": "shm", "emptyDir": {}}]}, "single.shmSize says"),
+]
+CONFLICTS += [
+    (
+        f"containers[engine].{field}",
+        {"containers": [{"name": "engine", name: value}]},
+        remedy,
+    )
+    for field, name, value, remedy in (
+        ("image", "image", "mine", "spec.image says what it is"),
+        ("args", "args", ["--help"], "leave it out"),
+        ("livenessProbe.grpc.port", "livenessProbe", {"grpc": {"port": 1}}, "leave it out"),
+        ("resources", "resources", {"limits": {"memory": "1Gi"}}, "single.resources says"),
+        ("env[HF_HOME]", "env", [{"name": "HF_HOME", "value": "/"}], "single.modelCache says"),
+        ("ports[9000]", "ports", [{"containerPort": 9000}], "leave it out"),
+        (
+            "volumeMounts",
+            "volumeMounts",
+            {"data": "/data"},
+            "objects, each with a mountPath of its",
+        ),
+        (
+            "volumeMounts[/tmp/x]",
+            "volumeMounts",
+            [{"name": "data", "mountPath": "/tmp/x"}],
+            "lies in /tmp, which is the operator's own",
+        ),
+    )
+]
+
+
+def test_what_the_operator_sets_of_pods_is_refused_by_name(
+    make_plan: MakePlan, subtests: pytest.Subtests
+) -> None:
+    for field, pod, remedy in CONFLICTS:
+        with subtests.test(field), pytest.raises(InvalidManifest) as caught:
+            make_plan(pools={"single": {"podTemplate": {"spec": pod}}})
+        [problem] = caught.value.problems
+        assert problem.path == f"spec.pools.single.podTemplate.spec.{field}"
+        assert remedy in problem.message
+    router = {"podTemplate": {"spec": {"containers": [{"name": "router", "image": "mine"}]}}}
+    with pytest.raises(
+        InvalidManifest, match=r"^spec\.router\.podTemplate\.spec\.containers\[router"
+    ):
+        make_plan(router=router)
+
+
+def test_no_spread_is_a_choice(make_plan: MakePlan) -> None:
+    pod = engine(make_plan(pools={"single": {"podTemplate": {"spec": {SPREAD_FIELD: []}}}}))
+    assert not pod[SPREAD_FIELD]
 
 
 def test_an_empty_pod_template_changes_nothing(make_plan: MakePlan) -> None:
@@ -157,20 +214,6 @@ def test_a_pod_has_half_an_hour_to_start_unless_its_pool_says_otherwise(
 
 
 @pytest.mark.parametrize("component", ["engine", "router"])
-def test_pods_go_where_they_are_told(make_plan: MakePlan, component: str) -> None:
-    template = templates(make_plan(**WHOLE))[component]
-    pod, meta = template["spec"], template["metadata"]
-    for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
-        assert pod[field] == PLACED[field]
-    [constraint] = pod["topologySpreadConstraints"]
-    match = constraint["labelSelector"]["matchLabels"]
-    assert constraint == SPREAD | {"labelSelector": {"matchLabels": match}}
-    assert match.items() <= meta["labels"].items()
-    assert (meta["labels"]["team"], meta["annotations"]["note"]) == ("a", "b")
-    assert pod["imagePullSecrets"] == [{"name": "registry"}]
-
-
-@pytest.mark.parametrize("component", ["engine", "router"])
 def test_pods_are_spread_over_nodes_unless_told_otherwise(
     make_plan: MakePlan, component: str
 ) -> None:
@@ -181,16 +224,12 @@ def test_pods_are_spread_over_nodes_unless_told_otherwise(
 
 def test_an_engine_carries_what_its_pool_says(make_plan: MakePlan) -> None:
     pod = engine(make_plan(**WHOLE))
-    [container] = pod["containers"]
-    assert pod["runtimeClassName"] == "nvidia"
+    container = pod["containers"][0]
     assert container["resources"] == {
         "requests": {"cpu": "2", "memory": "4Gi"},
         "limits": {"memory": "4Gi", "nvidia.com/mig-3g.40gb": "1"},
     }
-    assert container["env"][-2:] == FULL["env"] and container["envFrom"] == FULL["envFrom"]
-    assert container["volumeMounts"][-1] == {"name": "data", "mountPath": "/data", "readOnly": True}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["big"] == {"name": "big", "emptyDir": {"sizeLimit": "2Gi"}}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
     assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "cache"}
 
@@ -222,13 +261,6 @@ def test_the_dcgm_exporter_can_tell_whose_a_gpu_is(make_plan: MakePlan) -> None:
     labels = template["metadata"]["labels"]
     assert labels["app.kubernetes.io/instance"] == "demo"
     assert labels["serving.ullage.dev/pool"] == "single"
-
-
-def test_own_labels_win(make_plan: MakePlan) -> None:
-    plan = make_plan(pools={"single": {"podLabels": {"a": "b"}, "podAnnotations": {"c": "d"}}})
-    meta = templates(plan)["engine"]["metadata"]
-    assert "serving.ullage.dev/config-hash" in meta["annotations"]
-    assert {"a": "b", "app.kubernetes.io/name": "ullage"}.items() <= meta["labels"].items()
 
 
 def test_accounts_carry_annotations_and_no_token(make_plan: MakePlan) -> None:
@@ -281,9 +313,9 @@ def contained(container: dict[str, Any]) -> Iterator[str]:
         yield "capabilities"
     if {"procMount", "runAsUser", "runAsNonRoot", "seccompProfile"} & set(security):
         yield "securityContext"
-    yield from ("hostPort" for port in container["ports"] if "hostPort" in port)
+    yield from ("hostPort" for port in container.get("ports", ()) if "hostPort" in port)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        yield from ("host" for act in container[probe].values() if "host" in dict_of(act))
+        yield from ("host" for act in container.get(probe, {}).values() if "host" in dict_of(act))
 
 
 def dict_of(value: Any) -> dict[str, Any]:
@@ -295,8 +327,8 @@ def test_pod_security_restricted_takes_every_pod(make_plan: MakePlan, spec: dict
     for template in templates(make_plan(**spec)).values():
         assert not list(restricted(template["spec"]))
         assert template["spec"]["automountServiceAccountToken"] is False
-        [container] = template["spec"]["containers"]
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        for container in template["spec"]["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 def test_a_folder_of_the_node_is_not_restricted(make_plan: MakePlan) -> None:

@@ -138,7 +138,7 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"batching": {"maxSequences": 7}, "rollout": {"strategy": "Canary"}},
         {"image": "two", "batching": {"maxSequences": 7}},
         {"memory": {"threshold": 0.5}},
-        {"pools": {"single": {"replicas": 3, "nodeSelector": {"gpu": "new"}}}},
+        {"pools": {"single": {"replicas": 3, "podTemplate": {"spec": {"hostIPC": True}}}}},
     ],
 )
 def test_what_engines_run_is_tried(cluster, change):
@@ -428,7 +428,10 @@ def test_what_is_remembered_comes_first_and_other_operators_can_read_it(cluster)
 
 
 def with_token(token):
-    return {"single": {"replicas": 3, "env": [{"name": "HF_TOKEN", "value": token}]}}
+    engine = {"name": "engine", "env": [{"name": "HF_TOKEN", "value": token}]}
+    sidecar = {"name": "log", "image": "log:1", "env": [{"name": "KEY", "value": f"log_{token}"}]}
+    template = {"spec": {"containers": [engine, sidecar]}}
+    return {"single": {"replicas": 3, "podTemplate": template}}
 
 
 def engine_env(cluster, name="demo-single"):
@@ -473,7 +476,7 @@ def test_values_that_an_older_operator_wrote_are_read_and_not_kept(cluster):
     for _ in range(3):
         cluster.step()
     kept = json.loads(cluster.config("demo-rollout")["state.json"])
-    kept["release"]["pools"]["single"]["env"] = [{"name": "HF_TOKEN", "value": "hf_one"}]
+    kept["release"]["pools"]["single"] |= with_token("hf_one")["single"]
     cluster.config("demo-rollout")["state.json"] = json.dumps(kept)
     cluster.step()
     assert cluster.stages[-1] == "Stable"

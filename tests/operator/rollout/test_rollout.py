@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage_operator.api.sections import RolloutSpec, Thresholds
 from ullage_operator.rollout.analysis import Analysis, Outcome
 from ullage_operator.rollout.canary import command_of
 from ullage_operator.rollout.stages import (
@@ -17,7 +19,6 @@ from ullage_operator.rollout.stages import (
     RolloutFacts,
     RolloutProgress,
     RolloutStage,
-    RolloutStrategy,
     advance,
     initial_progress,
     weight_of,
@@ -26,16 +27,17 @@ from ullage_operator.rollout.stages import (
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 LATER = T0 + 6 * MINUTE
-POLICY = RolloutStrategy(
-    is_canary=True,
-    steps=(10, 30, 60),
-    step=5 * MINUTE,
-    max_wait=30 * MINUTE,
-    start_deadline=15 * MINUTE,
-    linger=MINUTE,
-    restarts=0,
+POLICY = RolloutSpec(
+    strategy="auto",
+    weight_steps=(10, 30, 60),
+    step_duration=300.0,
+    min_requests=20,
+    max_wait=1800.0,
+    start_deadline=900.0,
+    canary_replicas=1,
+    thresholds=Thresholds(error_rate=0.01, ttft_ratio=1.5, e2e_ratio=1.5, restarts=0),
     auto_rollback=True,
-    is_paused=False,
+    paused=False,
 )
 PASS = Analysis(Outcome.PASS, "Healthy", "all well")
 FAIL = Analysis(Outcome.FAIL, "Errors", "9 of 9 requests failed")
@@ -44,7 +46,12 @@ WAIT = Analysis(Outcome.WAIT, "LittleTraffic", "2 of 2")
 
 def facts(now=T0, target="new", analysis=PASS, **more):
     made = RolloutFacts(
-        now=now, target=target, is_serving=True, is_canary_ready=True, analysis=analysis
+        now=now,
+        target=target,
+        is_serving=True,
+        linger=MINUTE,
+        is_canary_ready=True,
+        analysis=analysis,
     )
     return replace(made, final_analysis=PASS if analysis is WAIT else analysis, **more)
 
@@ -174,7 +181,7 @@ def test_transitions(subtests):
             assert found.stage is stage, found
             if found.canary:
                 expected = 60 if stage is RolloutStage.PROMOTING else weight
-                assert weight_of(found, POLICY.steps, 1.0) == expected
+                assert weight_of(found, POLICY.weight_steps, 1.0) == expected
             assert found.message
 
 
@@ -207,18 +214,18 @@ def test_a_service_without_engines_says_when_it_rolls():
 
 @pytest.mark.parametrize("why", [{"is_serving": False}, {"can_canary": False}, {}])
 def test_a_pause_holds_what_needs_no_canary(why):
-    policy = replace(POLICY, is_paused=True, is_canary=bool(why))
+    policy = msgspec.structs.replace(POLICY, paused=True, strategy="auto" if why else "rolling")
     seen = facts(LATER, **why)
     waiting = advance(initial_progress("old", T0), seen, policy)
     assert (waiting.stable, waiting.reason) == ("old", "Paused")
-    assert advance(waiting, seen, replace(policy, is_paused=False)).stable == "new"
+    assert advance(waiting, seen, msgspec.structs.replace(policy, paused=False)).stable == "new"
 
 
 def test_a_failure_that_is_not_rolled_back_is_held_without_requests():
-    policy = replace(POLICY, auto_rollback=False)
+    policy = msgspec.structs.replace(POLICY, auto_rollback=False)
     held = advance(trying(), facts(analysis=FAIL), policy)
     assert (held.stage, held.is_held) == (RolloutStage.CANARY, True)
-    assert weight_of(held, policy.steps, 1.0) == 0
+    assert weight_of(held, policy.weight_steps, 1.0) == 0
     assert advance(held, facts(LATER), policy) == held
     assert (
         advance(held, facts(command=RolloutCommand.PROMOTE), policy).stage is RolloutStage.PROMOTING
@@ -229,19 +236,21 @@ def test_a_failure_that_is_not_rolled_back_is_held_without_requests():
 
 
 def test_a_paused_service_starts_no_canary():
-    policy = replace(POLICY, is_paused=True)
+    policy = msgspec.structs.replace(POLICY, paused=True)
     waiting = advance(initial_progress("old", T0), facts(), policy)
     assert (waiting.stage, waiting.reason) == (RolloutStage.STABLE, "Paused")
     assert advance(waiting, facts(), POLICY).stage is RolloutStage.STARTING
 
 
 def test_rolling_needs_no_canary():
-    found = advance(initial_progress("old", T0), facts(), replace(POLICY, is_canary=False))
+    found = advance(
+        initial_progress("old", T0), facts(), msgspec.structs.replace(POLICY, strategy="rolling")
+    )
     assert (found.stage, found.stable, found.canary) == (RolloutStage.PROMOTING, "new", "")
 
 
 def test_a_canary_never_gets_more_than_its_share():
-    assert [weight_of(trying(step), POLICY.steps, 0.25) for step in range(3)] == [10, 25, 25]
+    assert [weight_of(trying(step), POLICY.weight_steps, 0.25) for step in range(3)] == [10, 25, 25]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +271,7 @@ moments = st.builds(
     target=st.sampled_from(["old", "new", "newer"]),
     is_serving=st.booleans(),
     is_bridged=st.booleans(),
+    linger=st.just(MINUTE),
     can_canary=st.sampled_from([True, True, True, False]),
     is_canary_ready=st.booleans(),
     restarts=st.sampled_from([0, 0, 0, 1]),
@@ -278,7 +288,9 @@ moments = st.builds(
 )  # fmt: skip
 @settings(max_examples=300, deadline=None)
 def test_what_nobody_judged_never_becomes_stable_while_it_is_tried(history, rolls, paused, tries):
-    policy = replace(POLICY, auto_rollback=rolls, is_paused=paused, is_canary=tries)
+    policy = msgspec.structs.replace(
+        POLICY, auto_rollback=rolls, paused=paused, strategy="auto" if tries else "rolling"
+    )
     state, now = initial_progress("old", T0), T0
     for seen, minutes in history:
         now += minutes * MINUTE
@@ -287,13 +299,13 @@ def test_what_nobody_judged_never_becomes_stable_while_it_is_tried(history, roll
         if state.stable == before.stable:
             continue
         assert state.stable == seen.target
-        if policy.is_paused:
+        if policy.paused:
             assert seen.command is RolloutCommand.PROMOTE
         if before.canary == seen.target and before.stage in TRYING:
             judged = (
                 before.stage is RolloutStage.CANARY and before.step == 2 and seen.is_canary_ready
             )
-            assert not policy.is_canary or seen.command is RolloutCommand.PROMOTE or judged
+            assert not tries or seen.command is RolloutCommand.PROMOTE or judged
 
 
 @given(

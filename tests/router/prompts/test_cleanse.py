@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage_common.config.router import CleanseSection
 from ullage_router.prompts.cleanse import (
-    Rules,
     cleanse,
     cleanse_turns,
     find_code,
     looks_like_html,
     to_text,
 )
+from ullage_router.prompts.truncate import INVISIBLE
 
 if TYPE_CHECKING:
     StartService = Any
 
-ALL = Rules(html=True)
+ALL = CleanseSection(whitespace=True, zero_width=True, html=True)
 BREAK = re.compile("\r\n|[\n\r\v\f\x85\u2028\u2029]")
 
 
@@ -44,7 +45,7 @@ def codes(text: str) -> list[str]:
     ],
 )
 def test_what_goes(given_: str, expected: str) -> None:
-    assert cleanse(given_, Rules()) == expected
+    assert cleanse(given_, INVISIBLE) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_goes(given_: str, expected: str) -> None:
     ],
 )
 def test_code_stays(code: str) -> None:
-    assert cleanse(f"before   it\n\n{code}\n\nafter   it", Rules()).count(code) == 1
+    assert cleanse(f"before   it\n\n{code}\n\nafter   it", INVISIBLE).count(code) == 1
     assert code.strip("\n") in codes(f"x\n\n{code}")[0]
 
 
@@ -84,9 +85,9 @@ def test_json_stays() -> None:
 
 def test_each_kind_by_itself() -> None:
     text = "a   b\u200b"
-    assert cleanse(text, Rules(whitespace=False)) == "a   b"
-    assert cleanse(text, Rules(zero_width=False)) == "a b\u200b"
-    assert cleanse(text, Rules(whitespace=False, zero_width=False)) == text
+    assert cleanse(text, CleanseSection(zero_width=True)) == "a   b"
+    assert cleanse(text, CleanseSection(whitespace=True)) == "a b\u200b"
+    assert cleanse(text, CleanseSection()) == text
 
 
 def test_system_prompts_stay() -> None:
@@ -95,7 +96,7 @@ def test_system_prompts_stay() -> None:
         {"role": "user", "content": "a   b"},
         {"role": "tool", "content": "c  d"},
     ]
-    made, saved = cleanse_turns(turns, Rules())
+    made, saved = cleanse_turns(turns, INVISIBLE)
     assert [turn["content"] for turn in made] == ["be   brief", "a b", "c d"]
     assert saved == 3
     assert turns[1]["content"] == "a   b"
@@ -117,7 +118,7 @@ def test_html_becomes_readable() -> None:
         "# Prices & more\n\nSee the list (https://x.org/a?b=1&c=2):\n\n- one\n- two\n\n"
         "name | price\n\ntea | 3 < 4\n\n```\nif  a < b:\n    pass\n```\n\nUse `a  b`.\nBye"
     )
-    assert cleanse(PAGE, Rules()).startswith("<!DOCTYPE html>")
+    assert cleanse(PAGE, INVISIBLE).startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
@@ -144,12 +145,14 @@ ROUGH = st.lists(
     | st.sampled_from(["\u2028", "\u3000", "\x1c", "\x85", "<p>", "</p>", "&lt;", "<pre>", "</b"]),
     max_size=40,
 ).map("".join)
-RULES = st.builds(Rules, st.booleans(), st.booleans(), st.booleans())
+RULES = st.builds(
+    CleanseSection, whitespace=st.booleans(), zero_width=st.booleans(), html=st.booleans()
+)
 
 
 @settings(max_examples=600, deadline=None)
 @given(ROUGH, RULES)
-def test_once_is_enough(text: str, rules: Rules) -> None:
+def test_once_is_enough(text: str, rules: CleanseSection) -> None:
     once = cleanse(text, rules)
     assert cleanse(once, rules) == once
 
@@ -157,7 +160,7 @@ def test_once_is_enough(text: str, rules: Rules) -> None:
 @settings(max_examples=400, deadline=None)
 @given(ROUGH)
 def test_words_and_code_survive(text: str) -> None:
-    made = cleanse(text, Rules())
+    made = cleanse(text, INVISIBLE)
     assert re.findall(r"[ab.1>]", made) == re.findall(r"[ab.1>]", text)
     assert len(made) <= len(text)
     visible = re.sub("[\u200b\u200d\x1c]", "", text)

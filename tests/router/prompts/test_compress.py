@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_common.chat.tool_formats import Turn
-from ullage_router.prompts.cleanse import Rules, cleanse_turns
-from ullage_router.prompts.truncate import droppable, truncate
+from ullage_router.prompts.cleanse import cleanse_turns
+from ullage_router.prompts.truncate import INVISIBLE, droppable, truncate
 
 
 def render(turns: Sequence[Turn]) -> list[int]:
@@ -63,7 +63,7 @@ talks = st.lists(st.builds(turn, roles, st.text(max_size=30)), min_size=2, max_s
 def test_promises(talk: list[Turn], budget: int) -> None:
     made = truncate(talk, budget, render)
     assert made.token_ids == render(made.turns)
-    last, (clean,) = made.turns[-1], cleanse_turns(talk[-1:], Rules())[0]
+    last, (clean,) = made.turns[-1], cleanse_turns(talk[-1:], INVISIBLE)[0]
     assert last == clean
     systems = [t["role"] for t in talk].count("system")
     assert [t["role"] for t in made.turns].count("system") == systems
