@@ -138,7 +138,7 @@ def arena_of(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> tuple[ModelC
         max_tokens=max(TOKENS),
         max_rows=1,
         max_model_len=64,
-        decode_max_batch_tokens=64,
+        gather_tokens=64,
         block_tokens=16,
         itemsize=dtype.itemsize,
     )

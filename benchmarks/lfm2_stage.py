@@ -43,7 +43,7 @@ def make_runner(
         max_tokens=samples * tokens,
         max_rows=samples,
         max_model_len=tokens,
-        decode_max_batch_tokens=tokens,
+        gather_tokens=tokens,
         itemsize=dtype.itemsize,
         block_tokens=BLOCK_TOKENS,
     )

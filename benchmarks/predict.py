@@ -46,7 +46,7 @@ PROMPTS = range(20, 356, 21)
 """Every remainder of a block once: one in 16 is priced a block that its last token never needs."""
 OUTPUT = 2
 LIMITS = StepLimits(
-    max_tokens=256 + 16, max_rows=16, max_model_len=1024, decode_max_batch_tokens=2048, itemsize=0
+    max_tokens=256 + 16, max_rows=16, max_model_len=1024, gather_tokens=2048, itemsize=0
 )
 CPU = torch.device("cpu")
 Format = Literal["none", "int8", "mxfp4"]
@@ -169,7 +169,7 @@ def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
         max_tokens=32,
         max_rows=1,
         max_model_len=64,
-        decode_max_batch_tokens=64,
+        gather_tokens=64,
         itemsize=dtype.itemsize,
     )
     runner = ModelRunner(loaded, CPU, dtype, small)

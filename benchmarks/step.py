@@ -54,7 +54,7 @@ def load_runner(
         max_tokens=576,
         max_rows=64,
         max_model_len=min(8192, loaded.model_config.max_position),
-        decode_max_batch_tokens=8192,
+        gather_tokens=8192,
         itemsize=dtype.itemsize,
         deterministic=deterministic,
     )

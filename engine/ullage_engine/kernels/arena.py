@@ -227,7 +227,7 @@ class StepLimits:
     """Sequences, so rows of logits."""
     max_model_len: int
     """Longest sequence, tokens."""
-    decode_max_batch_tokens: int
+    gather_tokens: int
     """Tokens of context whose KV one pass of decode attention gathers."""
     itemsize: int
     """Bytes of an activation."""
@@ -257,7 +257,7 @@ class StepLimits:
     def max_gather_tokens(self) -> int:
         """Size of the gather workspace, tokens: at least the longest sequence, in whole blocks."""
         longest = self.context_blocks(-(-self.max_model_len // self.block_tokens))
-        blocks = max(longest, self.decode_max_batch_tokens // self.block_tokens)
+        blocks = max(longest, self.gather_tokens // self.block_tokens)
         return blocks * self.block_tokens
 
 

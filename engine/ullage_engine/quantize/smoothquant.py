@@ -36,7 +36,7 @@ class TextPass:
             max_tokens=window,
             max_rows=1,
             max_model_len=window,
-            decode_max_batch_tokens=window,
+            gather_tokens=window,
             itemsize=dtype.itemsize,
             fp8_kv=kv_dtype == "fp8",
         )

@@ -134,7 +134,7 @@ class RankStartup:
             max_tokens=limits.prompt_tokens + limits.max_sequences,
             max_rows=limits.max_sequences,
             max_model_len=limits.max_model_len,
-            decode_max_batch_tokens=GATHER_TOKENS,
+            gather_tokens=GATHER_TOKENS,
             itemsize=self.dtype.itemsize,
             deterministic=model.deterministic,
             fp8_kv=model.kv_dtype == "fp8",

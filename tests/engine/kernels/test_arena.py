@@ -109,7 +109,7 @@ def test_more_of_anything_takes_no_less() -> None:
     for change in (
         {"max_tokens": 200},
         {"max_model_len": 1024},
-        {"decode_max_batch_tokens": 20_000},
+        {"gather_tokens": 20_000},
     ):
         assert (
             step_arena(SMOLLM2, replace(base, **change)).nbytes >= step_arena(SMOLLM2, base).nbytes

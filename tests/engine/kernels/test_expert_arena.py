@@ -38,7 +38,7 @@ LIMITS = StepLimits(
     max_tokens=1024,
     max_rows=32,
     max_model_len=4096,
-    decode_max_batch_tokens=8192,
+    gather_tokens=8192,
     block_tokens=16,
     itemsize=2,
 )

@@ -157,7 +157,7 @@ def build_experts(
         max_tokens=tokens,
         max_rows=1,
         max_model_len=64,
-        decode_max_batch_tokens=64,
+        gather_tokens=64,
         block_tokens=16,
         itemsize=dtype.itemsize,
         deterministic=deterministic,

@@ -38,7 +38,7 @@ def limits_of(dtype: torch.dtype, deterministic: bool) -> StepLimits:
         max_tokens=600,
         max_rows=16,
         max_model_len=400,
-        decode_max_batch_tokens=512,
+        gather_tokens=512,
         block_tokens=16,
         itemsize=dtype.itemsize,
         deterministic=deterministic,

@@ -31,7 +31,7 @@ LIMITS = StepLimits(
     max_tokens=320,
     max_rows=16,
     max_model_len=512,
-    decode_max_batch_tokens=1024,
+    gather_tokens=1024,
     block_tokens=16,
     itemsize=4,
 )

@@ -66,7 +66,7 @@ LIMITS = StepLimits(
     max_tokens=20,
     max_rows=1,
     max_model_len=64,
-    decode_max_batch_tokens=64,
+    gather_tokens=64,
     block_tokens=16,
     itemsize=4,
 )

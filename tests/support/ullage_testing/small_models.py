@@ -72,7 +72,7 @@ def make_runner(
         max_tokens=max_step_tokens,
         max_rows=max_sequences,
         max_model_len=max_model_len,
-        decode_max_batch_tokens=1024,
+        gather_tokens=1024,
         itemsize=dtype.itemsize,
         deterministic=deterministic,
         fp8_kv=kv_dtype == "fp8",

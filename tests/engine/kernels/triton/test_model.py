@@ -42,7 +42,7 @@ LIMITS = StepLimits(
     max_tokens=64,
     max_rows=8,
     max_model_len=128,
-    decode_max_batch_tokens=512,
+    gather_tokens=512,
     block_tokens=16,
     itemsize=4,
 )

@@ -25,7 +25,7 @@ GEOMETRY = ModelConfig(
     tied=True,
 )  # fmt: skip
 LIMITS = StepLimits(
-    max_tokens=300, max_rows=16, max_model_len=400, decode_max_batch_tokens=512,
+    max_tokens=300, max_rows=16, max_model_len=400, gather_tokens=512,
     block_tokens=16, itemsize=4,
 )  # fmt: skip
 SHAPES = [(0, 1), (300, 1), (40, 1), (41, 1), (0, 90), (77, 33), (16, 2)]

@@ -112,7 +112,7 @@ class Recorded:
             max_tokens=CHUNK + SEQUENCES,
             max_rows=SEQUENCES,
             max_model_len=LENGTH,
-            decode_max_batch_tokens=1024,
+            gather_tokens=1024,
             itemsize=4,
             fp8_kv=kv_dtype(model) == "fp8",
         )
