@@ -228,11 +228,15 @@ class RadixTree:
         return self._evict_leaf(leaf)
 
     def evict_branch(self, block: int) -> list[int]:
-        """Drops all evictable blocks of the branch that begins with a cached one; returns them."""
-        branch = [self._by_block[block]]
+        """Drops all evictable blocks of the branch that begins with a text's first block; returns
+        them. The rest is not found any more."""
+        first = self._by_block[block]
+        del self._root.children[first.key]
+        first.key = ("", (-1 - block,))  # No text has such a token.
+        self._root.children[first.key] = first
+        branch, evicted = [first], []
         for node in branch:
             branch.extend(node.children.values())
-        evicted = []
         for node in reversed(branch):  # those below come first
             if node.window_block is not None and self._is_window_evictable(node):
                 evicted.append(self._evict_window(node))
@@ -567,7 +571,7 @@ class PrefixCache:
 
     def evict_branch(self, path: list[int]) -> None:
         """Evicts all blocks that no sequence holds of a path, and of all that begin with its first
-        block; sessions that have any end."""
+        block; sessions that have any end. Those that sequences hold are not found any more."""
         if path and path[0] in self._tree:
             self.sessions.end_branch(path[0])
             self._pool.free(self._tree.evict_branch(path[0]))

@@ -226,7 +226,8 @@ class Scheduler:
 
     def discard(self, request_id: str) -> None:
         """Drops a request whose KV may be damaged, and what is cached of it and of all that begin
-        with the same block, as far as no other sequence holds it; an unknown id is no error."""
+        with the same block: what other sequences hold is kept for them alone. An unknown id is no
+        error."""
         sequence = self._sequences.get(request_id)
         if sequence:
             path = sequence.block_ids[: sequence.num_cached_blocks]
