@@ -246,6 +246,8 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     """torch.OutOfMemoryError caught since the worker started."""
     num_nonfinite_logits: int = 0
     """Requests that failed since the worker started because their logits were NaN or infinite."""
+    num_overlapped_steps: int = 0
+    """Steps begun since the worker started while later pipeline stages computed an earlier one."""
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int

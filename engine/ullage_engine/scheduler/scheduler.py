@@ -4,6 +4,7 @@ It counts blocks and tokens and knows neither device nor model.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ullage_common.request_cost import MemoryProfile
@@ -45,6 +46,10 @@ class Scheduler:
     Use: `submit`, `submit_group`, `fork` and `cancel` at any time between steps; then for each step
     `schedule`, do the plan's moves, compute it, `commit`. Nothing is dropped: an admitted request
     ends by a token with a finish, by `cancel` or by `fail_newest`.
+
+    Up to `SchedulerLimits.max_in_flight` plans may be scheduled before the first is committed. They
+    have no sequence in common, and whoever computes them does their moves and steps in their order:
+    so blocks that a cancelled sequence leaves behind may be given to a later plan at once.
     """
 
     def __init__(
@@ -70,8 +75,9 @@ class Scheduler:
         self._walks = WalkLimiter(clock)
         self._num_tail_tokens = 0
         """Tokens in blocks outside the prefix cache, when they were last counted."""
-        self._planned: list[tuple[Sequence, Chunk]] = []
-        """Sequences of the last plan, each with the chunk of it that the plan computes."""
+        self._in_flight: deque[list[tuple[Sequence, Chunk]]] = deque()
+        """Sequences of plans that are not committed, the oldest plan first, each with the chunk of
+        it that its plan computes."""
         self._max_running = limits.max_sequences
         self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
         self._num_steps = 0
@@ -235,7 +241,10 @@ class Scheduler:
             self._cache.evict_branch(path)
 
     def fail_newest(self) -> str | None:
-        """Drops the least important running sequence; returns its request id."""
+        """Drops the least important running sequence; returns its request id.
+
+        This, `preempt_newest` and `replan` are for the only plan in flight.
+        """
         victim = self._sequences.newest_running
         if victim:
             self._remove(victim)
@@ -270,7 +279,10 @@ class Scheduler:
     # a step --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plans the next step: running sequences first, then waiting ones as memory allows."""
+        """Plans the next step: running sequences first, then waiting ones as memory allows.
+
+        A plan with chunks is in flight from now on, until `commit`.
+        """
         self._cache.sessions.end_idle()
         self._start_waiting()
         chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
@@ -286,27 +298,41 @@ class Scheduler:
 
         The moves of the previous plan are done; the new plan has only those requested since.
         """
+        if self._in_flight:
+            self._in_flight.pop()
         chunks = self._plan_chunks(prompt_tokens, is_chunked=True)
         return StepPlan(chunks=chunks, moves=self._swap.drain(chunks))
 
-    def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Advances the sequences of the planned step by its sampled tokens.
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether the oldest plan in flight computes the request, which was not cancelled since."""
+        planned = self._in_flight[0] if self._in_flight else []
+        return any(sequence.request_id == request_id for sequence, _ in planned)
 
-        A token that ends its sequence is part of the output, stop tokens included.
+    def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
+        """Advances the sequences of the oldest plan in flight by its sampled tokens.
+
+        A token that ends its sequence is part of the output, stop tokens included. Tokens of
+        sequences that were cancelled meanwhile are dropped.
         """
+        planned = self._in_flight.popleft() if self._in_flight else []
         # All blocks are cached before anybody forks: children then share the cached ones.
-        for sequence, chunk in self._planned:
+        for sequence, chunk in planned:
             sequence.num_computed = max(sequence.num_computed, chunk.end)
             self._conv_states.commit(sequence, chunk)
             sequence.last_step = self._num_steps
             self._cache_full_blocks(sequence)
-        for sequence, _ in self._planned:
+        for sequence, _ in planned:
             for child in self._fork_groups.take_ready(sequence):
                 self._fork_child(sequence, child)
         # A step that computes nothing is no progress, or a hang would not be seen.
-        self._num_steps += bool(self._planned)
-        self._planned = []
-        return [self._append(token) for token in sampled if token.request_id in self._sequences]
+        self._num_steps += bool(planned)
+        # Of the plan and not by id alone: a new request may have a cancelled one's id.
+        sequences = {sequence.request_id: sequence for sequence, _ in planned}
+        return [
+            self._append(sequences[token.request_id], token)
+            for token in sampled
+            if token.request_id in sequences
+        ]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory; it waits until it can have all it needs at once."""
@@ -338,16 +364,21 @@ class Scheduler:
 
     def _plan_chunks(self, prompt_tokens: int, is_chunked: bool) -> list[Chunk]:
         running = self._sequences.running
+        max_decodes = self._limits.max_decodes
+        if self._limits.max_in_flight > 1:
+            max_decodes = min(max_decodes, self._decode_share(running))
+            in_flight = self._sequences_in_flight()
+            running = [each for each in running if each not in in_flight]
         # KV is copied in beside this step, unless there is nothing else to compute.
         present = [each for each in running if not self._swap.is_arriving(each)]
         running = present or running
         ready = [each for each in running if self._can_decode(each)]
         decoding = pick_decodes(
-            ready, self._limits.max_decodes, self._max_read_bytes, self._profile.decode_read_bytes
+            ready, max_decodes, self._max_read_bytes, self._profile.decode_read_bytes
         )
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
-        self._planned = []
+        planned: list[tuple[Sequence, Chunk]] = []
         # Oldest first: whoever is preempted for another's block is newer, so not yet planned.
         for sequence in running:
             start = self._conv_states.next_position(sequence)
@@ -363,13 +394,24 @@ class Scheduler:
                 continue
             slots = self._conv_states.assign_slots(sequence)
             chunk = make_chunk(sequence, start, count, self._cache.block_tokens, slots)
-            self._planned.append((sequence, chunk))
+            planned.append((sequence, chunk))
             if is_decode:
                 decodes.append(chunk)
             else:
                 prompts.append(chunk)
                 prompt_tokens -= count
+        if planned:
+            self._in_flight.append(planned)
         return decodes + prompts
+
+    def _decode_share(self, running: list[Sequence]) -> int:
+        """Decodes of one plan, where all those that run are shared out to the plans in flight."""
+        num_decoding = sum(each.is_decoding for each in running)
+        return -(-num_decoding // self._limits.max_in_flight)
+
+    def _sequences_in_flight(self) -> set[Sequence]:
+        """Collects the sequences of plans that are not committed."""
+        return {sequence for planned in self._in_flight for sequence, _ in planned}
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether one token gives the next; tokens to replay before it count as prompt tokens."""
@@ -417,7 +459,8 @@ class Scheduler:
         """Allocates blocks that tokens from `start` to `end` may be written to, preempting for
         them.
 
-        Returns False where the sequence itself was the least important and was preempted.
+        Returns False where the sequence itself was the least important and was preempted, or where
+        the least important one is in flight: it can be preempted when its plan is committed.
         """
         size = self._cache.block_tokens
         first = sequence.num_computed // size
@@ -436,6 +479,8 @@ class Scheduler:
                 break
             victim = self._sequences.newest_running
             assert victim is not None, "a running sequence found none to preempt"
+            if victim in self._sequences_in_flight():
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -494,8 +539,7 @@ class Scheduler:
         is_full = len(request.token_ids) >= self._admission.longest(request)
         return was_admitted and (num_produced >= request.max_tokens or is_full)
 
-    def _append(self, sampled: SampledToken) -> TokenOutput:
-        sequence = self._sequences[sampled.request_id]
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
         sequence.token_ids.append(sampled.token_id)
         finish = finish_of(sequence, sampled.token_id)
         if finish:
@@ -524,7 +568,8 @@ class Scheduler:
             self._cache.keep_session(sequence.request.session_key, path)
         self._conv_states.release(sequence)
         self._sequences.remove(sequence)
-        self._planned = [entry for entry in self._planned if entry[0] is not sequence]
+        for planned in self._in_flight:
+            planned[:] = [entry for entry in planned if entry[0] is not sequence]
         # Their reservations counted on sharing with the parent that is gone.
         for child in orphans:
             self._reservations.defer(child)

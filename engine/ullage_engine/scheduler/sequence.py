@@ -278,6 +278,8 @@ class SchedulerLimits:
     computes them; 0: the model has no convolutions."""
     max_decodes: int = 1 << 30
     """Most sequences that one step decodes."""
+    max_in_flight: int = 1
+    """Plans that may be computed at the same time: as many as the pipeline has stages."""
 
 
 _FREELY_WALKED = 64

@@ -65,6 +65,11 @@ _COUNTERS: tuple[tuple[str, str, Read], ...] = (
         lambda s: s.num_nonfinite_logits,
     ),
     (
+        "steps_overlapped",
+        "Steps begun while later pipeline stages computed an earlier one",
+        lambda s: s.num_overlapped_steps,
+    ),
+    (
         "prefix_cache_queries_tokens",
         "Prompt tokens looked up in the prefix cache",
         lambda s: s.prefix_lookup_tokens,

@@ -8,7 +8,7 @@ One step, from the worker's loop to the tensor operations and back:
         Scheduler.submit_group                scheduler/scheduler.py
           AdmissionControl.submit               scheduler/admission.py: admit or refuse by KV bytes
             BlockReservations.grant_deferred      scheduler/reservations.py
-      EngineCore.step                       worker/engine.py
+      EngineCore.step, PipelinedEngine.step worker/engine.py
         Scheduler.schedule                    scheduler/scheduler.py
           _start_waiting                        reservations granted, KV swapped in
           _plan_chunks                          which tokens of which sequence
@@ -41,7 +41,8 @@ One step, from the worker's loop to the tensor operations and back:
 
 import logging
 import time
-from typing import Protocol
+from collections import deque
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -79,6 +80,18 @@ class Runner(Protocol):
         ...
 
 
+class PipelinedRunner(Runner, Protocol):
+    """A runner whose stages compute different plans at the same time."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begins to compute a step; moves and steps are done in the order of their calls."""
+        ...
+
+    def collect(self) -> list[SampledToken]:
+        """Waits for the oldest step that was submitted and not collected; see `execute`."""
+        ...
+
+
 SUSPICIOUS_STEPS = 1000
 """Steps after one with NaN or infinite logits in which another one costs the whole cache: more may
 be damaged than what the first request had."""
@@ -106,6 +119,8 @@ class EngineCore:
         self.num_oom_events = 0
         self.num_nonfinite_logits = 0
         """Requests that failed because their logits were NaN or infinite."""
+        self.num_overlapped_steps = 0
+        """Steps that were begun while another one was computed."""
         self._damaged_at = -SUSPICIOUS_STEPS
         """Number of steps before the last one whose logits were NaN or infinite."""
         self._runner = runner
@@ -150,7 +165,11 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Computes one step for all sequences that have a part in it."""
         plan = self._constrained(self.scheduler.schedule())
-        outputs = self.scheduler.commit(self._with_token(self._execute(plan)))
+        return self._committed(self._execute(plan))
+
+    def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
+        """Commits the oldest plan in flight; returns what clients get of it."""
+        outputs = self.scheduler.commit(self._with_token(sampled))
         for output in outputs:
             if output.finish:
                 self.grammars.close(output.request_id)
@@ -227,13 +246,17 @@ class EngineCore:
         self._raise_fault()
         started = time.perf_counter()
         output = self._runner.execute(plan)
-        prompt_tokens = _num_prompt_tokens(plan)
+        self._observe(time.perf_counter() - started, [plan])
+        return output
+
+    def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
+        """Counts the time of a step, in which these plans were computed."""
+        prompt_tokens = sum(_num_prompt_tokens(plan) for plan in plans)
         self._throughput.observe(
-            time.perf_counter() - started,
-            num_decodes=plan.num_tokens - prompt_tokens,
+            seconds,
+            num_decodes=sum(plan.num_tokens for plan in plans) - prompt_tokens,
             num_prompt_tokens=prompt_tokens,
         )
-        return output
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
         """Computes a failed plan's chunks alone and gives up those that fail again.
@@ -263,7 +286,11 @@ class EngineCore:
         Their KV may be damaged as well, so what is cached of it goes with them, and everything
         that is cached where it happens again soon.
         """
-        damaged = [each.request_id for each in sampled if each.token_id == NO_TOKEN]
+        damaged = [
+            each.request_id
+            for each in sampled
+            if each.token_id == NO_TOKEN and self.scheduler.is_awaited(each.request_id)
+        ]
         for request_id in damaged:
             log.error("logits are NaN or infinite; failing the request %s", request_id)
             self.scheduler.discard(request_id)
@@ -302,6 +329,75 @@ class EngineCore:
         if due is not None:
             self._faults.remove(due)
             raise torch.OutOfMemoryError("injected fault")
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    submitted_at: float
+    """Time by `time.perf_counter`."""
+
+
+class PipelinedEngine(EngineCore):
+    """Serves requests with a group of pipeline stages, each of which computes another plan.
+
+    Up to `SchedulerLimits.max_in_flight` plans of different sequences are submitted before the
+    first result is taken; results are taken in the order of submission. A step that fails on a
+    rank ends the group and with it all plans in flight, whose requests another worker resumes.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: PipelinedRunner,
+        throughput: ThroughputEstimator,
+        grammars: Grammars | None = None,
+        *,
+        max_in_flight: int,
+    ) -> None:
+        super().__init__(scheduler, runner, throughput, grammars)
+        self._stages = runner
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to compute, or to collect of requests cancelled meanwhile."""
+        return bool(self._in_flight) or super().has_work
+
+    def step(self) -> list[TokenOutput]:
+        """Submits as many plans as may be in flight; commits the oldest."""
+        # A step that is to fail is computed alone, as it can then be computed again.
+        if self._faults and not self._in_flight:
+            return super().step()
+        while not self._faults and len(self._in_flight) < self._max_in_flight:
+            if not self._submit_next():
+                break
+        return self._collect_oldest() if self._in_flight else []
+
+    def _submit_next(self) -> bool:
+        """Submits the next plan; returns False if there is nothing more to compute now."""
+        scheduled = self.scheduler.schedule()
+        plan = self._constrained(scheduled)
+        self._move(plan)
+        if not scheduled.chunks:
+            return False
+        submitted_at = time.perf_counter()
+        # Grammars may have failed all of its chunks: it is in flight for the scheduler even so.
+        if plan.chunks:
+            self.num_overlapped_steps += any(each.plan.chunks for each in self._in_flight)
+            self._stages.submit(plan)
+        self._in_flight.append(_InFlight(plan, submitted_at))
+        return True
+
+    def _collect_oldest(self) -> list[TokenOutput]:
+        oldest = self._in_flight[0]
+        sampled = self._stages.collect() if oldest.plan.chunks else []
+        # A sequence's next token takes as long as its plan was in flight, and all of them together
+        # are the batch that this is the time of.
+        seconds = time.perf_counter() - oldest.submitted_at
+        self._observe(seconds, [each.plan for each in self._in_flight])
+        self._in_flight.popleft()
+        return self._committed(sampled)
 
 
 def _unmatched(request_id: str, reason: str) -> RequestFailed:

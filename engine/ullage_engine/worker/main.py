@@ -244,6 +244,7 @@ class Worker:
             step_seconds=started.throughput.step_seconds,
             num_oom_events=self._engine.num_oom_events,
             num_nonfinite_logits=self._engine.num_nonfinite_logits,
+            num_overlapped_steps=self._engine.num_overlapped_steps,
             releases=scheduler.releases(),
             ledger=started.ledger.states(),
             rss_bytes=started.used_bytes(),

@@ -123,6 +123,7 @@ class RankStartup:
             is_chunked=chunk > 0,
             decode_tokens=self.decode_tokens,
             max_decodes=batching.decode_max_batch_tokens,
+            max_in_flight=self.layout.pipeline,
             replay_tokens=self.model_config.replay_tokens,
         )
 

@@ -213,7 +213,7 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Waits for the tokens of the step that was sent last."""
+        """Waits for the tokens of the oldest step that was sent and not waited for."""
         answer = self._answer(rank)
         if not isinstance(answer, Sampled):
             raise GroupLostError(f"rank {rank} answered {type(answer).__name__}, not tokens")
@@ -294,6 +294,9 @@ def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
 class DistributedRunner:
     """Sends every rank the plan, computes rank 0's own part and receives the last stage's tokens.
 
+    Every rank does moves and steps in the order in which they are sent, so that with several stages
+    the first computes one plan while the next computes the plan before.
+
     A step that fails on any rank ends the group: the others wait in a collective that this rank
     has left, so nothing can be computed again before all of them have started anew.
     """
@@ -321,15 +324,35 @@ class DistributedRunner:
         Raises:
             GroupLostError: the group is of no more use.
         """
+        tokens = self._begin(plan)
+        return tokens if self._sampling_rank == 0 else self.collect()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begins a step of a group with several stages; returns when the first has computed it and
+        the next one has received its rows.
+
+        Raises:
+            GroupLostError: the group is of no more use.
+        """
+        self._begin(plan)
+
+    def collect(self) -> list[SampledToken]:
+        """Waits for the tokens of the oldest step that was submitted and not collected.
+
+        Raises:
+            GroupLostError: the group is of no more use.
+        """
+        return self._processes.wait_sampled(self._sampling_rank).tokens
+
+    def _begin(self, plan: StepPlan) -> list[SampledToken]:
+        """Sends a plan to every rank and computes rank 0's part; returns the tokens that it
+        chose."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:
             is_sampling = rank == self._sampling_rank
             command = Execute(for_rank(plan, self._sent)) if is_sampling else unsampled
             self._processes.send(rank, command)
         try:
-            tokens = self._own_runner.execute(plan)
+            return self._own_runner.execute(plan)
         except Exception as error:
             raise GroupLostError(f"rank 0: {error}") from error
-        if self._sampling_rank == 0:
-            return tokens
-        return self._processes.wait_sampled(self._sampling_rank).tokens

@@ -24,7 +24,7 @@ from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputE
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.worker.device import WorkerStartError
-from ullage_engine.worker.engine import EngineCore, Runner
+from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
@@ -182,7 +182,7 @@ def _started(
     limits = replace(own.limits, decode_tokens=own.decode_tokens)
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
     return Started(
-        engine=EngineCore(scheduler, runner, throughput, _grammars(own)),
+        engine=_engine(scheduler, runner, throughput, own),
         ledger=ledger,
         used_bytes=used_bytes,
         swap_seconds=lambda: own.runner.swap_seconds,
@@ -196,6 +196,15 @@ def _started(
         dtype=dtype_name(own.dtype),
         ranks=device_map(own.model_config, own.layout, own.device.type),
     )
+
+
+def _engine(
+    scheduler: Scheduler, runner: Runner, throughput: ThroughputEstimator, own: RankStartup
+) -> EngineCore:
+    grammars, max_in_flight = _grammars(own), own.limits.max_in_flight
+    if max_in_flight == 1 or not isinstance(runner, DistributedRunner):
+        return EngineCore(scheduler, runner, throughput, grammars)
+    return PipelinedEngine(scheduler, runner, throughput, grammars, max_in_flight=max_in_flight)
 
 
 def _grammars(own: RankStartup) -> Grammars:

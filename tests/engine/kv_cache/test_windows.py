@@ -132,6 +132,7 @@ def test_a_step_that_was_not_committed_leaves_nothing_to_swap(make_rig: MakeRig)
     rig.device.move(plan.moves)
     rig.device.execute(plan)
     rig.scheduler.preempt_newest()
+    rig.finish(rig.scheduler.replan(CHUNK))
     rig.scheduler.evict_all()
     plan = rig.scheduler.schedule()
     assert plan.moves.prefetch

