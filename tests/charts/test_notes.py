@@ -8,9 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 from ullage_kubeapi.server import running
-from ullage_kubeapi.trial import CRD, CRDS, MERGE
+from ullage_kubeapi.trial import CRDS, MERGE, read_crd
 
 from ullage_operator.api import naming
 
@@ -34,8 +33,8 @@ def notes(helm):
 def cluster(tmp_path):
     """A client of a test API server that knows the definition, and the kubeconfig for it."""
 
-    with running() as api, httpx.Client(base_url=api.url, timeout=60) as client:
-        assert client.post(CRDS, json=yaml.safe_load(CRD.read_text())).status_code == 201
+    with running() as api, httpx.Client(base_url=api.url, verify=False, timeout=60) as client:
+        assert client.post(CRDS, json=read_crd()).status_code == 201
         yield client, api.kubeconfig(tmp_path)
 
 

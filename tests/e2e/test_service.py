@@ -21,7 +21,9 @@ async def ask(
     on_text: Callable[[str, str], None] = lambda engine, text: None,
 ) -> tuple[int, httpx.Headers, str]:
     """(status, headers, text so far or error body) of one streamed greedy chat."""
-    async with httpx.AsyncClient(base_url=service.http_url, timeout=120, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=service.http_url, timeout=120, trust_env=False, verify=False
+    ) as http:
         client = openai.AsyncOpenAI(
             base_url=f"{service.http_url}/v1", api_key="none", http_client=http, max_retries=0
         )
@@ -61,7 +63,7 @@ def test_a_large_prompt_takes_the_large_pool(service: "Service") -> None:
     assert headers["x-ullage-action"] == "route4"
     assert int(headers["x-ullage-predicted-kv-bytes"]) > 2000 * 23_040
     assert text
-    stats = httpx.get(f"{service.http_url}/stats", trust_env=False).json()
+    stats = httpx.get(f"{service.http_url}/stats", trust_env=False, verify=False).json()
     assert {engine["route"] for engine in stats["engines"]} == {"single", "large"}
 
 
@@ -115,7 +117,9 @@ def free_bytes(service: "Service") -> list[int]:
     """Free KV bytes of every engine once none runs a request."""
 
     async def settled() -> list[int]:
-        async with httpx.AsyncClient(base_url=service.http_url, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=service.http_url, trust_env=False, verify=False
+        ) as http:
             async with asyncio.timeout(60):
                 while True:
                     engines = (await http.get("/stats")).json()["engines"]

@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from ullage_kubeapi.server import ApiServer, running
-from ullage_kubeapi.trial import CRD, CRDS, Operator, World, login, until
+from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
 
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Settings, parse
@@ -81,7 +80,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"
         client.post("/api/v1/namespaces", json={"metadata": {"name": namespace}})
         stack.callback(client.delete, f"/api/v1/namespaces/{namespace}")
-        made = client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+        made = client.post(CRDS, json=read_crd())
         assert made.status_code in (201, 409), made.text
         seen = World(client, namespace, Path(os.environ["KUBECONFIG"]), api)
         until(lambda: client.get(seen.services).status_code == 200, "the definition is served")

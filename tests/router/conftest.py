@@ -128,17 +128,18 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
     yield start
 
 
+def new_client(url: str) -> httpx.AsyncClient:
+    """Without TLS, whose certificates would be read from the disk for every client."""
+    return httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False)
+
+
 async def _connect(
     stack: contextlib.AsyncExitStack, router: Router, engines: list[FakeEngine], wait: bool
 ) -> Service:
     url = f"http://127.0.0.1:{router.http_port}"
-    http = await stack.enter_async_context(
-        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
-    )
+    http = await stack.enter_async_context(new_client(url))
     monitoring = await stack.enter_async_context(
-        httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{router.metrics_port}", timeout=60, trust_env=False
-        )
+        new_client(f"http://127.0.0.1:{router.metrics_port}")
     )
     client = openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0

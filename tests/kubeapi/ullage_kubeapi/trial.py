@@ -1,6 +1,8 @@
 """A trial: the operator as a process, and an API server seen from one namespace."""
 
 import asyncio
+import copy
+import functools
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from ullage_kubeapi.server import ApiServer
 
 from ullage_operator.api.naming import OWNED
@@ -33,6 +36,16 @@ def until(ask: Callable[[], Any], what: str, seconds: float = 90) -> Any:
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.05)
     return answer
+
+
+@functools.cache
+def _crd() -> dict[str, Any]:
+    return dict(yaml.load(CRD.read_text(encoding="utf-8"), yaml.CSafeLoader))
+
+
+def read_crd() -> dict[str, Any]:
+    """A copy of the CRD of LLMService, which takes seconds of a test run to parse each time."""
+    return copy.deepcopy(_crd())
 
 
 def login() -> dict[str, Any]:
@@ -118,6 +131,10 @@ class Operator:
 
     def __init__(self, world: World, log: Path, everywhere: bool, *flags: str) -> None:
         self.probes, self.metrics = _free_port(), _free_port()
+        # A client a look would read the machine's certificates each time: most of a test's work.
+        self._http = httpx.Client(
+            timeout=5, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self._log = log.open("ab")
         command = [sys.executable, "-m", "ullage_kubeapi.quick_operator", "--host=127.0.0.1"]
         ports = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
@@ -139,7 +156,7 @@ class Operator:
     def metric(self, name: str) -> float:
         """A metric without its prefix; 0 where it is not, or before the operator answers."""
         try:
-            text = httpx.get(f"http://127.0.0.1:{self.metrics}/metrics", timeout=5).text
+            text = self._http.get(f"http://127.0.0.1:{self.metrics}/metrics").text
         except httpx.TransportError:
             return 0.0
         found = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", text, re.M)
@@ -155,6 +172,7 @@ class Operator:
         finally:
             self.process.kill()
             self._log.close()
+            self._http.close()
 
 
 def _free_port() -> int:

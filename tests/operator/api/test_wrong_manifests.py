@@ -19,7 +19,7 @@ import pytest
 import yaml
 from ullage_kubeapi.mistakes import RULES, TABLE, UNKNOWN, Wrong, manifest
 from ullage_kubeapi.server import running
-from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, until
+from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, read_crd, until
 
 from ullage_operator.api import schema
 from ullage_operator.cli.main import main
@@ -65,7 +65,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 def under(group: str) -> dict[str, Any]:
     """The definition as one of another group."""
-    made: dict[str, Any] = yaml.safe_load(CRD.read_text(encoding="utf-8"))
+    made: dict[str, Any] = read_crd()
     made["metadata"]["name"] = f"llmservices.{group}"
     made["spec"]["group"] = group
     made["spec"]["names"] |= {"shortNames": [], "categories": []}

@@ -8,8 +8,7 @@ import json
 
 import httpx
 import pytest
-import yaml
-from ullage_kubeapi.trial import CRD, CRDS, converged, quiet, until
+from ullage_kubeapi.trial import CRDS, converged, quiet, read_crd, until
 
 from ullage_operator.api.naming import OWNED
 
@@ -145,7 +144,7 @@ def test_a_service_that_breaks_a_rule_is_refused_by_the_api(world):
 
 
 def test_a_stored_service_that_became_invalid_says_so(world, start, played):
-    loose = yaml.safe_load(CRD.read_text())
+    loose = read_crd()
     schema = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del schema["properties"]["memory"]["properties"]["maxKV"]["pattern"]
     world.patch(f"{CRDS}/{loose['metadata']['name']}", {"spec": loose["spec"]})
@@ -221,7 +220,7 @@ def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(wo
     start(everywhere=True)
     asked = "/apis/serving.ullage.dev/v1alpha1/llmservices"
     until(lambda: any(r[1].startswith(asked) for r in list(played.requests)), "it is asked for")
-    world.client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+    world.client.post(CRDS, json=read_crd())
     assert world.create().status_code == 201
     assert ("statefulsets", "s-single") in converged(world)
     # What the chart's ClusterRole leaves out.
@@ -231,7 +230,7 @@ def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(wo
 def test_an_invalid_edit_keeps_what_runs_and_a_valid_one_goes_on(world, operator, played):
     world.create()
     before = converged(world)
-    crd = yaml.safe_load(CRD.read_text())
+    crd = read_crd()
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del schema["properties"]["memory"]["properties"]["maxKV"]["pattern"]
     world.patch(f"{CRDS}/{crd['metadata']['name']}", {"spec": crd["spec"]})

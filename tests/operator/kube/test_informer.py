@@ -7,10 +7,9 @@ import signal
 
 import httpx
 import pytest
-import yaml
 from prometheus_client import CollectorRegistry
 from ullage_kubeapi.server import running
-from ullage_kubeapi.trial import CRD, CRDS
+from ullage_kubeapi.trial import CRDS, read_crd
 
 from ullage_operator.api.naming import SERVICE, kind_of
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
@@ -229,8 +228,8 @@ def test_a_kind_that_cannot_be_listed_keeps_nobody_waiting_until_it_can(api):
 def test_without_services_nothing_is_complete(api):
     async def scenario():
         api.inject("GET", "/llmservices", 500, times=10**6)
-        definition = yaml.safe_load(CRD.read_text())
-        async with httpx.AsyncClient(base_url=api.url) as client:
+        definition = read_crd()
+        async with httpx.AsyncClient(base_url=api.url, verify=False) as client:
             assert (await client.post(CRDS, json=definition)).status_code == 201
         async with watching(LLM_SERVICES) as seen:
             await seen.until(lambda: seen.restarts("unavailable", "LLMService") >= 4)

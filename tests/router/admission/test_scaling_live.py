@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 from ullage_kubeapi.server import running
-from ullage_kubeapi.trial import CRD, CRDS, Operator, World
+from ullage_kubeapi.trial import CRDS, Operator, World, read_crd
 
 ROUTER = {
     "app.kubernetes.io/name": "ullage",
@@ -29,9 +29,11 @@ def world(tmp_path: Path) -> Iterator[World]:
         api = stack.enter_context(running(bookmark_interval=1.0))
         kubeconfig = api.kubeconfig(tmp_path)
         base = yaml.safe_load(kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
-        client = stack.enter_context(httpx.Client(base_url=base, timeout=20, trust_env=False))
+        client = stack.enter_context(
+            httpx.Client(base_url=base, timeout=20, trust_env=False, verify=False)
+        )
         client.post("/api/v1/namespaces", json={"metadata": {"name": "models"}})
-        made = client.post(CRDS, json=yaml.safe_load(CRD.read_text()))
+        made = client.post(CRDS, json=read_crd())
         assert made.status_code == 201, made.text
         yield World(client, "models", kubeconfig, api)
 

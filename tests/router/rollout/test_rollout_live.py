@@ -13,9 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from ullage_kubeapi.server import running
-from ullage_kubeapi.trial import CRD, CRDS, Operator, World, login, until
+from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
 
 from ullage_router.policy.decision import Side
 
@@ -40,7 +39,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("ULLAGE_DNS_LAG", "0.5")
         client = stack.enter_context(httpx.Client(**login(), timeout=20))
         client.post("/api/v1/namespaces", json={"metadata": {"name": "live"}})
-        client.post(CRDS, json=yaml.safe_load(CRD.read_text())).raise_for_status()
+        client.post(CRDS, json=read_crd()).raise_for_status()
         made = World(client, "live", tmp_path / "kubeconfig.yaml", api)
         made.kubeconfig = api.kubeconfig(tmp_path)
         until(lambda: client.get(made.services).status_code == 200, "the definition is served")

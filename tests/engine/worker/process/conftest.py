@@ -128,8 +128,24 @@ StartWorker = Callable[..., WorkerProcess]
 
 
 @pytest.fixture(scope="session")
+def write_config(weights_dir: Path) -> Callable[..., Path]:
+    """Writes a configuration; sections given by keyword replace fields of the default one."""
+
+    def write(folder: Path, **sections: Any) -> Path:
+        config = default_config(weights_dir)
+        for name, value in sections.items():
+            merged = config.get(name, {}) | value if isinstance(value, dict) else value
+            config[name] = merged
+        path = folder / "engine.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def launch_worker(
-    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+    tmp_path_factory: pytest.TempPathFactory, write_config: Callable[..., Path]
 ) -> Iterator[StartWorker]:
     """Starts workers; sections given by keyword replace fields of the default configuration.
 
@@ -140,16 +156,12 @@ def launch_worker(
 
         def launch(prefix: Sequence[str] = (), **sections: Any) -> WorkerProcess:
             folder = tmp_path_factory.mktemp("w")
-            config = default_config(weights_dir)
-            for name, value in sections.items():
-                merged = config.get(name, {}) | value if isinstance(value, dict) else value
-                config[name] = merged
-            (folder / "engine.yaml").write_text(yaml.safe_dump(config))
+            config = write_config(folder, **sections)
             endpoint = f"ipc://{folder}/w.ipc"
             socket: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.PAIR))
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
-            arguments = ["--config", str(folder / "engine.yaml"), "--endpoint", endpoint]
+            arguments = ["--config", str(config), "--endpoint", endpoint]
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "ullage_engine.worker.main", *arguments],
                 stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ullage_engine.model_config.dtypes import resolve_dtype
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, StartFailed
+from ullage_engine.protocol.messages import EngineRequest, SamplingParams
 
 MIB = 1 << 20
 ITEMSIZE = resolve_dtype("auto", torch.device("cpu")).itemsize  # of what this processor computes in
@@ -36,13 +36,3 @@ def test_memory_stays_what_the_ledger_says(
     assert abs(worker.rss - before) <= 0.01 * allocated
     assert abs(worker.rss - allocated) <= 0.01 * allocated
     assert worker.stop() == 0
-
-
-def test_host_memory_that_holds_no_block_is_refused(launch_worker: Callable[..., Any]) -> None:
-    worker = launch_worker(memory={"host_kv": BLOCK_BYTES - 1})
-    message = worker.receive()
-    while not isinstance(message, StartFailed):
-        message = worker.receive()
-    told = f"memory.hostKV: {BLOCK_BYTES - 1} bytes hold no KV block of {BLOCK_BYTES} bytes"
-    assert told in message.error
-    assert worker.process.wait(30) == 2

@@ -1,15 +1,21 @@
 """The real worker process with the real model."""
 
-import os
+import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.messages import Cancel, EngineRequest, Fault, StartFailed
+from ullage_engine.worker.device import WorkerStartError
+from ullage_engine.worker.startup import start
 
 StartWorker = Callable[..., Any]
 MakeRequest = Callable[..., EngineRequest]
@@ -101,10 +107,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"gpus": 4, "parallelism": {"tensor": 4}},
         "pools.single.parallelism.tensor: 4 ranks cannot share",
     ),
-    (
-        {"model": {"dtype": "float32"}, "memory": {"device_bytes": 500_000_000}},
-        "memory.deviceBytes: weights needs 513 MiB",
-    ),
+    ({"memory": {"host_kv": 999}}, "memory.hostKV: 999 bytes hold no KV block of "),
     ({"model": {"source": "file:///nowhere.gguf"}}, "/nowhere.gguf"),
     ({"device": "tpu"}, "device"),
 ]
@@ -112,13 +115,24 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("sections", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
 def test_a_start_that_cannot_succeed_says_why_in_one_line(
-    launch_worker: StartWorker, sections: dict[str, Any], words: str, capfd: Any
+    write_config: Callable[..., Path], sections: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    worker = launch_worker(**sections)
+    memory = {"device_bytes": 4 << 30} | sections.get("memory", {})
+    with pytest.raises((ConfigError, WorkerStartError, WeightsError)) as caught:
+        config = read_file(write_config(tmp_path, **sections | {"memory": memory}), EngineConfig)
+        start(config, lambda _: None, tmp_path / "group", lambda *_: ["sleep", "60"])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_worker_that_cannot_start_sends_its_reason_and_ends(
+    launch_worker: StartWorker, capfd: Any
+) -> None:
+    worker = launch_worker(model={"dtype": "float32"}, memory={"device_bytes": 500_000_000})
     message = worker.receive()
     while not isinstance(message, StartFailed):
         message = worker.receive()
-    assert words in message.error and "\n" not in message.error
+    assert message.error.startswith("memory.deviceBytes: weights needs 513 MiB")
+    assert "\n" not in message.error
     assert worker.process.wait(20) == 2
     assert "Traceback" not in capfd.readouterr().err
 
@@ -141,18 +155,12 @@ sys.exit(worker.main(sys.argv[4:]))
     assert "for this device" in capfd.readouterr().err
 
 
-def test_it_dies_with_the_server(launch_worker: StartWorker) -> None:
+def test_it_dies_with_the_server_and_leaves_ctrl_c_to_it(launch_worker: StartWorker) -> None:
     starter = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid); input()"
     worker = launch_worker(prefix=[sys.executable, "-u", "-c", starter])
     worker.receive()
     (child,) = psutil.Process(worker.process.pid).children()
+    [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
+    assert int(ignored, 16) >> (signal.SIGINT - 1) & 1
     worker.process.kill()
     assert psutil.wait_procs([child], timeout=20)[1] == []
-
-
-def test_it_ignores_ctrl_c_which_is_meant_for_the_server(launch_worker: StartWorker) -> None:
-    worker = launch_worker()
-    worker.receive()
-    os.kill(worker.process.pid, signal.SIGINT)
-    assert worker.receive() is not None
-    assert worker.process.poll() is None
