@@ -25,13 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    """A running engine pod: its server process and address."""
+    """An engine pod: its server process and addresses."""
 
     process: subprocess.Popen[bytes]
     target: str
     metrics_url: str
+    folder: Path
 
     @property
     def worker_pid(self) -> int:
@@ -42,6 +43,39 @@ class Engine:
         pid = self.worker_pid
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def kill(self) -> None:
+        """SIGKILL to the server and its worker."""
+        server = psutil.Process(self.process.pid)
+        for process in [server, *server.children(recursive=True)]:
+            process.kill()
+        self.process.wait()
+
+    def start_again(self) -> None:
+        """With the same configuration and ports; does not wait until it serves."""
+        self.process = start_process(self.folder)
+
+    def wait_serving(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        with grpc.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="readiness")
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    break
+                with contextlib.suppress(grpc.RpcError):
+                    answer = stub.Check(request, wait_for_ready=True, timeout=1.0)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                time.sleep(0.1)  # asked without a pause, it would burn what the engine starts with
+        raise AssertionError(f"engine not ready:\n{(self.folder / 'log').read_text()[-4000:]}")
+
+
+def start_process(folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the engine that is configured in a folder."""
+    command = [sys.executable, "-m", "ullage_engine.main", "--config", str(folder / "engine.yaml")]
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, stderr=log)
 
 
 StartEngine = Callable[..., Engine]
@@ -57,17 +91,11 @@ def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
             config = default_config(folder, weights_dir, grpc_port, metrics_port)
             for name, fields in sections.items():
                 config[name] |= fields
-            path = folder / "engine.yaml"
-            path.write_text(yaml.safe_dump(config))
-            with (folder / "log").open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "ullage_engine.main", "--config", str(path)], stderr=log
-                )
-            stack.callback(end, process)
-            engine = Engine(
-                process, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{metrics_port}/metrics"
-            )
-            wait_serving(engine, folder / "log")
+            (folder / "engine.yaml").write_text(yaml.safe_dump(config))
+            metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+            engine = Engine(start_process(folder), f"127.0.0.1:{grpc_port}", metrics, folder)
+            stack.callback(lambda: end(engine.process))
+            engine.wait_serving()
             return engine
 
         yield start
@@ -95,6 +123,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Itera
         )
 
 
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[list[Engine]]:
+    """Two engines alike, deterministic in the numbers that the processor computes in.
+
+    Tests may kill their workers, which come back; they start again what they end.
+    """
+    sections = {
+        "model": {"dtype": "auto", "deterministic": True},
+        "batching": {"max_sequences": 20, "prefill_chunk_tokens": 48},
+    }
+    with _engines(tmp_path_factory, weights_dir) as start:
+        yield [start(**sections, server={"engine_id": f"pair-{n}"}) for n in range(2)]
+
+
 def default_config(
     folder: Path, weights_dir: Path, grpc_port: int, metrics_port: int
 ) -> dict[str, Any]:
@@ -120,22 +162,6 @@ def default_config(
             "allow_fault_injection": True,
         },
     }
-
-
-def wait_serving(engine: Engine, log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    with grpc.insecure_channel(engine.target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service="readiness")
-        while time.monotonic() < deadline:
-            if engine.process.poll() is not None:
-                break
-            with contextlib.suppress(grpc.RpcError):
-                answer = stub.Check(request, wait_for_ready=True, timeout=1.0)
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-            time.sleep(0.1)  # asked without a pause, it would burn what the engine starts with
-    raise AssertionError(f"engine not ready:\n{log.read_text()[-4000:]}")
 
 
 @dataclass(frozen=True)

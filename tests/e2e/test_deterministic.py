@@ -46,13 +46,8 @@ async def generate(
     raise AssertionError("the stream ended without Finished")
 
 
-def test_text_is_the_same_alone_in_company_and_across_a_kill(
-    start_engine: Callable[..., "Engine"],
-) -> None:
-    engine = start_engine(
-        model={"dtype": "auto", "deterministic": True},
-        batching={"prefill_chunk_tokens": 48},
-    )
+def test_text_is_the_same_alone_in_company_and_across_a_kill(pair: list["Engine"]) -> None:
+    engine = pair[0]
     killed: list[int] = []
 
     def strike(count: int) -> None:

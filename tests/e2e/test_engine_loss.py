@@ -1,19 +1,19 @@
-"""Engines are killed whole, server and worker, in the middle of streams: every stream ends as it
-would have ended undisturbed, and says nothing twice.
+"""Engines are killed whole, server and worker, or told to stop, in the middle of streams: every
+stream ends as it would have ended undisturbed, and says nothing twice.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
-import subprocess
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import psutil
 import pytest
 
 from ullage_common.config.router import RouterConfig
@@ -73,6 +73,7 @@ REQUESTS = (
 class Answer:
     """What a client has of one stream."""
 
+    engine: str = field(default="", compare=False)
     texts: dict[int, str] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     logprob_tokens: list[str] = field(default_factory=list)
@@ -96,13 +97,11 @@ class Answer:
 
 
 class Service:
-    """Two engines behind a router in this process."""
+    """A router in this process."""
 
-    def __init__(self, engines: list["Engine"], http: httpx.AsyncClient, router: Router) -> None:
+    def __init__(self, http: httpx.AsyncClient, router: Router) -> None:
         self.http = http
         self.router = router
-        self._processes = {engine.target: engine.process for engine in engines}
-        self._started: list[subprocess.Popen[bytes]] = []
 
     async def answer(
         self, request: tuple[str, dict[str, Any]], on_token: Callable[[], None] = lambda: None
@@ -111,6 +110,7 @@ class Service:
         answer, is_done = Answer(), False
         async with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, await response.aread()
+            answer.engine = response.headers["x-ullage-engine"]
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     answer.take(json.loads(line[6:]))
@@ -118,19 +118,6 @@ class Service:
                 is_done = is_done or line == "data: [DONE]"
         assert is_done
         return answer
-
-    def kill(self, address: str) -> None:
-        """SIGKILL to an engine's server and its worker."""
-        server = psutil.Process(self._processes[address].pid)
-        for process in [server, *server.children(recursive=True)]:
-            process.kill()
-        self._processes[address].wait()
-
-    def start_again(self, address: str) -> None:
-        args = self._processes[address].args
-        process = subprocess.Popen(args, stderr=subprocess.DEVNULL)
-        self._processes[address] = process
-        self._started.append(process)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -143,18 +130,14 @@ class Service:
     async def ready(self, count: int = 2) -> None:
         await self.until(lambda: sum(e.state == "ready" for e in self.engines().values()) >= count)
 
-    def busiest(self) -> str:
-        return max(self.engines().values(), key=lambda engine: engine.inflight).address
+    def busiest(self, engines: list["Engine"]) -> "Engine":
+        inflight = {address: seen.inflight for address, seen in self.engines().items()}
+        return max(engines, key=lambda engine: inflight[engine.target])
 
     def num_resumed(self) -> float:
         labels = {"cause": "connection", "outcome": "resumed"}
         registry = self.router.service.metrics.registry
         return registry.get_sample_value("ullage_router_resumptions_total", labels) or 0.0
-
-    def end(self) -> None:
-        for process in self._started:
-            process.terminate()
-            process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -173,23 +156,34 @@ async def service(folder: Path, engines: list["Engine"]) -> AsyncIterator[Servic
     await router.start()
     url = f"http://127.0.0.1:{router.http_port}"
     http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False)
-    running = Service(engines, http, router)
+    running = Service(http, router)
     try:
         await running.ready()
         yield running
     finally:
         await http.aclose()
         await router.stop()
-        running.end()
+
+
+@pytest.fixture(scope="module")
+def whole(pair: list["Engine"], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """The undisturbed answers."""
+
+    async def scenario() -> list[Answer]:
+        async with service(tmp_path_factory.mktemp("router"), pair) as running:
+            return await asyncio.gather(*(running.answer(request) for request in REQUESTS))
+
+    return asyncio.run(scenario())
 
 
 @pytest.fixture
-def two_engines(start_engine: Callable[..., "Engine"]) -> list["Engine"]:
-    sections = {
-        "model": {"deterministic": True},
-        "batching": {"max_sequences": 20, "prefill_chunk_tokens": 64},
-    }
-    return [start_engine(**sections, server={"engine_id": f"engine-{n}"}) for n in range(2)]
+def two_engines(pair: list["Engine"]) -> list["Engine"]:
+    """Both, started again where an earlier test has ended them."""
+    for engine in pair:
+        if engine.process.poll() is not None:
+            engine.start_again()
+            engine.wait_serving()
+    return pair
 
 
 async def middle(service: Service, counts: list[int], least: int) -> None:
@@ -197,37 +191,72 @@ async def middle(service: Service, counts: list[int], least: int) -> None:
     await service.until(lambda: min(counts) >= least)
 
 
-def test_no_stream_is_lost_with_its_engine(two_engines: list["Engine"], tmp_path: Path) -> None:
+class Streams:
+    """All requests at once, and how far each answer is."""
+
+    def __init__(self, running: Service) -> None:
+        self.counts = [0] * len(REQUESTS)
+        self._answers = [
+            asyncio.ensure_future(running.answer(request, partial(self._count, number)))
+            for number, request in enumerate(REQUESTS)
+        ]
+
+    def _count(self, number: int) -> None:
+        self.counts[number] += 1
+
+    async def end(self) -> list[Answer]:
+        return await asyncio.gather(*self._answers)
+
+
+def test_no_stream_is_lost_with_its_engine(
+    two_engines: list["Engine"], whole: list[Answer], tmp_path: Path
+) -> None:
     """One engine is killed, and then the other while the first one loads: streams go on with the
     other engine, and are held until there is one."""
 
     async def scenario() -> None:
         async with service(tmp_path, two_engines) as running:
-            whole = await asyncio.gather(*(running.answer(request) for request in REQUESTS))
-            counts = [0] * len(REQUESTS)
-
-            def counter(number: int) -> Callable[[], None]:
-                def count() -> None:
-                    counts[number] += 1
-
-                return count
-
-            tasks = [
-                asyncio.ensure_future(running.answer(request, counter(number)))
-                for number, request in enumerate(REQUESTS)
-            ]
-            await middle(running, counts, 1)
-            first = running.busiest()
-            running.kill(first)
-            (second,) = running.engines().keys() - {first}
-            known = running.engines()[second]
-            await running.until(lambda: known.inflight and not known.backlog_tokens)
-            running.kill(second)
-            running.start_again(first)
-            answers = await asyncio.gather(*tasks)
-            for request, answer, reference in zip(REQUESTS, answers, whole, strict=True):
+            streams = Streams(running)
+            await middle(running, streams.counts, 1)
+            first = running.busiest(two_engines)
+            first.kill()
+            [second] = [engine for engine in two_engines if engine is not first]
+            seen = running.engines()[second.target]
+            await running.until(lambda: seen.inflight and not seen.backlog_tokens)
+            second.kill()
+            first.start_again()
+            for request, answer, reference in zip(
+                REQUESTS, await streams.end(), whole, strict=True
+            ):
                 assert answer == reference, request
             assert running.num_resumed() >= 3
+
+    asyncio.run(scenario())
+
+
+def test_no_stream_is_lost_when_an_engine_is_told_to_stop(
+    pair: list["Engine"], engine: "Engine", whole: list[Answer], tmp_path: Path
+) -> None:
+    """Its streams end there as they would have ended, and the other engine takes what is new."""
+    ending = next(each for each in pair if each.process.poll() is None)
+    name = f"pair-{pair.index(ending)}"
+
+    async def scenario() -> None:
+        async with service(tmp_path, [ending, engine]) as running:
+            streams = Streams(running)
+            await running.until(lambda: all(seen.inflight for seen in running.engines().values()))
+            await middle(running, streams.counts, 1)
+            ending.process.send_signal(signal.SIGTERM)
+            later = Streams(running)
+            answers = await streams.end()
+            assert {answer.engine for answer in answers} == {name, "engine-1"}
+            for answer, reference in zip(answers, whole, strict=True):
+                assert answer.ends.keys() == reference.ends.keys()
+                assert answer.engine != name or answer == reference
+            for answer in await later.end():
+                assert all(answer.texts.values())
+            assert await asyncio.to_thread(ending.process.wait, PATIENCE_S) == 0
+            assert (await running.answer(REQUESTS[0])).engine == "engine-1"
 
     asyncio.run(scenario())
 
@@ -235,11 +264,10 @@ def test_no_stream_is_lost_with_its_engine(two_engines: list["Engine"], tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_eight_streams_live_through_twenty_kills(
-    two_engines: list["Engine"], tmp_path: Path
+    two_engines: list["Engine"], whole: list[Answer], tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         async with service(tmp_path, two_engines) as running:
-            whole = await asyncio.gather(*(running.answer(request) for request in REQUESTS))
             is_over = asyncio.Event()
             counts, ended = [0] * len(REQUESTS), [0]
 
@@ -262,11 +290,11 @@ def test_eight_streams_live_through_twenty_kills(
                 for _ in range(20):
                     await running.ready()
                     await middle(running, counts, 1)
-                    victim = running.busiest()
-                    running.kill(victim)
-                    known = running.engines()[victim]
-                    await running.until(lambda known=known: known.state != "ready")
-                    running.start_again(victim)
+                    victim = running.busiest(two_engines)
+                    victim.kill()
+                    seen = running.engines()[victim.target]
+                    await running.until(lambda seen=seen: seen.state != "ready")
+                    victim.start_again()
                 is_over.set()
             print(f"{ended[0]} answers, {running.num_resumed():.0f} resumptions")
             assert running.num_resumed() >= 20

@@ -20,15 +20,12 @@ OUTPUT_TOKENS = 24
 NUM_CONVERSATIONS = 6
 # Six conversations share five blocks and need two more each at first, four at their longest.
 SMALL = 16 * BLOCK_BYTES
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "alone": {"prefix_cache": False},
-    "small": {"max_kv": SMALL, "host_kv": SMALL},
-}
 
 
-def turn(number: int, token_ids: list[int]) -> pb.GenerateRequest:
+def turn(number: int, token_ids: list[int], salt: str = "") -> pb.GenerateRequest:
     return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=token_ids),
+        cache_salt=salt,
         sampling=pb.SamplingParams(temperature=0.0),
         stop=pb.StopConditions(max_tokens=OUTPUT_TOKENS, ignore_eos=True),
         output=pb.OutputOptions(return_token_ids=True),
@@ -37,10 +34,11 @@ def turn(number: int, token_ids: list[int]) -> pb.GenerateRequest:
 
 
 class Talk:
-    """Six conversations at once, two turns each."""
+    """Six conversations at once, two turns each; alone: each turn computes all of its own."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", is_alone: bool = False) -> None:
         self._engine = engine
+        self._is_alone = is_alone
         self.answers: list[list[int]] = []
         self.cached: list[int] = []
         self.preemptions = 0
@@ -62,9 +60,10 @@ class Talk:
 
     async def _ask(self, stub: Any, number: int, token_ids: list[int]) -> list[int]:
         output: list[int] = []
+        request = turn(number, token_ids, f"{number} {len(token_ids)}" if self._is_alone else "")
         while True:
             try:
-                async for response in stub.Generate(turn(number, token_ids)):
+                async for response in stub.Generate(request):
                     output += response.delta.token_ids
                     if response.HasField("finished"):
                         self.cached.append(response.finished.usage.cached_tokens)
@@ -106,15 +105,15 @@ async def all_given_back(stub: Any) -> None:
 
 @pytest.fixture(scope="module")
 def talks(start_engine: Callable[..., "Engine"], engine: "Engine") -> dict[str, Talk]:
-    found = {"cached": Talk(engine)}
-    asyncio.run(found["cached"].run(is_taught=False))
-    for name, memory in CONFIGURATIONS.items():
-        engine = start_engine(model={"max_model_len": 160}, memory=memory)
-        found[name] = Talk(engine)
-        asyncio.run(found[name].run(is_taught="max_kv" in memory))
-        engine.process.terminate()
-        engine.process.wait(20)
-    return found
+    talks = {"cached": Talk(engine), "alone": Talk(engine, is_alone=True)}
+    for talk in talks.values():
+        asyncio.run(talk.run(is_taught=False))
+    small = start_engine(model={"max_model_len": 160}, memory={"max_kv": SMALL, "host_kv": SMALL})
+    talks["small"] = Talk(small)
+    asyncio.run(talks["small"].run(is_taught=True))
+    small.process.terminate()
+    small.process.wait(20)
+    return talks
 
 
 @pytest.mark.parametrize("name", ["cached", "small"])
