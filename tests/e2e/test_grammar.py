@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -43,25 +41,28 @@ def check(text: str) -> None:
     Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
-def kill_workers(service: "Service") -> int:
-    workers = [each for each in service.family() if "ullage_engine.worker.main" in each.cmdline()]
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGKILL)
-    return len(workers)
+def kill_worker(service: "Service", engine: str) -> None:
+    [pid] = [each["pid"] for each in service.state["engines"] if each["id"] == engine]
+    children = psutil.Process(pid).children()
+    [worker] = [each for each in children if "ullage_engine.worker.main" in each.cmdline()]
+    worker.kill()
 
 
 async def streamed(client: openai.AsyncOpenAI, service: "Service", is_killed: bool) -> list[str]:
-    """The texts of three hot answers, during which every worker may be killed."""
-    texts, num_chunks, num_killed = ["", "", ""], 0, 0
-    stream = await client.chat.completions.create(**ASKED, n=3, temperature=1.5, stream=True)
-    async for chunk in stream:
+    """The texts of three hot answers, during which their worker may be killed."""
+    texts, num_chunks, kill_after = ["", "", ""], 0, 12 if is_killed else 0
+    raw = await client.chat.completions.with_raw_response.create(
+        **ASKED, n=3, temperature=1.5, stream=True
+    )
+    async for chunk in raw.parse():
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             assert choice.finish_reason in (None, "stop")
             num_chunks += bool(choice.delta.content)
-        if is_killed and not num_killed and num_chunks >= 12:
-            num_killed = kill_workers(service)
-    assert bool(num_killed) == is_killed
+        if kill_after and num_chunks >= kill_after:
+            kill_worker(service, raw.headers["x-ullage-engine"])
+            kill_after = 0
+    assert not kill_after
     return texts
 
 
