@@ -154,7 +154,7 @@ def test_a_stored_service_that_became_invalid_says_so(world, start, played):
     found = world.condition("Ready")
     assert found["status"] == "False" and "'plenty' is not a quantity" in found["message"]
     assert world.owned() == {}
-    assert operator.process.poll() is None
+    assert operator.is_running
 
 
 def test_a_restart_resumes_and_writes_nothing_needless(world, start, played):
@@ -195,7 +195,7 @@ def test_faults_of_the_api_server_are_lived_through(world, operator, played, sta
     world.create()
     converged(world)
     until(lambda: ("statefulsets", "s-single") in world.owned(), "it is tried again")
-    assert operator.process.poll() is None
+    assert operator.is_running
     assert all(fault.times == 0 for fault in faults)
 
 
