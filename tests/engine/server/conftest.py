@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.config.engine import EngineConfig, LimitsSection, ModelSection, ServerSection
 from ullage_common.wire.channels import open_channel
+from ullage_engine.server import app
 from ullage_engine.server.app import EngineApp, WorkerLaunch
 from ullage_engine.server.health import RestartPolicy
 
@@ -58,10 +60,10 @@ class Answer:
 class Engine:
     """The running server and stubs of a client of it."""
 
-    def __init__(self, app: EngineApp) -> None:
+    def __init__(self, engine_app: EngineApp) -> None:
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        self.running = asyncio.create_task(app.run(self.stop, self.hurry))
-        self._app = app
+        self.running = asyncio.create_task(engine_app.run(self.stop, self.hurry))
+        self._app = engine_app
 
     async def connect(self) -> None:
         """Waits until the server listens; raises what it raises if it ends instead."""
@@ -103,6 +105,14 @@ class Engine:
                 if condition(push.headroom):
                     break
         call.cancel()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _load_each_tokenizer_once() -> Iterator[None]:
+    """Most of a server's start, and the same for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "_load_tokenizer", functools.cache(app._load_tokenizer))
+        yield
 
 
 @pytest.fixture
