@@ -137,6 +137,7 @@ class Operator:
         self._http = httpx.Client(
             timeout=5, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
+        log.touch()
         ports = [f"--probes-port={self.probes}", f"--metrics-port={self.metrics}"]
         scope = [] if everywhere else [f"--namespace={world.namespace}"]
         arguments = ["--host=127.0.0.1", *ports, *scope, "--resync=2", *flags]
