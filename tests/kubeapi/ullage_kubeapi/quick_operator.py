@@ -13,6 +13,7 @@ from ullage_operator.main import main
 
 def run(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     """Is this process's whole life: its standard error is the log."""
+    os.environ.clear()
     os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
