@@ -166,8 +166,8 @@ async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
 
 
 def _first_token(run: Run, after: float) -> float | None:
-    found = [at for times in run.arrivals.values() for at in times[1:] if at > after]
-    return min(found, default=None)
+    later = [at for times in run.arrivals.values() for at in times[1:] if at > after]
+    return min(later, default=None)
 
 
 def _longest_pause(run: Run, after: float) -> float:
@@ -184,16 +184,16 @@ def _longest_pause(run: Run, after: float) -> float:
 async def _until(condition: "Callable[[], T | None]") -> T:
     """The first result that is not None."""
     deadline = time.monotonic() + RECOVERY_S
-    while (found := condition()) is None:
+    while (result := condition()) is None:
         if time.monotonic() > deadline:
             raise SystemExit(f"error: no recovery within {RECOVERY_S:g} s")
         await asyncio.sleep(POLL_S)
-    return found
+    return result
 
 
 async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int]]:
     answers = [generate(engine, prompt, tokens, []) for prompt in range(prompts)]
-    return [found for found, _ in await asyncio.gather(*answers)]
+    return [texts for texts, _ in await asyncio.gather(*answers)]
 
 
 def plan(faults: int, chooser: random.Random) -> list[str]:

@@ -147,8 +147,8 @@ class KVEngine(
         pool = self.pool
         free = pool.free * BLOCK_BYTES
         releases = [
-            headroom_pb2.Release(after_ms=int(1e3 * left * pool.step_s), bytes=n * BLOCK_BYTES)
-            for left, n in sorted(pool.running.values())[:32]
+            headroom_pb2.Release(after_ms=int(1e3 * remaining * pool.step_s), bytes=n * BLOCK_BYTES)
+            for remaining, n in sorted(pool.running.values())[:32]
         ]
         return headroom_pb2.Headroom(
             engine=self._name,

@@ -185,16 +185,16 @@ def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str,
                 throughput(target, rows[target.name], is_streamed, options)
     for target in targets:
         row = rows[target.name]
-        told = load(target, "--rate", str(options.rate), "--seconds", str(options.seconds))
-        row.p50_ms, row.p99_ms = told["p50_ms"], told["p99_ms"]
-        row.errors += told["errors"]
+        result = load(target, "--rate", str(options.rate), "--seconds", str(options.seconds))
+        row.p50_ms, row.p99_ms = result["p50_ms"], result["p99_ms"]
+        row.errors += result["errors"]
     return rows
 
 
 def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Namespace) -> None:
     kind = ["--stream"] if is_streamed else []
     before = target.cpu_s()
-    told = load(
+    result = load(
         target,
         "--connections",
         str(options.connections),
@@ -202,9 +202,9 @@ def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Na
         str(options.seconds),
         *kind,
     )
-    row.per_second[is_streamed].append(told["per_second"])
-    row.cpu_us[is_streamed].append(1e6 * (target.cpu_s() - before) / max(1, told["requests"]))
-    row.errors += told["errors"]
+    row.per_second[is_streamed].append(result["per_second"])
+    row.cpu_us[is_streamed].append(1e6 * (target.cpu_s() - before) / max(1, result["requests"]))
+    row.errors += result["errors"]
 
 
 def peers(machine: Machine, ports: Sequence[int], options: argparse.Namespace) -> Iterator[Target]:
@@ -262,8 +262,8 @@ def memory(target: Target, requests: int) -> None:
     for _ in range(2):
         load(target, "--requests", str(requests // 2), "--seconds", "600")
         sizes.append(target.resident_mb())
-    told = ", ".join(f"{size:.1f}" for size in sizes)
-    print(f"memory over {requests} requests (start, middle, end): {told} MB")
+    line = ", ".join(f"{size:.1f}" for size in sizes)
+    print(f"memory over {requests} requests (start, middle, end): {line} MB")
 
 
 def streams(machine: Machine, count: int) -> None:
@@ -271,8 +271,8 @@ def streams(machine: Machine, count: int) -> None:
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]
-    told = load(target, "--stream", *options)
-    print(f"{count} concurrent streams: {told['requests']} whole, {told['errors']} errors")
+    result = load(target, "--stream", *options)
+    print(f"{count} concurrent streams: {result['requests']} whole, {result['errors']} errors")
 
 
 def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:

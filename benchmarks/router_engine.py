@@ -159,8 +159,8 @@ class OpenAIEngine(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._read += data
-        head, found, rest = self._read.partition(b"\r\n\r\n")
-        if not found:
+        head, separator, rest = self._read.partition(b"\r\n\r\n")
+        if not separator:
             return
         _, _, length = head.lower().partition(b"content-length:")
         if len(rest) < int(length.split(b"\r\n")[0] or 0):

@@ -113,12 +113,12 @@ class Load:
             self.errors += 1
 
     async def closed(self, connections: int, seconds: float, requests: int) -> None:
-        until, left = time.perf_counter() + seconds, requests or 1 << 60
+        until, remaining = time.perf_counter() + seconds, requests or 1 << 60
 
         async def worker(connection: Connection) -> None:
-            nonlocal left
-            while left > 0 and time.perf_counter() < until and not self.errors:
-                left -= 1
+            nonlocal remaining
+            while remaining > 0 and time.perf_counter() < until and not self.errors:
+                remaining -= 1
                 await self.once(connection)
 
         opened = await asyncio.gather(*(self.connect() for _ in range(connections)))
@@ -157,14 +157,14 @@ async def main(options: argparse.Namespace) -> None:
             await load.closed(options.connections, options.seconds, options.requests)
     wall = time.perf_counter() - started
     ms = [1000 * latency for latency in load.latencies]
-    told = {
+    result = {
         "requests": len(ms),
         "errors": load.errors,
         "per_second": round(len(ms) / wall, 1),
         "p50_ms": ms and round(statistics.median(ms), 3),
         "p99_ms": ms and round(percentile(ms, 0.99) or 0.0, 3),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

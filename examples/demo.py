@@ -296,8 +296,8 @@ def stop(service: subprocess.Popen[bytes]) -> list[str]:
     except subprocess.TimeoutExpired:
         service.kill()
         return [f"ullage up did not stop within {STOP_TIMEOUT_S:.0f} s"]
-    left = [p.pid for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    problems = [f"processes left behind: {left}"] if left else []
+    survivors = [p.pid for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    problems = [f"processes left behind: {survivors}"] if survivors else []
     return problems + ([f"ullage up exited with status {status}"] if status else [])
 
 

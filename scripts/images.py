@@ -154,10 +154,10 @@ def blob(digest: str) -> str:
 
 
 def member(tar: tarfile.TarFile, name: str) -> Any:
-    found = tar.extractfile(name)
-    if found is None:
+    file = tar.extractfile(name)
+    if file is None:
         raise SystemExit(f"error: {tar.name}: {name} is not a file")
-    return found
+    return file
 
 
 def unpacked_bytes(layer: Any) -> int:
@@ -206,20 +206,20 @@ def make(build: Build, name: str, base: str, archive: Path) -> Made:
     run(build.target(name, tag, base))
     archive.unlink(missing_ok=True)
     run(build.export(tag, archive))
-    made = inspect(archive)
+    image = inspect(archive)
     limit = IMAGES[name].limit_bytes
-    if limit and made.unpacked_bytes > limit:
-        raise SystemExit(f"error: {name}: {made.unpacked_bytes} bytes unpacked, limit {limit}")
-    return made
+    if limit and image.unpacked_bytes > limit:
+        raise SystemExit(f"error: {name}: {image.unpacked_bytes} bytes unpacked, limit {limit}")
+    return image
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
-    made.add_argument("--out", type=Path, default=ROOT / "dist" / "images")
-    made.add_argument("--base", default="", help="an image with python3; default: made here")
-    made.add_argument("--tool", choices=["buildah", "docker"], help="default: what is installed")
-    return made
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist" / "images")
+    parser.add_argument("--base", default="", help="an image with python3; default: made here")
+    parser.add_argument("--tool", choices=["buildah", "docker"], help="default: what is installed")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,8 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build = Build(tool, out / "build", epoch_of_commit())
     base = pull_base(build, options.base) if options.base else make_base(build)
     archives = {name: out / f"{name}.tar" for name in names}
-    made = {name: make(build, name, base, archives[name]) for name in names}
-    for name, image in made.items():
+    made_images = {name: make(build, name, base, archives[name]) for name in names}
+    for name, image in made_images.items():
         sizes = f"{image.packed_bytes // MB} MB packed, {image.unpacked_bytes // MB} MB unpacked"
         print(f"{archives[name]}: {REPOSITORY}/{name}:{version()} {image.digest}, {sizes}")
     return 0

@@ -33,8 +33,8 @@ def would_install(package: str, constraints: str) -> list[str]:
     report = subprocess.run([*pip, "-c", constraints, package], stdout=subprocess.PIPE, check=False)
     if report.returncode:
         return []  # the installation itself will say what is wrong
-    found = json.loads(report.stdout)["install"]
-    return [item["metadata"]["name"].lower() for item in found]
+    packages = json.loads(report.stdout)["install"]
+    return [item["metadata"]["name"].lower() for item in packages]
 
 
 if __name__ == "__main__":

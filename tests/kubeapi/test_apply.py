@@ -35,12 +35,12 @@ def managers(obj):
 
 
 def test_apply_creates_and_applying_again_changes_nothing(apply):
-    made = apply(f"{CONFIGMAPS}/c", config_map(a="1"))
-    assert made.status_code == 201
-    assert managers(made.json()) == {("a", "Apply"): {"f:data": {"f:a": {}}}}
+    response = apply(f"{CONFIGMAPS}/c", config_map(a="1"))
+    assert response.status_code == 201
+    assert managers(response.json()) == {("a", "Apply"): {"f:data": {"f:a": {}}}}
     again = apply(f"{CONFIGMAPS}/c", config_map(a="1"))
     assert again.status_code == 200
-    assert again.json()["metadata"] == made.json()["metadata"]
+    assert again.json()["metadata"] == response.json()["metadata"]
 
 
 def test_apply_needs_a_field_manager(client):
@@ -52,8 +52,8 @@ def test_conflicts_are_named_and_can_be_forced(apply):
     apply(f"{CONFIGMAPS}/c", config_map(a="1", b="1"), "first")
     refused = apply(f"{CONFIGMAPS}/c", config_map(a="2"), "second")
     assert refused.status_code == 409
-    (found,) = refused.json()["details"]["causes"]
-    assert (found["field"], found["message"]) == (".data.a", 'conflict with "first"')
+    (cause,) = refused.json()["details"]["causes"]
+    assert (cause["field"], cause["message"]) == (".data.a", 'conflict with "first"')
     forced = apply(f"{CONFIGMAPS}/c", config_map(a="2"), "second", force=True).json()
     assert forced["data"] == {"a": "2", "b": "1"}
     assert managers(forced)["first", "Apply"] == {"f:data": {"f:b": {}}}
@@ -91,8 +91,8 @@ def test_containers_ports_and_env_merge_by_key(apply):
         "env": [{"name": "A", "value": "1"}],
         "ports": [{"containerPort": 80}],
     }
-    made = apply(f"{DEPLOYMENTS}/d", deployment(one), "first")
-    assert made.status_code == 201, made.text
+    response = apply(f"{DEPLOYMENTS}/d", deployment(one), "first")
+    assert response.status_code == 201, response.text
     partial = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

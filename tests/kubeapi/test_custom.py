@@ -31,9 +31,9 @@ def test_defaults_are_filled_in(client, gadgets, gadget):
 
 
 def test_unknown_fields_are_pruned_with_a_warning_or_refused(client, gadgets, gadget):
-    made = client.post(gadgets, json=gadget(nonsense=1))
-    assert "nonsense" not in made.json()["spec"]
-    assert "spec.nonsense" in made.headers["Warning"]
+    response = client.post(gadgets, json=gadget(nonsense=1))
+    assert "nonsense" not in response.json()["spec"]
+    assert "spec.nonsense" in response.headers["Warning"]
     strict = client.post(
         gadgets, json=gadget("h", nonsense=1), params={"fieldValidation": "Strict"}
     )
@@ -55,13 +55,13 @@ def test_unknown_fields_are_pruned_with_a_warning_or_refused(client, gadgets, ga
     ],
 )
 def test_violations_name_their_field(client, gadgets, gadget, spec, field, text):
-    found = causes(client.post(gadgets, json=gadget(**spec)))
-    assert any(at == field and text in message for at, message in found), found
+    problems = causes(client.post(gadgets, json=gadget(**spec)))
+    assert any(at == field and text in message for at, message in problems), problems
 
 
 def test_rules_answer_with_their_messages(client, gadgets, gadget):
-    found = causes(client.post(gadgets, json=gadget(low=11)))
-    assert found == {("spec", 'Invalid value: "object": low 11 is above high')}
+    problems = causes(client.post(gadgets, json=gadget(low=11)))
+    assert problems == {("spec", 'Invalid value: "object": low 11 is above high')}
     ((at, message),) = causes(client.post(gadgets, json=gadget("a-name-much-too-long-for-it")))
     assert (at, message.endswith("a short name, please")) == ("", True)
 

@@ -41,9 +41,9 @@ def test_namespaces_are_listed_and_needed(client):
 
 
 def test_create_gives_identity_and_refuses_the_name_twice(client):
-    made = client.post(CONFIGMAPS, json=config_map())
-    assert made.status_code == 201
-    meta = made.json()["metadata"]
+    response = client.post(CONFIGMAPS, json=config_map())
+    assert response.status_code == 201
+    meta = response.json()["metadata"]
     assert meta["uid"] and meta["creationTimestamp"] and int(meta["resourceVersion"]) > 0
     again = client.post(CONFIGMAPS, json=config_map())
     assert (again.status_code, again.json()["reason"]) == (409, "AlreadyExists")
@@ -78,9 +78,9 @@ def test_missing_objects_paths_and_bodies_are_answered_with_status(client):
 
 
 def test_generation_counts_spec_changes_only(client, gadgets, gadget):
-    made = client.post(gadgets, json=gadget()).json()
+    response = client.post(gadgets, json=gadget()).json()
     path = f"{gadgets}/g"
-    assert made["metadata"]["generation"] == 1
+    assert response["metadata"]["generation"] == 1
     labelled = client.patch(path, json={"metadata": {"labels": {"a": "b"}}}, headers=MERGE).json()
     assert labelled["metadata"]["generation"] == 1
     status = client.patch(f"{path}/status", json={"status": {"phase": "x"}}, headers=MERGE).json()
@@ -90,10 +90,10 @@ def test_generation_counts_spec_changes_only(client, gadgets, gadget):
 
 
 def test_status_and_spec_are_written_apart(client, gadgets, gadget):
-    made = client.post(gadgets, json={**gadget(), "status": {"phase": "early"}}).json()
-    assert "status" not in made
-    made["status"], made["spec"]["replicas"] = {"phase": "late"}, 9
-    spec_only = client.put(f"{gadgets}/g", json=made).json()
+    response = client.post(gadgets, json={**gadget(), "status": {"phase": "early"}}).json()
+    assert "status" not in response
+    response["status"], response["spec"]["replicas"] = {"phase": "late"}, 9
+    spec_only = client.put(f"{gadgets}/g", json=response).json()
     assert "status" not in spec_only and spec_only["spec"]["replicas"] == 9
     spec_only["status"], spec_only["spec"]["replicas"] = {"phase": "late"}, 1
     status_only = client.put(f"{gadgets}/g/status", json=spec_only).json()
@@ -135,8 +135,8 @@ def test_merge_patch_removes_with_null(client):
 
 
 def test_json_patch_tests_before_it_changes(client):
-    made = client.post(CONFIGMAPS, json=config_map()).json()
-    version = made["metadata"]["resourceVersion"]
+    response = client.post(CONFIGMAPS, json=config_map()).json()
+    version = response["metadata"]["resourceVersion"]
     test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
     add = {"op": "add", "path": "/data/b~1c", "value": "2"}
     done = client.patch(f"{CONFIGMAPS}/c", json=[test, add], headers=JSON)
@@ -205,8 +205,8 @@ def test_statefulsets_and_deployments_refuse_what_kubernetes_refuses(client):
     spec = {"selector": {"matchLabels": {"app": "x"}}, "serviceName": "s", "template": template}
     body = {"metadata": {"name": "w"}, "spec": spec}
     path = "/apis/apps/v1/namespaces/default"
-    made = client.post(f"{path}/statefulsets", json=body).json()
-    assert made["spec"]["replicas"] == 1
+    response = client.post(f"{path}/statefulsets", json=body).json()
+    assert response["spec"]["replicas"] == 1
     change = {"spec": {"serviceName": "other"}}
     assert client.patch(f"{path}/statefulsets/w", json=change, headers=MERGE).status_code == 422
     assert client.post(f"{path}/deployments", json=body).status_code == 201

@@ -35,11 +35,11 @@ def manifest() -> Callable[..., dict[str, Any]]:
     """A minimal manifest; keywords add fields to its spec, and pools to the pool single."""
 
     def make(**spec: Any) -> dict[str, Any]:
-        made = deepcopy(MANIFEST)
-        made["spec"] |= spec
+        document = deepcopy(MANIFEST)
+        document["spec"] |= spec
         if isinstance(spec.get("pools"), dict):
-            made["spec"]["pools"] = {"single": {}} | spec["pools"]
-        return made
+            document["spec"]["pools"] = {"single": {}} | spec["pools"]
+        return document
 
     return make
 
@@ -80,8 +80,8 @@ def world(tmp_path: Path) -> Iterator[World]:
         namespace = f"ullage-test-{os.getpid()}-{time.monotonic_ns() % 10**6}"
         client.post("/api/v1/namespaces", json={"metadata": {"name": namespace}})
         stack.callback(client.delete, f"/api/v1/namespaces/{namespace}")
-        made = client.post(CRDS, json=read_crd())
-        assert made.status_code in (201, 409), made.text
+        response = client.post(CRDS, json=read_crd())
+        assert response.status_code in (201, 409), response.text
         seen = World(client, namespace, Path(os.environ["KUBECONFIG"]), api)
         until(lambda: client.get(seen.services).status_code == 200, "the definition is served")
         yield seen

@@ -46,8 +46,8 @@ class Service:
         return await self.http.post("/v1/completions", json=body)
 
     async def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.monitoring.get("/stats")).json()
-        return found
+        stats: dict[str, Any] = (await self.monitoring.get("/stats")).json()
+        return stats
 
     async def states(self) -> dict[str, str]:
         return {e["id"]: e["state"] for e in (await self.stats())["engines"]}
@@ -148,11 +148,11 @@ async def _connect(
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     service = Service(router, engines, http, monitoring, client, stub, channel)
     if wait:
-        known = router.service.engines
+        roster = router.service.engines
         await service.until(
             lambda: (
-                len(known.all()) == len(engines)
-                and all(engine.state == "ready" for engine in known.all())
+                len(roster.all()) == len(engines)
+                and all(engine.state == "ready" for engine in roster.all())
             )
         )
     return service

@@ -90,8 +90,8 @@ class RadixTree:
         if not self._window_tokens:
             return []
         first = self.first_window_block(len(path) * self._block_tokens)
-        found = [self._by_block[block].window_block for block in path[first:]]
-        return [block for block in found if block is not None]
+        window_blocks = [self._by_block[block].window_block for block in path[first:]]
+        return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
         """Returns the window block beside a cached one; None where there is none."""

@@ -149,15 +149,15 @@ _KINDS = {
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
     """Returns the encoding that keeps a matrix of such blocks; None where none does."""
-    known = _KINDS.get(kind)
-    if known is None:
+    layout = _KINDS.get(kind)
+    if layout is None:
         return None
-    return Encoding(format=known.format, shape=shape, group=known.group, has_zeros=True)
+    return Encoding(format=layout.format, shape=shape, group=layout.group, has_zeros=True)
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
     """Reads a matrix of blocks of one kind from its rows [out, bytes]."""
-    known = _KINDS[kind]
-    blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, known.num_bytes)
-    groups = known.read(blocks)
-    return Quantized(known.format, groups.values.flatten(1), groups.scales, groups.zeros)
+    layout = _KINDS[kind]
+    blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
+    groups = layout.read(blocks)
+    return Quantized(layout.format, groups.values.flatten(1), groups.scales, groups.zeros)

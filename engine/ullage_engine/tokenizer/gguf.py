@@ -203,7 +203,7 @@ def _strings(metadata: Mapping[str, Value], key: str) -> list[str]:
 
 def _bpe(tokens: list[str], merges: list[str], kind: _Kind) -> models.BPE:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     try:
         return models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=kind.whole_words)
     except Exception as error:  # the Rust library raises plain Exception

@@ -123,8 +123,8 @@ class PrefillWindow:
     def _close(self, pool: str) -> None:
         reservations = self._open.pop(pool)
         keys = {key for reservation in reservations for key in reservation.choices}
-        known = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
-        engines = {k: e for k, e in known.items() if e.standing is EngineState.USABLE}
+        engines_by_key = {key: engine for key in sorted(keys) if (engine := self._engines.get(key))}
+        engines = {k: e for k, e in engines_by_key.items() if e.standing is EngineState.USABLE}
         try:
             if all(reservation.engine.key in engines for reservation in reservations):
                 self._move(reservations, engines)

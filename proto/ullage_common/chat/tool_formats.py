@@ -36,9 +36,9 @@ _MARKS = (
 
 def tool_format(template: str) -> ToolFormat:
     """The format that the source of a chat template tells the model to write."""
-    for found, marks in _MARKS:
+    for tool_format, marks in _MARKS:
         if any(mark in template for mark in marks):
-            return found
+            return tool_format
     return ToolFormat.PLAIN
 
 

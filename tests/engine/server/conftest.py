@@ -177,7 +177,7 @@ def _children() -> list[str]:
     while time.monotonic() < deadline:
         pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         lines = [Path(f"/proc/{pid}/cmdline") for pid in pids]
-        found = [line.read_text() for line in lines if line.exists()]
-        if not any("fake_worker" in line for line in found):
+        commands = [line.read_text() for line in lines if line.exists()]
+        if not any("fake_worker" in line for line in commands):
             return []
-    return found
+    return commands

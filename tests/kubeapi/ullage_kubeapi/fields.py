@@ -178,9 +178,9 @@ def _merge_lists(
     return copy.deepcopy(applied)
 
 
-def disown(obj: Any, left: frozenset[Path], owned: frozenset[Path]) -> None:
+def disown(obj: Any, remaining: frozenset[Path], owned: frozenset[Path]) -> None:
     """Removes the fields in `left`; an item of a list goes whole once nobody owns a part of it."""
-    for path in sorted(left, key=len):
+    for path in sorted(remaining, key=len):
         if not any(other[: len(path)] == path for other in owned) and not _is_key(path):
             remove(obj, path, owned)
 

@@ -42,7 +42,7 @@ def spec_path(field: str) -> str:
 def manifest(wrong: Wrong, name: str = "wrong") -> dict[str, Any]:
     """A manifest that is right but for the one mistake."""
     model = {"source": "file:///m", "name": "m"}
-    made: dict[str, Any] = {
+    document: dict[str, Any] = {
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",
         "metadata": {"name": name},
@@ -50,8 +50,8 @@ def manifest(wrong: Wrong, name: str = "wrong") -> dict[str, Any]:
     }
     for path, value in wrong.changes.items():
         steps = path.split(".") if path.startswith("metadata.") else ["spec", *path.split(".")]
-        put(made, steps, value)
-    return made
+        put(document, steps, value)
+    return document
 
 
 def put(node: dict[str, Any], steps: list[str], value: Any) -> None:

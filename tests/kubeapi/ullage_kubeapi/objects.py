@@ -54,8 +54,8 @@ class Objects:
         self._tables.setdefault(table_of(resource), {})
 
     def unregister(self, group: str, plural: str) -> None:
-        for known in [k for k in self.resources if (k[0], k[2]) == (group, plural)]:
-            del self.resources[known]
+        for key in [k for k in self.resources if (k[0], k[2]) == (group, plural)]:
+            del self.resources[key]
 
     def find(self, resource: Resource, key: Key) -> Object | None:
         return self._tables[table_of(resource)].get(key)

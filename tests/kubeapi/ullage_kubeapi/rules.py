@@ -109,9 +109,9 @@ def _broken(rule: Mapping[str, str], value: Any, old: Any, schema: Schema) -> st
 def _typed(value: Any, schema: Schema) -> Any:
     """`value` with whole numbers as floats where the schema says number: CEL tells them apart."""
     if isinstance(value, Mapping):
-        known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+        properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
         other = extra if isinstance(extra, Mapping) else {}
-        return {name: _typed(member, known.get(name, other)) for name, member in value.items()}
+        return {name: _typed(member, properties.get(name, other)) for name, member in value.items()}
     if isinstance(value, list):
         return [_typed(item, schema.get("items", {})) for item in value]
     return float(value) if schema.get("type") == "number" else value
@@ -119,9 +119,9 @@ def _typed(value: Any, schema: Schema) -> Any:
 
 def _below(value: Any, schema: Schema, old: Any, path: str) -> Iterator[dict[str, str]]:
     if isinstance(value, Mapping):
-        known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+        properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
         for name, member in value.items():
-            below = known.get(name) or (extra if isinstance(extra, Mapping) else None)
+            below = properties.get(name) or (extra if isinstance(extra, Mapping) else None)
             if below is not None and member is not None:
                 before = old.get(name, _ABSENT) if isinstance(old, Mapping) else _ABSENT
                 yield from violations(member, below, before, f"{path}.{name}" if path else name)

@@ -34,12 +34,12 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str]) -> Any:
 
 
 def _prune_map(value: Schema, schema: Schema, path: str, unknown: list[str]) -> dict[str, Any]:
-    known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+    properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
     kept: dict[str, Any] = {}
     for name, member in value.items():
         at = f"{path}.{name}" if path else name
-        if name in known:
-            kept[name] = _prune(member, known[name], at, unknown)
+        if name in properties:
+            kept[name] = _prune(member, properties[name], at, unknown)
         elif isinstance(extra, Mapping):
             kept[name] = _prune(member, extra, at, unknown)
         elif extra or schema.get(_OPEN):
@@ -98,8 +98,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _name_of(value: Any) -> str:
-    found = next((name for name, is_type in _TYPES.items() if is_type(value)), "null")
-    return "number" if found == "integer" and isinstance(value, float) else found
+    type_name = next((name for name, is_type in _TYPES.items() if is_type(value)), "null")
+    return "number" if type_name == "integer" and isinstance(value, float) else type_name
 
 
 def _wrong_type(value: Any, schema: Schema) -> str:
@@ -215,9 +215,9 @@ def _validate_map(value: Schema, schema: Schema, path: str) -> Iterator[Cause]:
         if name not in value:
             at = f"{path}.{name}" if path else name
             yield cause("FieldValueRequired", at, "Required value")
-    known, extra = schema.get("properties", {}), schema.get("additionalProperties")
+    properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
     for name, member in value.items():
-        below = known.get(name) or (extra if isinstance(extra, Mapping) else None)
+        below = properties.get(name) or (extra if isinstance(extra, Mapping) else None)
         if below is not None:
             yield from validate(member, below, f"{path}.{name}" if path else name)
 

@@ -26,8 +26,8 @@ def matcher(labels: str, fields: str) -> Selector:
 
 
 def _label_test(text: str) -> Callable[[Labels], bool]:
-    if found := _SET.match(text):
-        key, word, listed = found.groups()
+    if match := _SET.match(text):
+        key, word, listed = match.groups()
         values = {value.strip() for value in listed.split(",")}
         if word == "in":
             return lambda labels: labels.get(key) in values

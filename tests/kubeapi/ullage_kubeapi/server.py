@@ -181,22 +181,24 @@ class ApiServer:
             raise ApiError(status, "Injected", "injected by the test", retry=fault.retry_after)
 
     def _discovery(self, path: str) -> dict[str, Any] | None:
-        known = list(self.objects.resources.values())
+        listed_resources = list(self.objects.resources.values())
         if path == "/version":
             return VERSION
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
-            return resources.group_list(known)
+            return resources.group_list(listed_resources)
         if path == "/openapi/v3":
-            return resources.openapi_index(known)
+            return resources.openapi_index(listed_resources)
         if path.startswith("/openapi/v3/"):
-            return resources.openapi_document(path.removeprefix("/openapi/v3/"), known)
-        found = re.fullmatch(r"/api/(v1)|/apis/([^/]+/[^/]+)", path)
-        if found is None:
+            return resources.openapi_document(path.removeprefix("/openapi/v3/"), listed_resources)
+        match = re.fullmatch(r"/api/(v1)|/apis/([^/]+/[^/]+)", path)
+        if match is None:
             return None
-        group_version = found[1] or found[2]
-        matching = [resource for resource in known if resource.api_version == group_version]
+        group_version = match[1] or match[2]
+        matching = [
+            resource for resource in listed_resources if resource.api_version == group_version
+        ]
         if not matching:
             raise no_such_path()
         return resources.resource_list(group_version, matching)
@@ -246,8 +248,8 @@ class ApiServer:
         selector = matcher(query.get("labelSelector", ""), query.get("fieldSelector", ""))
         if query.get("watch") in ("true", "1"):
             return await self._watch(http, where, selector)
-        found = [o for o in self.objects.listed(where.resource, where.namespace) if selector(o)]
-        page, meta = self._page(query, found)
+        objects = [o for o in self.objects.listed(where.resource, where.namespace) if selector(o)]
+        page, meta = self._page(query, objects)
         if "as=Table" in http.headers.get("Accept", ""):
             return web.json_response(table(where.resource, page, meta["resourceVersion"]))
         if "as=PartialObjectMetadataList" in http.headers.get("Accept", ""):
@@ -263,7 +265,7 @@ class ApiServer:
         return web.json_response(body)
 
     def _page(
-        self, query: Mapping[str, str], found: list[Object]
+        self, query: Mapping[str, str], objects: list[Object]
     ) -> tuple[list[Object], dict[str, Any]]:
         """One page; the continue token is "revision:offset" and dies with compaction."""
         revision, offset = self.objects.revision, 0
@@ -271,11 +273,11 @@ class ApiServer:
             revision, offset = (int(part) for part in token.split(":"))
             if revision < self.objects.oldest:
                 raise expired(revision, self.objects.oldest)
-        limit = int(query.get("limit") or 0) or len(found)
-        page, left = found[offset : offset + limit], len(found) - offset - limit
+        limit = int(query.get("limit") or 0) or len(objects)
+        page, remaining = objects[offset : offset + limit], len(objects) - offset - limit
         meta: dict[str, Any] = {"resourceVersion": str(revision)}
-        if left > 0:
-            meta |= {"continue": f"{revision}:{offset + limit}", "remainingItemCount": left}
+        if remaining > 0:
+            meta |= {"continue": f"{revision}:{offset + limit}", "remainingItemCount": remaining}
         return page, meta
 
     async def _watch(

@@ -51,8 +51,8 @@ def dig(obj: Any, path: str) -> Any:
     """The value at a simple JSONPath: members, and one filter `[?(@.type=="Ready")]`."""
     steps = re.findall(r'\.[\w-]+|\[\?\(@\.\w+==["\'].+?["\']\)\]', path)
     for step in steps:
-        if found := _FILTER.fullmatch(step):
-            name, wanted = found.groups()
+        if match := _FILTER.fullmatch(step):
+            name, wanted = match.groups()
             obj = next((item for item in obj or () if item.get(name) == wanted), None)
         else:
             obj = obj.get(step[1:]) if isinstance(obj, Mapping) else None

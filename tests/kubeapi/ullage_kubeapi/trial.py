@@ -163,8 +163,8 @@ class Operator:
             text = self._http.get(f"http://127.0.0.1:{self.metrics}/metrics").text
         except httpx.TransportError:
             return 0.0
-        found = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", text, re.M)
-        return float(found[1]) if found else 0.0
+        match = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", text, re.M)
+        return float(match[1]) if match else 0.0
 
     def signal(self, which: signal.Signals) -> None:
         assert self._process.pid is not None

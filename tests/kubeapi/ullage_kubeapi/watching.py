@@ -65,9 +65,9 @@ async def _follow(
 ) -> AsyncIterator[dict[str, Any]]:
     loop = asyncio.get_running_loop()
     end = loop.time() + watch.timeout
-    while (left := end - loop.time()) > 0:
+    while (remaining_s := end - loop.time()) > 0:
         try:
-            async with asyncio.timeout(min(left, watch.bookmark_interval)):
+            async with asyncio.timeout(min(remaining_s, watch.bookmark_interval)):
                 change = await queue.get()
         except TimeoutError:
             if watch.bookmarks:

@@ -57,10 +57,10 @@ class Writer:
         self._objects = objects
 
     def live(self, request: Request) -> Object:
-        found = self._objects.find(request.resource, (request.namespace, request.name))
-        if found is None:
+        current = self._objects.find(request.resource, (request.namespace, request.name))
+        if current is None:
             raise not_found(request.resource.qualified, request.name)
-        return found
+        return current
 
     def create(self, request: Request, body: Object) -> Written:
         meta = body.setdefault("metadata", {})
@@ -116,15 +116,15 @@ class Writer:
         wanted: Mapping[fields.Path, Any],
         force: bool,
     ) -> Managed:
-        found = fields.conflicts(managed, manager, live, wanted)
-        if found and not force:
+        conflicts = fields.conflicts(managed, manager, live, wanted)
+        if conflicts and not force:
             raise apply_conflict(
                 [
                     cause("FieldManagerConflict", fields.spell(p), f'conflict with "{m.name}"')
-                    for p, m in found
+                    for p, m in conflicts
                 ]
             )
-        taken = {path for path, _ in found}
+        taken = {path for path, _ in conflicts}
         return {m: paths if m == manager else paths - taken for m, paths in managed.items()}
 
     def _commit(
@@ -169,10 +169,10 @@ class Writer:
         if not request.resource.namespaced:
             return
         namespaces = self._objects.resources["", "v1", "namespaces"]
-        found = self._objects.find(namespaces, ("", request.namespace))
-        if found is None:
+        namespace = self._objects.find(namespaces, ("", request.namespace))
+        if namespace is None:
             raise not_found("namespaces", request.namespace)
-        if found["metadata"].get("deletionTimestamp"):
+        if namespace["metadata"].get("deletionTimestamp"):
             text = f'namespace "{request.namespace}" is being terminated'
             raise ApiError(403, "Forbidden", text)
 
@@ -188,8 +188,8 @@ class Writer:
                 below = resource.schema["properties"][part]
                 new[part], lost = schema.prune(new[part], below, part)
                 unknown += lost
-        known = {"apiVersion", "kind", "metadata", *resource.schema.get("properties", {})}
-        for name in sorted(set(new) - known):
+        fields_known = {"apiVersion", "kind", "metadata", *resource.schema.get("properties", {})}
+        for name in sorted(set(new) - fields_known):
             unknown.append(name)
             del new[name]
         if unknown and request.field_validation == "Strict":
@@ -284,12 +284,12 @@ class Writer:
 
     def strip_finalizer(self, resource: Resource, obj: Object, finalizer: str) -> None:
         """What the garbage collector and the namespace controller do at the end."""
-        left = copy.deepcopy(obj)
-        left["metadata"]["finalizers"].remove(finalizer)
-        if left["metadata"]["finalizers"]:
-            self._objects.put(resource, left)
+        remaining = copy.deepcopy(obj)
+        remaining["metadata"]["finalizers"].remove(finalizer)
+        if remaining["metadata"]["finalizers"]:
+            self._objects.put(resource, remaining)
         else:
-            self._gone(resource, left)
+            self._gone(resource, remaining)
 
 
 def list_types(resource: Resource) -> ListTypes:

@@ -20,18 +20,18 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test authority")])
         constraints = x509.BasicConstraints(ca=True, path_length=None)
-        made = _builder(self._name, self._name, self._key.public_key(), DAY)
-        made = made.add_extension(constraints, critical=True)
-        self.pem = made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        builder = _builder(self._name, self._name, self._key.public_key(), DAY)
+        builder = builder.add_extension(constraints, critical=True)
+        self.pem = builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
-    def issue(self, folder: Path, name: str, left: datetime.timedelta = DAY) -> Path:
+    def issue(self, folder: Path, name: str, validity: datetime.timedelta = DAY) -> Path:
         """tls.crt, tls.key and ca.crt of a name on loopback, valid for the time left."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         names = x509.SubjectAlternativeName([x509.DNSName(name), loopback])
-        made = _builder(subject, self._name, key.public_key(), left)
-        signed = made.add_extension(names, critical=False).sign(self._key, hashes.SHA256())
+        builder = _builder(subject, self._name, key.public_key(), validity)
+        signed = builder.add_extension(names, critical=False).sign(self._key, hashes.SHA256())
         folder.mkdir(exist_ok=True)
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         (folder / "tls.key").write_bytes(private)
@@ -44,7 +44,7 @@ def _builder(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    left: datetime.timedelta,
+    validity: datetime.timedelta,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return x509.CertificateBuilder(
@@ -53,5 +53,5 @@ def _builder(
         public_key=key,
         serial_number=x509.random_serial_number(),
         not_valid_before=now - 2 * DAY,
-        not_valid_after=now + left,
+        not_valid_after=now + validity,
     )

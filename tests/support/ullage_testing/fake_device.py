@@ -243,10 +243,10 @@ class ConvDevice(Device):
 
     def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
         """The next tokens of a context that nobody disturbs."""
-        known = list(token_ids)
+        tokens = list(token_ids)
         for _ in range(count):
-            known.append(choose([self._after(tuple(known)).hidden], seed))
-        return known[len(token_ids) :]
+            tokens.append(choose([self._after(tuple(tokens)).hidden], seed))
+        return tokens[len(token_ids) :]
 
     def _after(self, tokens: tuple[int, ...]) -> SingleRank:
         model = self._known.pop(tokens, None) or self._known.pop(tokens[:-1], None)

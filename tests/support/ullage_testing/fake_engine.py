@@ -245,9 +245,9 @@ class FakeEngine(
             for sample in range(_num_samples(request)):
                 if i < received[sample]:
                     continue
-                told = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
-                told.sample = sample
-                yield inference_pb2.GenerateResponse(delta=told)
+                message = delta(i, f"{word}{sample or ''}", request.output, script.logprob)
+                message.sample = sample
+                yield inference_pb2.GenerateResponse(delta=message)
             if i == 0 and script.pause:
                 await script.pause.wait()
         if script.fail_after == len(words):
@@ -273,9 +273,9 @@ def _num_samples(request: inference_pb2.GenerateRequest) -> int:
 def delta(
     i: int, word: str, output: inference_pb2.OutputOptions, logprob: float = -0.5
 ) -> inference_pb2.Delta:
-    made = inference_pb2.Delta(text=word, num_tokens=1)
+    message = inference_pb2.Delta(text=word, num_tokens=1)
     if output.return_token_ids or output.delta_token_ids:
-        made.token_ids.append(i)
+        message.token_ids.append(i)
     if output.HasField("top_logprobs"):
         top = [
             inference_pb2.Alternative(token_id=n, token=f"t{n}", logprob=-1.0 - n)
@@ -284,5 +284,5 @@ def delta(
         entry = inference_pb2.TokenLogprob(
             token_id=i, token=word, logprob=logprob, top=top, token_bytes=word.encode()
         )
-        made.logprobs.append(entry)
-    return made
+        message.logprobs.append(entry)
+    return message

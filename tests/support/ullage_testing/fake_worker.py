@@ -198,8 +198,8 @@ class FakeWorker:
         elif first == Script.FAILS:
             self._send(RequestFailed(request_id=request.request_id, message="no memory for it"))
         elif first == Script.FAULTY:
-            told = RequestFailed(request_id=request.request_id, message="no", field="grammar")
-            self._send(told)
+            failure = RequestFailed(request_id=request.request_id, message="no", field="grammar")
+            self._send(failure)
         elif first == Script.WEDGES_ONCE and self._once():
             time.sleep(3600)
         elif first == Script.NONSENSE_ONCE and self._once():
