@@ -30,7 +30,7 @@ def transitions(
     """The Events that a change of a service's conditions makes.
 
     A condition makes one when its status or its reason changes. For a new service only what is
-    unusual does: that nothing serves yet goes without saying.
+    unusual does: that nothing serves yet and pods are being made goes without saying.
     """
     previous = {condition["type"]: condition for condition in before}
     notes = [
@@ -44,7 +44,8 @@ def transitions(
 
 def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     if before is None:
-        return bool(now["status"] == "True" and now["reason"] != "Stable")
+        is_usual = now["reason"] == "Stable" or now["type"] == "Progressing"
+        return bool(now["status"] == "True" and not is_usual)
     return any(before[key] != now[key] for key in ("status", "reason"))
 
 

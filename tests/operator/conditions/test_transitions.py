@@ -38,4 +38,6 @@ def test_of_a_new_service_only_the_unusual_is_told() -> None:
         condition("Progressing", "True", "RollingOut"),
         condition("Degraded", "False", "AsExpected"),
     ]
-    assert [note.reason for note in transitions([], new)] == ["RollingOut"]
+    assert transitions([], new) == []
+    missing = condition("MissingPermission", "True", "Forbidden")
+    assert [note.reason for note in transitions([], [*new, missing])] == ["Forbidden"]
