@@ -29,7 +29,13 @@ from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_loader.prepare import PreparedForm, PreparedTensor, open_checkpoint
+from ullage_engine.model_loader.prepare import (
+    Calibration,
+    PreparedForm,
+    PreparedTensor,
+    open_checkpoint,
+    rounded_tensors,
+)
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.protocol.errors import WeightsError
@@ -39,7 +45,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 7
+LAYOUT_VERSION = 8
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096
@@ -117,26 +123,33 @@ def load_weights(
     weights_dir: Path,
     progress: Progress,
     shard: ShardModel | None = None,
+    calibration: Calibration | None = None,
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
     On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
     the other. With `shard` only a rank's part is; the configuration and the size are the whole's.
+    `calibration` rounds to int4; without it every weight is rounded to the nearest number.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
     """
     files = resolve_source(model.source)
     form = PreparedForm(dtype, model.quantization, device)
-    path = weights_dir / f"{content_key(files, form)}.weights"
-    header = _attach(files, path, form, progress)
+    if form.quantization != "int4":
+        calibration = None
+    path = weights_dir / f"{content_key(files, form, calibration)}.weights"
+    header = _attach(files, path, form, progress, calibration)
     progress(header.nbytes, header.nbytes)
     return _map(path, header, device, shard)
 
 
-def content_key(files: ModelFiles, form: PreparedForm) -> str:
+def content_key(
+    files: ModelFiles, form: PreparedForm, calibration: Calibration | None = None
+) -> str:
     """Hashes what determines the prepared form of exactly these source files."""
-    digest = hashlib.sha256(f"{LAYOUT_VERSION} {form.name}\n".encode())
+    rounding = calibration.name if calibration else "nearest"
+    digest = hashlib.sha256(f"{LAYOUT_VERSION} {form.name} {rounding}\n".encode())
     for path in _source_files(files):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -170,7 +183,13 @@ def _parse_header(file: BinaryIO, size: int) -> Header | None:
     return header if header.nbytes == size else None
 
 
-def _attach(files: ModelFiles, path: Path, form: PreparedForm, progress: Progress) -> Header:
+def _attach(
+    files: ModelFiles,
+    path: Path,
+    form: PreparedForm,
+    progress: Progress,
+    calibration: Calibration | None,
+) -> Header:
     """Returns the header of the prepared file, which is written first if need be."""
     try:
         header = _verified_header(path, progress)
@@ -178,7 +197,8 @@ def _attach(files: ModelFiles, path: Path, form: PreparedForm, progress: Progres
             return header
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, progress):
-            return _verified_header(path, progress) or _prepare(files, path, form, progress)
+            header = _verified_header(path, progress)
+            return header or _prepare(files, path, form, progress, calibration)
     except OSError as error:
         raise WeightsError(
             f"server.weights_dir {path.parent}: {error.strerror or error}; "
@@ -266,22 +286,39 @@ def _others_progress(path: Path) -> tuple[int, int]:
     return min(status.st_blocks * 512, status.st_size), status.st_size
 
 
-def _prepare(files: ModelFiles, path: Path, form: PreparedForm, progress: Progress) -> Header:
+def _prepare(
+    files: ModelFiles,
+    path: Path,
+    form: PreparedForm,
+    progress: Progress,
+    calibration: Calibration | None,
+) -> Header:
     reader = open_checkpoint(files)
     plans = plan_tensors(reader.model_config)
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
+    offset = 0
+    round_layer = None
+    if calibration:
+        round_layer = calibration.begin(
+            files,
+            prepared,
+            reader.model_config,
+            form.device,
+            lambda: progress(offset, header.nbytes),
+        )
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
             file.truncate(header.nbytes)
             written = []
             stored = iter(header.tensors)
-            for each in prepared:
-                for piece in each.chunks():
+            for each, rounded in rounded_tensors(prepared, round_layer):
+                for piece in each.chunks(rounded):
                     tensor = next(stored)
-                    progress(tensor.offset, header.nbytes)
+                    offset = tensor.offset
+                    progress(offset, header.nbytes)
                     file.seek(tensor.offset)
                     checksum = _write(file, piece)
                     written.append(msgspec.structs.replace(tensor, checksum=checksum))

@@ -1,14 +1,16 @@
 """From checkpoint tensors to those of a prepared file, one at a time."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from ullage_engine.model_config.dtypes import dtype_name
+from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.safetensors import CheckpointReader
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.model_loader.tensor_plan import Part, TensorPlan
@@ -72,13 +74,34 @@ class PreparedTensor:
             return set()
         return {kind for part in self.plan.parts if (kind := self.reader.block_kind(part.source))}
 
-    def chunks(self) -> Iterator[Iterable[torch.Tensor]]:
-        """Yields the contents of each piece, in parts that follow one another."""
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration rounds the matrix; others are rounded by themselves, or kept."""
+        return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
+
+    def weights(self) -> torch.Tensor:
+        """Reads what the tensor stands for: the checkpoint's weights, of the computing type."""
+        parts = [
+            widened(self._kept(part), self.encoding).dequantise()
+            if self.is_kept and self.encoding is not None
+            else self._read(part)
+            for part in self.plan.parts
+        ]
+        flat = torch.cat([part.to(self.dtype).flatten() for part in parts])
+        return flat.view(self.plan.shape)
+
+    def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
+        """Yields the contents of each piece, in parts that follow one another.
+
+        `rounded` is the matrix as a calibration rounded it; without it rounding is to the nearest.
+        """
         if self.encoding is None:
             yield (self._read(part).to(self.dtype) for part in self.plan.parts)
             return
-        parts = [self._quantized(part, self.encoding) for part in self.plan.parts]
-        pieces = pack(stacked(parts), self.encoding, self.dtype)
+        if rounded is None:
+            parts = [self._quantized(part, self.encoding) for part in self.plan.parts]
+            rounded = stacked(parts)
+        pieces = pack(rounded, self.encoding, self.dtype)
         for piece in pieces_of(self.encoding, self.dtype):
             yield [pieces[piece.name]]
 
@@ -117,6 +140,43 @@ class PreparedTensor:
                 "known; use a model of another quantisation, or the unquantised one"
             )
         return tensor if part.rearrange is None else part.rearrange(tensor)
+
+
+RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
+"""Function from all tensors of a layer to those of its matrices that it rounds, by name; called for
+one layer after another."""
+
+
+class Calibration(Protocol):
+    """A way of rounding matrices to int4 by the inputs that they get."""
+
+    @property
+    def name(self) -> str:
+        """A name that differs for calibrations that round differently."""
+        ...
+
+    def begin(
+        self,
+        files: ModelFiles,
+        prepared: Sequence[PreparedTensor],
+        model_config: ModelConfig,
+        device: torch.device,
+        report: Callable[[], None],
+    ) -> RoundLayer | None:
+        """Begins with the first layer of a model, all of whose tensors are given; None where there
+        is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded."""
+        ...
+
+
+def rounded_tensors(
+    prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
+) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
+    """Yields all tensors in their order, and those as rounded that a calibration rounds."""
+    for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
+        layer = list(group)
+        rounded = round_layer(layer) if round_layer and prefix else {}
+        for each in layer:
+            yield each, rounded.get(each.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 are rounded to int8 as well, row by row. mxfp4: experts of checkpoints that have it; nothing is
 rounded to it."""
 
-GROUPS = (128, 64, 32)
-"""Columns that share a scale in int4: the first of these that divides the number of columns."""
+INT4_GROUP = 32
+"""Columns that share a scale and a zero where weights are rounded to int4."""
 
 TILE_ROWS = 64
 """Rows whose int4 values lie together in the layout that torch's CPU kernel reads."""
@@ -132,6 +132,13 @@ def stacked(parts: list[Quantized]) -> Quantized:
     )
 
 
+def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
+    """Returns some rows of a matrix; does the opposite of `stacked`."""
+    rows = slice(start, start + count)
+    zeros = None if matrix.zeros is None else matrix.zeros[rows]
+    return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
+
+
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
     """Returns the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
     scales, zeros = quantized.scales, quantized.zeros
@@ -144,20 +151,15 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
     return Quantized(encoding.format, quantized.values, scales, zeros)
 
 
-def int4_group(columns: int) -> int | None:
-    """Returns the columns of an int4 group; None if no group divides them."""
-    return next((group for group in GROUPS if columns % group == 0), None)
-
-
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Returns how weights of this shape are quantised: int8 stands in where int4 has no group."""
+    """Returns how weights of this shape are quantised: int8 stands in where groups of int4 do not
+    divide the columns."""
     columns = shape[1]
     if format != "int4":
         return Encoding(format=format, shape=shape, group=columns)
-    group = int4_group(columns)
-    if group is None:
+    if columns % INT4_GROUP:
         return Encoding(format="int8", shape=shape, group=columns)
-    return Encoding(format="int4", shape=shape, group=group, has_zeros=True)
+    return Encoding(format="int4", shape=shape, group=INT4_GROUP, has_zeros=True)
 
 
 BLOCK = 32

@@ -1,4 +1,5 @@
-"""The offline tool `ullage quantize`: writes a quantised copy of a model.
+"""Calibration: rounds a model's matrices for the inputs that they get; writes quantised copies of
+models (`ullage quantize`).
 
-Serving never imports it; it knows model_loader and layers, and nothing of servers or schedulers.
+It computes layers with the runner, and knows nothing of servers, schedulers or workers.
 """

@@ -9,6 +9,7 @@ numbers where they come from GGUF, has tensors of its own (`ullage_engine.model_
 import argparse
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,13 +32,25 @@ from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.gguf import GgufReader
 from ullage_engine.model_loader.loader import load_weights
-from ullage_engine.model_loader.prepare import is_matrix, open_checkpoint
+from ullage_engine.model_loader.prepare import (
+    PreparedForm,
+    is_matrix,
+    open_checkpoint,
+    rounded_tensors,
+)
 from ullage_engine.model_loader.quantized import own_tensors
 from ullage_engine.model_loader.safetensors import CheckpointReader, read_config
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, plan_tensors
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.quantization.formats import Format, Quantized, chosen_encoding, quantise
+from ullage_engine.quantization.formats import (
+    Format,
+    Quantized,
+    chosen_encoding,
+    quantise,
+    rows_of,
+)
+from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.quantize.smoothquant import FED_BY, Maxima, calibrate, smoothing
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
@@ -307,10 +320,15 @@ def _write(
 ) -> None:
     directory, plans = ModelDirectory(folder), plan_tensors(reader.model_config)
     smoothed = _Smoothed(reader, plans, maxima, conversion.alpha)
-    for index, plan in enumerate(plans):
+    for index, (plan, rounded) in enumerate(_rounded(conversion, files, reader, plans)):
         progress("quantised", index, len(plans))
+        first_row = 0
         for part in plan.parts:
-            if is_matrix(plan):
+            if rounded is not None:
+                num_rows = math.prod(part.shape[:-1])
+                directory.add_matrix(part.source, rows_of(rounded, first_row, num_rows))
+                first_row += num_rows
+            elif is_matrix(plan):
                 matrix = _matrix(conversion.format, reader, smoothed, plan, part)
                 directory.add_matrix(part.source, matrix)
             else:
@@ -320,6 +338,20 @@ def _write(
     directory.finish(config, files.path)
     if maxima:
         save_file(maxima, folder / STATISTICS)
+
+
+def _rounded(
+    conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
+) -> Iterator[tuple[TensorPlan, Quantized | None]]:
+    """Yields all plans in their order, with the matrix where a calibration rounds it to int4."""
+    if conversion.format != "int4":
+        yield from ((plan, None) for plan in plans)
+        return
+    form = PreparedForm(_SCALES, "int4", _CPU)
+    prepared = [form.prepare(files.path, reader, plan) for plan in plans]
+    round_layer = Int4Calibration().begin(files, prepared, reader.model_config, _CPU, lambda: None)
+    for each, rounded in rounded_tensors(prepared, round_layer):
+        yield each.plan, rounded
 
 
 def _matrix(

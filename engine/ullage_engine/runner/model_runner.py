@@ -36,6 +36,7 @@ from ullage_engine.layers.attention import (
 )
 from ullage_engine.layers.decoder import Decoder
 from ullage_engine.layers.linear import Linear
+from ullage_engine.layers.moe import ExpertLinears
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
@@ -141,6 +142,9 @@ def _chunk(
 Wrap = Callable[[str, Linear], Linear]
 """Function from a matrix and its name to what the model multiplies by instead."""
 
+WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
+"""The same for the matrix that every expert has of its own."""
+
 
 class ModelRunner:
     """Owns the KV pool and every buffer of a step; one thread uses it.
@@ -156,13 +160,14 @@ class ModelRunner:
         limits: StepLimits,
         pipeline_rank: PipelineRank | None = None,
         wrap: Wrap | None = None,
+        wrap_experts: WrapExperts | None = None,
     ) -> None:
-        """`wrap` may put something between the model and each of its matrices."""
+        """`wrap` and `wrap_experts` may put something between the model and its matrices."""
         self._loaded = loaded
         self._device = device
         self._dtype = dtype
         self._rank = pipeline_rank or PipelineRank()
-        self._wrap = wrap
+        self._wrap, self._wrap_experts = wrap, wrap_experts
         is_paged = can_page(loaded.model_config, limits.block_tokens, device)
         self._limits = replace(limits, fused=is_paged and not limits.deterministic)
         self._step_layout = step_arena(loaded.model_config, self._limits)
@@ -248,6 +253,9 @@ class ModelRunner:
         if self._wrap is not None:
             wrap, linear = self._wrap, weights.linear
             weights = replace(weights, linear=lambda name: wrap(name, linear(name)))
+        if self._wrap_experts is not None:
+            wrap_experts, experts = self._wrap_experts, weights.experts
+            weights = replace(weights, experts=lambda name: wrap_experts(name, experts(name)))
         return Decoder(weights, *parts, backend)
 
     def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:

@@ -33,6 +33,7 @@ from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
 from ullage_engine.parallel.slices import Slicer, check_groups
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
+from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
@@ -254,7 +255,9 @@ class RankStartup:
     def _load(self) -> LoadedModel:
         config, shard = self.config, None if self.layout.world == 1 else self._shard
         folder, progress = Path(config.server.weights_dir), self._progress("weights")
-        loaded = load_weights(config.model, self.device, self.dtype, folder, progress, shard)
+        loaded = load_weights(
+            config.model, self.device, self.dtype, folder, progress, shard, Int4Calibration()
+        )
         self._whole = loaded.model_config
         if shard is None:
             return loaded

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 
 from ullage_engine.quantization.formats import (
+    INT4_GROUP,
     Encoding,
     chosen_encoding,
-    int4_group,
     quantise,
     quantise_fp8,
     quantise_int4,
@@ -60,10 +60,8 @@ def test_fp8_errs_by_half_of_its_last_bit(x: torch.Tensor, dtype: torch.dtype) -
 @FEW
 @given(SHAPES, TYPES)
 def test_int4_errs_by_half_a_step(x: torch.Tensor, dtype: torch.dtype) -> None:
-    group = int4_group(x.shape[1])
-    assert group is not None
-    rounded = quantise_int4(x, group, dtype)
-    grouped = x.view(x.shape[0], -1, group)
+    rounded = quantise_int4(x, INT4_GROUP, dtype)
+    grouped = x.view(x.shape[0], -1, INT4_GROUP)
     span = grouped.amax(2).clamp(min=0) - grouped.amin(2).clamp(max=0)
     error = (rounded.dequantise().view_as(grouped) - grouped).abs().amax(2)
     # A step is a fifteenth of the range. bfloat16's rounding of scale and zero adds to it: 2^-9 of
@@ -87,10 +85,6 @@ def test_a_row_of_zeros_is_zero(format: str) -> None:
     encoding = chosen_encoding(format, (2, 64))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert not quantise(torch.zeros(2, 64), encoding, dtype).dequantise().any()
-
-
-def test_the_group_is_the_largest_that_divides() -> None:
-    assert [int4_group(columns) for columns in (1536, 576, 96, 80)] == [128, 64, 32, None]
 
 
 def test_int8_stands_in_where_int4_has_no_group() -> None:

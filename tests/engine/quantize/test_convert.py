@@ -13,6 +13,7 @@ from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Format, unpack
+from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.quantize.convert import (
     STATISTICS,
     Conversion,
@@ -99,7 +100,14 @@ def text(tmp_path: Path) -> Path:
 
 def load(folder: Path, quantization: str = "none") -> LoadedModel:
     section = ModelSection(source=f"file://{folder}", name="t", quantization=quantization)  # type: ignore[arg-type]
-    return load_weights(section, CPU, torch.float32, folder / "prepared", lambda done, total: None)
+    return load_weights(
+        section,
+        CPU,
+        torch.float32,
+        folder / "prepared",
+        lambda done, total: None,
+        calibration=Int4Calibration(),
+    )
 
 
 def converted(source: Path, format: Format, text: Path | None = None) -> Path:

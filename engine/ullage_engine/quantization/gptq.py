@@ -1,0 +1,219 @@
+"""Rounds matrices to int4 by what the errors do to products, not to the weights themselves.
+
+Over all inputs x that a matrix W is multiplied by, rounding it to Q costs Σ |(W - Q) x|², which is
+the trace of (W - Q) G (W - Q)ᵀ with the Gram matrix G = Σ x xᵀ. Columns are rounded one after
+another, and what the rounding of one does to products is made up for by those that are not rounded
+yet (GPTQ, Frantar et al. 2022, arXiv:2210.17323). Scales and zeros of groups are chosen first, from
+all of a group's weights, each error weighted by the mean square of its input; so columns can be
+rounded in any order, and those with the largest inputs come first.
+
+Rows are rounded independently of one another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.quantization.formats import MAX_VALUE, MIN_VALUE, Quantized, stacked
+
+DAMPING = 0.01
+"""Share of the mean diagonal of the Gram matrix that is added to it: inputs that calibration did
+not see matter a little, too."""
+
+RATIOS = (1.0, 0.85)
+"""Ranges that are tried for a group, as shares of the distance of its least and greatest weight."""
+
+REFITS = 2
+"""Times that scale and zero are fitted to the values that they round to."""
+
+BLOCK_COLUMNS = 32
+"""Columns whose errors are taken back together by all later ones."""
+
+ROW_ELEMENTS = 1 << 24
+"""Weights that are rounded at once, whole rows of them, which bounds the memory."""
+
+_LOW, _HIGH = MIN_VALUE["int4"], MAX_VALUE["int4"]
+_LEAST = 1e-9
+"""Least scale, relative to which weights of zero are exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The numbers that a group's weights are rounded to: value * scale + zero."""
+
+    scales: torch.Tensor
+    """[out, groups], of the type that they are stored in."""
+    zeros: torch.Tensor
+    """The same."""
+
+    def round(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the values nearest to weights [out, in], as float32."""
+        grouped = _grouped(weights, self.scales.shape[1])
+        scales, zeros = self.scales.float().unsqueeze(2), self.zeros.float().unsqueeze(2)
+        return ((grouped - zeros) / scales).round_().clamp_(_LOW, _HIGH).flatten(1)
+
+    def quantized(self, values: torch.Tensor) -> Quantized:
+        return Quantized("int4", values.to(torch.int8), self.scales, self.zeros)
+
+    def by_column(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scale and zero of every weight, float32 [out, in]."""
+        scales, zeros = self.scales.float(), self.zeros.float()
+        return scales.repeat_interleave(group, 1), zeros.repeat_interleave(group, 1)
+
+
+def fit_grid(
+    weights: torch.Tensor, group: int, importance: torch.Tensor, dtype: torch.dtype
+) -> Grid:
+    """Chooses scales and zeros, of `dtype`, of the least squared error of rounded weights.
+
+    Several ranges are tried. For the values that one rounds to, scale and zero are those of a
+    weighted regression, after which values are rounded again.
+
+    Args:
+        weights: float32 [out, in].
+        importance: weight of each column's squared error, float32 [in].
+    """
+    grouped = _grouped(weights, weights.shape[1] // group)
+    least = max(1e-3 * float(importance.mean()), _LEAST)
+    weight = importance.clamp(min=least).view(1, -1, group)
+    low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+    fit = _Fit(grouped, weight)
+    best = torch.full_like(low, float("inf"))
+    scales, zeros = torch.zeros_like(low, dtype=dtype), torch.zeros_like(low, dtype=dtype)
+    for ratio in RATIOS:
+        scale = (high - low) * (ratio / (_HIGH - _LOW))
+        zero = (high + low) / 2 - scale * ((_HIGH + _LOW) / 2)
+        for refit in range(REFITS + 1):
+            stored = Grid(scale.clamp(min=_LEAST).to(dtype), zero.to(dtype))
+            values = stored.round(weights).view_as(grouped)
+            error = fit.error(values, stored)
+            is_better = error < best
+            best = torch.where(is_better, error, best)
+            scales = torch.where(is_better, stored.scales, scales)
+            zeros = torch.where(is_better, stored.zeros, zeros)
+            if refit < REFITS:
+                scale, zero = fit.regression(values)
+    return Grid(scales, zeros)
+
+
+class _Fit:
+    """Weighted squared errors of groups, and the scale and zero that make them least."""
+
+    def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
+        """`grouped` is [out, groups, group], `weight` [1, groups, group]."""
+        self._grouped, self._weight = grouped, weight
+        self._total = weight.sum(dim=2)
+        self._sum = (weight * grouped).sum(dim=2)
+
+    def error(self, values: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Returns the error of each group, [out, groups]."""
+        rounded = values * grid.scales.float().unsqueeze(2) + grid.zeros.float().unsqueeze(2)
+        return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
+
+    def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the scale and the zero with which these values are nearest."""
+        weighted = self._weight * values
+        first, second = weighted.sum(dim=2), (weighted * values).sum(dim=2)
+        product = (weighted * self._grouped).sum(dim=2)
+        spread = (self._total * second - first.square()).clamp_(min=_LEAST)
+        scale = ((self._total * product - first * self._sum) / spread).clamp_(min=_LEAST)
+        return scale, (self._sum - scale * first) / self._total
+
+
+def quantise_calibrated(
+    weights: torch.Tensor, gram: torch.Tensor, group: int, dtype: torch.dtype
+) -> Quantized:
+    """Rounds weights to int4 for inputs with this Gram matrix; scales and zeros are of `dtype`.
+
+    No row's error, the Gram matrix damped, is larger than with every weight rounded to the nearest
+    value. With a diagonal Gram matrix all weights are. Inputs that are infinite or not numbers
+    count as unknown: all columns matter alike.
+
+    Args:
+        weights: [out, in].
+        gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
+    """
+    weights = weights.to(torch.float32)
+    if not gram.isfinite().all():
+        gram = torch.eye(len(gram), device=gram.device)
+    importance = gram.diagonal().clone()
+    damped = gram.clone()
+    damped.diagonal().add_(max(DAMPING * float(importance.mean()), torch.finfo(gram.dtype).tiny))
+    order = importance.argsort(descending=True, stable=True)
+    factor = _inverse_factor(damped[order][:, order])
+    parts = []
+    for rows in weights.split(max(1, ROW_ELEMENTS // weights.shape[1])):
+        grid = fit_grid(rows, group, importance, dtype)
+        nearest = grid.round(rows)
+        if factor is None:
+            parts.append(grid.quantized(nearest))
+            continue
+        values = _compensated(rows, grid, group, order, factor)
+        is_better = _excess(rows, grid, values, nearest, damped) <= 0
+        parts.append(grid.quantized(torch.where(is_better.unsqueeze(1), values, nearest)))
+    return stacked(parts)
+
+
+def nearest_calibrated(
+    weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
+) -> Quantized:
+    """Rounds each weight to the nearest number; groups are fitted to the mean squares of inputs.
+
+    Args:
+        weights: [out, in].
+        squares: sums of squares of the inputs, or any multiple, float32 [in].
+    """
+    grid = fit_grid(weights.to(torch.float32), group, squares, dtype)
+    return grid.quantized(grid.round(weights.to(torch.float32)))
+
+
+def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
+    """Returns the upper triangular U with UᵀU the inverse; None where rounding leaves none."""
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    if failed:
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if failed or not upper.isfinite().all() else upper
+
+
+def _compensated(
+    weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
+) -> torch.Tensor:
+    """Rounds column after column in `order`, and changes later columns by what it did.
+
+    `factor` is the inverse's, in the same order. Returns the values, float32 [out, in].
+    """
+    scales, zeros = (each[:, order].t().contiguous() for each in grid.by_column(group))
+    columns = weights[:, order].t().contiguous()
+    values = torch.empty_like(columns)
+    for start in range(0, len(columns), BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, len(columns))
+        errors = torch.empty_like(columns[start:end])
+        for index in range(start, end):
+            column, scale, zero = columns[index], scales[index], zeros[index]
+            value = values[index]
+            torch.sub(column, zero, out=value).div_(scale).round_().clamp_(_LOW, _HIGH)
+            error = errors[index - start]
+            torch.addcmul(zero, value, scale, out=error).sub_(column).div_(factor[index, index])
+            columns[index + 1 : end].addr_(factor[index, index + 1 : end], error)
+        columns[end:].addmm_(factor[start:end, end:].t(), errors)
+    result = torch.empty_like(weights)
+    result[:, order] = values.t()
+    return result
+
+
+def _excess(
+    weights: torch.Tensor,
+    grid: Grid,
+    values: torch.Tensor,
+    others: torch.Tensor,
+    gram: torch.Tensor,
+) -> torch.Tensor:
+    """Returns by how much more these values cost products than the others do, row by row."""
+    first, second = (grid.quantized(each).dequantise() for each in (values, others))
+    products = (second - first) @ gram
+    return products.mul_(2 * weights - first - second).sum(dim=1)
+
+
+def _grouped(weights: torch.Tensor, groups: int) -> torch.Tensor:
+    return weights.view(weights.shape[0], groups, -1)

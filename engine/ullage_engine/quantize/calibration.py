@@ -1,0 +1,323 @@
+"""Calibrates int4: rounds a model's matrices for the inputs that they get.
+
+A text that ships with the package is run through the model once, layer by layer. Each matrix is
+rounded when the text first reaches it (`ullage_engine.quantization.gptq`), and what it computes
+from then on, it computes rounded; so later matrices make up for what earlier ones lost. At any
+time one layer is in memory, with the hidden states of the text.
+
+All experts of a layer are rounded for the inputs of all of them, since each alone gets a small part
+of the text. For the same reason their second matrices, whose inputs have nothing in common, are
+rounded to the nearest numbers of groups that are fitted to the mean squares of inputs.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits
+from ullage_engine.layers.linear import Linear, PlainLinear
+from ullage_engine.layers.moe import ExpertLinears
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.prepare import PreparedTensor, RoundLayer
+from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.quantization.formats import Quantized, stacked
+from ullage_engine.quantization.gptq import nearest_calibrated, quantise_calibrated
+from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
+
+log = logging.getLogger("ullage.engine.weights")
+
+TEXT = Path(__file__).with_name("calibration.txt")
+"""Prose, dialogue, code and tables of several languages, written for this."""
+
+VERSION = 1
+"""Version of the method; raise it when matrices are rounded to other numbers."""
+
+WINDOW = 512
+"""Tokens of the text that are computed as one sequence."""
+
+
+@dataclass(frozen=True)
+class Int4Calibration:
+    """The calibration of matrices that are rounded to int4; see the module."""
+
+    text: Path = TEXT
+    max_tokens: int = 16_384
+    """Tokens of the text that are read at most."""
+
+    @cached_property
+    def name(self) -> str:
+        """A name that differs for calibrations that round differently."""
+        digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
+        return f"{VERSION} {self.max_tokens} {digest}"
+
+    def begin(
+        self,
+        files: ModelFiles,
+        prepared: Sequence[PreparedTensor],
+        model_config: ModelConfig,
+        device: torch.device,
+        report: Callable[[], None],
+    ) -> RoundLayer | None:
+        """Begins with the first layer; None where no matrix is calibrated, or, with a warning,
+        where the model cannot read a text."""
+        if not any(each.is_calibrated for each in prepared):
+            return None
+        try:
+            windows = self._windows(files, model_config)
+        except TokenizerError as error:
+            log.warning("int4 is rounded to the nearest numbers, uncalibrated: %s", error)
+            return None
+        if not windows:
+            log.warning("int4 is rounded to the nearest numbers, uncalibrated: no tokens to use")
+            return None
+        embedding = next(each for each in prepared if each.name == "embedding").weights()
+        token_ids = torch.tensor(windows)
+        hidden = embedding[token_ids.flatten()].to(device)
+        _log_begin(prepared, len(hidden))
+        return LayerCalibration(model_config, hidden, token_ids.shape[1], report)
+
+    def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
+        """Cuts the text into sequences of one length."""
+        tokenizer = load_tokenizer(files.path)
+        token_ids = tokenizer.encode_rendered(self.text.read_text(encoding="utf-8"))
+        token_ids = [each for each in token_ids if each < model_config.vocab][: self.max_tokens]
+        first = tokenizer.encode_text("")
+        size = min(WINDOW, model_config.max_position, len(first) + len(token_ids))
+        step = size - len(first)
+        if step < 1:
+            return []
+        starts = range(0, len(token_ids) - step + 1, step)
+        return [first + token_ids[start : start + step] for start in starts]
+
+
+def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
+    """Logs what is calibrated, and which matrices are not, and why."""
+    log.info("int4: calibrating with %d tokens", num_tokens)
+    if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
+        log.info(
+            "int4: experts_down is rounded to the nearest numbers of fitted groups, "
+            "since each expert gets a small part of the text"
+        )
+    wide = [each for each in prepared if each.encoding and each.encoding.format == "int8"]
+    if wide:
+        kinds = sorted({each.name.rpartition(".")[2] for each in wide})
+        log.info(
+            "int4: %d matrices are int8 (%s): blocks of the file, or columns in no whole groups",
+            len(wide),
+            ", ".join(kinds),
+        )
+
+
+def _is_of_experts_down(prepared: PreparedTensor) -> bool:
+    return prepared.name.endswith("experts_down")
+
+
+class LayerCalibration:
+    """Rounds one layer's matrices after another's, in their order."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        hidden: torch.Tensor,
+        window: int,
+        report: Callable[[], None],
+    ) -> None:
+        """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each."""
+        self._model_config, self._hidden, self._report = model_config, hidden, report
+        rows = len(hidden) // window
+        self._limits = StepLimits(
+            max_tokens=len(hidden),
+            max_rows=rows,
+            max_model_len=window,
+            gather_tokens=window,
+            itemsize=hidden.itemsize,
+        )
+        self._num_blocks = -(-window // BLOCK_TOKENS)
+        self._plan = StepPlan([self._chunk(row, window) for row in range(rows)])
+        self._started = time.monotonic()
+
+    def _chunk(self, row: int, window: int) -> Chunk:
+        """Returns one sequence, whose token ids are the rows of its hidden states."""
+        first = row * self._num_blocks
+        return Chunk(
+            request_id=f"calibration-{row}",
+            token_ids=list(range(row * window, (row + 1) * window)),
+            start=0,
+            block_ids=list(range(first, first + self._num_blocks)),
+            sampling=None,
+            history=[],
+            num_prompt_tokens=window,
+            next_state_slot=row,
+        )
+
+    @torch.inference_mode()
+    def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
+        """Rounds the matrices of the next layer, all of whose tensors are given."""
+        index = int(prepared[0].name.split(".")[1])
+        by_name = {each.name: each for each in prepared if each.is_calibrated}
+        layer = self._layer(index, prepared)
+        rounding = _Rounding(by_name, layer.tensors, self._report)
+        runner = ModelRunner(
+            layer,
+            self._hidden.device,
+            self._hidden.dtype,
+            self._limits,
+            wrap=rounding.wrap,
+            wrap_experts=rounding.wrap_experts,
+        )
+        runner.allocate_arena()
+        runner.allocate_kv(len(self._plan.chunks) * self._num_blocks)
+        self._hidden = runner.hidden(self._plan).clone()
+        rounded = rounding.finish()
+        if index + 1 == self._model_config.num_layers:
+            self._log_end()
+        return rounded
+
+    def _layer(self, index: int, prepared: Sequence[PreparedTensor]) -> LoadedModel:
+        """Returns a model of this layer alone, which embeds rows as their hidden states."""
+        device = self._hidden.device
+        tensors = {each.name: each.weights().to(device) for each in prepared}
+        model_config = msgspec.structs.replace(
+            self._model_config,
+            layers=(self._model_config.layers[index],),
+            first_layer=index,
+            vocab=len(self._hidden),
+            tied=False,
+        )
+        return LoadedModel(model_config, tensors | {"embedding": self._hidden}, 0)
+
+    def _log_end(self) -> None:
+        log.info(
+            "int4: calibrated %d layers with %d tokens in %.1f s",
+            self._model_config.num_layers,
+            len(self._hidden),
+            time.monotonic() - self._started,
+        )
+
+
+class _Rounding:
+    """The rounding of one layer's matrices."""
+
+    def __init__(
+        self,
+        prepared: Mapping[str, PreparedTensor],
+        tensors: Mapping[str, torch.Tensor],
+        report: Callable[[], None],
+    ) -> None:
+        """`prepared`: what is rounded, by name; `report` is called after each."""
+        self._prepared, self._tensors, self._report = prepared, tensors, report
+        self._linears: dict[str, CalibratedLinear] = {}
+        self._experts: dict[str, ExpertRecorder] = {}
+
+    def wrap(self, name: str, linear: Linear) -> Linear:
+        if name not in self._prepared:
+            return linear
+        calibrated = CalibratedLinear(self._tensors[name], self._prepared[name], self._report)
+        self._linears[name] = calibrated
+        return calibrated
+
+    def wrap_experts(self, name: str, experts: ExpertLinears) -> ExpertLinears:
+        if name not in self._prepared:
+            return experts
+        recorder = ExpertRecorder(experts, self._tensors[name], self._prepared[name])
+        self._experts[name] = recorder
+        return recorder
+
+    def finish(self) -> dict[str, Quantized]:
+        """Returns the rounded matrices, once the text was computed."""
+        linears = {name: each.rounded for name, each in self._linears.items()}
+        experts = {name: each.rounded() for name, each in self._experts.items()}
+        return {name: _on_cpu(each) for name, each in (linears | experts).items() if each}
+
+
+class CalibratedLinear:
+    """A matrix that is rounded for the first inputs that it is multiplied by."""
+
+    def __init__(
+        self, weights: torch.Tensor, prepared: PreparedTensor, report: Callable[[], None]
+    ) -> None:
+        """`weights` is [out, in]; `report` is called when they are rounded."""
+        self.shape = (weights.shape[1], weights.shape[0])
+        self.rounded: Quantized | None = None
+        self._weights, self._prepared, self._report = weights, prepared, report
+        self._linear: Linear | None = None
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._rounded_for(x).forward(x, out)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._rounded_for(x).forward_add(x, out)
+
+    def _rounded_for(self, x: torch.Tensor) -> Linear:
+        if self._linear is None:
+            group = _group(self._prepared)
+            self.rounded = quantise_calibrated(self._weights, _gram(x), group, self._prepared.dtype)
+            self._linear = PlainLinear(self.rounded.dequantise().to(self._weights.dtype))
+            self._report()
+        return self._linear
+
+
+class ExpertRecorder:
+    """All experts' matrices of one kind, and what is to be known of their inputs."""
+
+    few_pairs = 0
+
+    def __init__(
+        self, experts: ExpertLinears, weights: torch.Tensor, prepared: PreparedTensor
+    ) -> None:
+        """`weights` is [experts, out, in]."""
+        self._experts, self._weights, self._prepared = experts, weights, prepared
+        count, _, columns = weights.shape
+        self._is_shared = not _is_of_experts_down(prepared)
+        """Whether the inputs of all experts are of one kind: rows of the hidden states."""
+        shape = (columns, columns) if self._is_shared else (count, columns)
+        self._sums = torch.zeros(shape, device=weights.device)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
+        if self._is_shared:
+            self._sums += _gram(x[:pairs])
+        else:
+            start = 0
+            for expert, end in enumerate(ends.tolist()):
+                self._sums[expert] += x[start:end].float().square().sum(dim=0)
+                start = end
+        self._experts.forward(x, ends, pairs, out)
+
+    def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        raise AssertionError("few pairs are for decodes, and a text has none")
+
+    def rounded(self) -> Quantized:
+        group, dtype = _group(self._prepared), self._prepared.dtype
+        if self._is_shared:
+            return quantise_calibrated(self._weights.flatten(0, 1), self._sums, group, dtype)
+        return stacked(
+            [
+                nearest_calibrated(weights, squares, group, dtype)
+                for weights, squares in zip(self._weights, self._sums, strict=True)
+            ]
+        )
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return x.t() @ x
+
+
+def _group(prepared: PreparedTensor) -> int:
+    assert prepared.encoding is not None, "only matrices are rounded"
+    return prepared.encoding.group
+
+
+def _on_cpu(rounded: Quantized) -> Quantized:
+    zeros = None if rounded.zeros is None else rounded.zeros.cpu()
+    return Quantized(rounded.format, rounded.values.cpu(), rounded.scales.cpu(), zeros)
