@@ -142,7 +142,9 @@ def quantise_calibrated(
     order = importance.argsort(descending=True, stable=True)
     factor = _inverse_factor(damped[order][:, order])
     parts = []
-    for rows in weights.split(max(1, ROW_ELEMENTS // weights.shape[1])):
+    num_rows = max(1, ROW_ELEMENTS // weights.shape[1])
+    for start in range(0, len(weights), num_rows):
+        rows = weights[start : start + num_rows]
         grid = fit_grid(rows, group, importance, dtype)
         nearest = grid.round(rows)
         if factor is None:
