@@ -77,14 +77,9 @@ class Row:
     errors: int = 0
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(server.getsockname()[1]) for server in taken]
-
-
 def free_port() -> int:
-    return free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def addresses(ports: Sequence[int]) -> list[str]:
@@ -113,11 +108,23 @@ class Machine:
         self._stack.callback(end, process)
         return psutil.Process(process.pid)
 
+    def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
+        """Starts a process that prints its ports; returns them and its id."""
+        path = self._folder / f"{name}.log"
+        log = self._stack.enter_context(path.open("wb"))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+        self._stack.callback(end, process)
+        assert process.stdout
+        line = self._stack.enter_context(process.stdout).readline()
+        if not line:
+            raise SystemExit(f"error: {name} has ended: {path.read_text()[-400:]}")
+        return json.loads(line), process.pid
+
     def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Starts engines in one process, each on a port of its own."""
-        ports = free_ports(count)
-        command = [sys.executable, str(HERE / "router_engine.py"), *map(str, ports), *more]
-        return ports, self.start(name, command)
+        """Starts engines in one process, each on a port of its own; returns when all listen."""
+        command = [sys.executable, str(HERE / "router_engine.py"), *["0"] * count, *more]
+        ports, pid = self.start_listening(name, command)
+        return ports, psutil.Process(pid)
 
     def router(self, name: str, engine_ports: Sequence[int], processes: int = 1) -> Target:
         port = free_port()

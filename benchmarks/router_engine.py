@@ -3,6 +3,8 @@
 
 usage: router_engine.py PORT... [--tokens 16] [--interval-ms 0] [--http]
 
+Prints the ports as a JSON list when all of them listen; each 0 is any free one.
+
 Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
 the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
 joins them. Each port is an engine of its own. With --http OpenAI's chat endpoint, for routers that
@@ -188,20 +190,26 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def serve_http(ports: Sequence[int], tokens: int) -> None:
-    loop = asyncio.get_running_loop()
+    loop, listening = asyncio.get_running_loop(), []
     for port in ports:
-        await loop.create_server(lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048)
+        server = await loop.create_server(
+            lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048
+        )
+        listening.append(server.sockets[0].getsockname()[1])
+    print(json.dumps(listening), flush=True)
     await asyncio.Event().wait()
 
 
 async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
     servers = [new_server() for _ in ports]  # one that is not kept ends
+    listening = []
     for port, server in zip(ports, servers, strict=True):
-        engine = Engine(f"{MODEL}-{port}", tokens, interval_s)
+        listening.append(server.add_insecure_port(f"127.0.0.1:{port}"))
+        engine = Engine(f"{MODEL}-{listening[-1]}", tokens, interval_s)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
-        server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
+    print(json.dumps(listening), flush=True)
     await asyncio.Event().wait()
 
 

@@ -119,6 +119,8 @@ class Call:
     refused_by: dict[str, int] = field(default_factory=dict)
     """Keys of engines that refused or failed the request, each with its number of reports by
     then."""
+    is_growing: bool = field(init=False)
+    """Whether the answers arrive while they grow; otherwise all is known only at the end."""
     progress: Progress = NO_PROGRESS
     """What was received of the answer; where engines are chosen it gets one of its own."""
     deadline: PausableDeadline = field(init=False)
@@ -126,7 +128,8 @@ class Call:
     """The prompt; set where it is rendered."""
 
     def __post_init__(self) -> None:
-        if not is_growing(self.request):
+        self.is_growing = is_growing(self.request)
+        if not self.is_growing:
             self.stall_s = math.inf
         arrived = self.record.arrived
         self.deadline = PausableDeadline(arrived + self.timeout_s, arrived + self.stall_s)

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from msgspec.structs import replace as changed
 
@@ -51,6 +52,8 @@ from ullage_router.prompts.truncate import truncate
 from ullage_router.tokenizer import PromptError, TokenizerThreads
 
 log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class NotOnCanary(Exception):
@@ -264,7 +267,13 @@ class Admission:
         if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
-        ahead = {} if call.is_trial else self._queue.ahead(call.request.priority, entry)
+        queue = self._queue
+        ahead = waiting = passable = NOTHING
+        if len(queue):  # mostly nobody waits
+            waiting = queue.lengths()
+            if not call.is_trial:
+                ahead = queue.ahead(call.request.priority, entry)
+                passable = queue.passable(ahead)
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -274,9 +283,9 @@ class Admission:
             droppable=not received and prompt.can_shrink(rungs.shrink_context.keep_turns),
             queue=request.queue_state if request else QueueState.OPEN,
             ahead=ahead,
-            passable=self._queue.passable(ahead),
+            passable=passable,
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
-            waiting=self._queue.lengths(),
+            waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred if request else "",
             draw=random.getrandbits(30),
@@ -320,7 +329,7 @@ class Admission:
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
-        if not request.call.is_trial:
+        if len(self._queue) and not request.call.is_trial:
             self._queue.on_passed(run.pool, request.entry)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()

@@ -20,7 +20,14 @@ from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiple
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
-from ullage_router.policy.decision import EngineState, EngineView, Release, Side, route_of
+from ullage_router.policy.decision import (
+    WELL,
+    EngineState,
+    EngineView,
+    Release,
+    Side,
+    route_of,
+)
 from ullage_router.tokenizer import Model
 
 ReportKind = Literal["next", "gap", "old", "restart"]
@@ -124,7 +131,7 @@ class Owner(Protocol):
         """Called when an engine may take requests now, or no longer."""
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Called when an engine has more or less to do."""
+        """Called when an engine has become idle, or busy."""
 
     def on_ejected(self, engine: "Engine") -> None:
         """Called when an engine's breaker has opened."""
@@ -200,9 +207,15 @@ class Engine:
         self._profile = MemoryProfile(1, ())
         self._view: EngineView | None = None
         """The engine as decisions see it; None after something has changed."""
-        self._view_until = 0.0
+        self._standing: EngineState | None = None
+        """The engine's state in its view; None after that may have changed."""
+        self._standing_until = 0.0
         self._releases: tuple[Release, ...] = ()
         self._step_seconds: tuple[float, ...] = ()
+        self._reported_backlog = self._reported_load = 0
+        """Prompt tokens to compute and requests, of the last report."""
+        self._is_idle = False
+        """Whether the engine had no prompts to compute when its owner heard last."""
         self._previous: Multiplexer | None = None
         """The multiplexer of the previous channel, until the present one's is open."""
         self._connect()
@@ -268,9 +281,7 @@ class Engine:
     @property
     def load(self) -> int:
         """Number of requests that run, wait or are on their way."""
-        report = self.headroom
-        reported = report.requests_running + report.requests_waiting if report else 0
-        return reported + self._credit.uncounted
+        return self._reported_load + self._credit.uncounted
 
     @property
     def expected_output(self) -> int:
@@ -344,13 +355,16 @@ class Engine:
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that are computed before those of a new request."""
-        reported = self.headroom.prefill_backlog_tokens if self.headroom else 0
-        return reported + self._credit.tokens
+        return self._reported_backlog + self._credit.tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine is well and has no prompts to compute."""
+        return not self.backlog_tokens and self.health >= WELL
 
     @property
     def _prefill_pairs(self) -> int:
-        reported = self.headroom.prefill_backlog_tokens if self.headroom else 0
-        return round(self._credit.prefill_pairs(reported))
+        return round(self._credit.prefill_pairs(self._reported_backlog))
 
     def prefill_work(self, mlp_products: int) -> int:
         """Work of the prompts before a new one (`credit.work`).
@@ -384,18 +398,22 @@ class Engine:
         Args:
             now: on the monotonic clock.
         """
-        if self._view is None or now > self._view_until:
-            self._view, self._view_until = self._new_view(), self.state_until(now)
+        standing = self._standing
+        if standing is None or now > self._standing_until:
+            standing = self._standing = self.standing
+            self._standing_until, self._view = self.state_until(now), None
+        if self._view is None:
+            self._view = self._new_view(standing)
         return self._view
 
-    def _new_view(self) -> EngineView | None:
+    def _new_view(self, standing: EngineState) -> EngineView | None:
         report, model_info = self.headroom, self.description
         if report is None or model_info is None or self.model is None:
             return None
         return EngineView(
             id=self.key,
             pool=self.pool,
-            standing=self.standing,
+            standing=standing,
             available=self.available,
             capacity=report.kv_pool_bytes or model_info.profile.kv_pool_bytes,
             profile=self._profile,
@@ -415,12 +433,14 @@ class Engine:
         )
 
     def _on_state_change(self) -> None:
-        self._view = None
+        self._view = self._standing = None
         self._owner.on_state_change(self)
 
     def _on_load_change(self) -> None:
         self._view = None
-        self._owner.on_load_change(self)
+        if self._is_idle != self.is_idle:
+            self._is_idle = not self._is_idle
+            self._owner.on_load_change(self)
 
     def _on_stream_change(self) -> None:
         if not self._multiplexer.is_open:
@@ -543,6 +563,8 @@ class Engine:
         self.headroom = headroom
         self._releases = tuple(Release(r.after_ms / 1000, r.bytes) for r in headroom.releases)
         self._step_seconds = tuple(headroom.step_seconds)
+        self._reported_backlog = headroom.prefill_backlog_tokens
+        self._reported_load = headroom.requests_running + headroom.requests_waiting
         self._reported_at = time.monotonic()
         self._is_connected = True
         self._credit.on_report()

@@ -248,18 +248,20 @@ class Engines:
             preferred: key of an engine; empty where there is none.
         """
         roster, now = self.roster, time.monotonic()
-        held = self.held_back()
+        held = self.held_back() if self._ejected else NONE
         first = self._pools[0].name
         keys = [(side, first, model.fingerprint)]
         if self._has_large and first != LARGE_POOL:
             keys.append((side, LARGE_POOL, model.fingerprint))
+        favourite = self._engines.get(preferred) if preferred else None
         views: list[EngineView] = []
         for key in keys:
-            drawn = [e for e in roster.draw(key, number) if e.key not in held]
-            favourite = self._engines.get(preferred)
-            if favourite and favourite not in drawn and preferred not in held:
-                drawn += [favourite] if roster.has(key, favourite) else []
-            views += [view for e in drawn if (view := e.view(now))]
+            drawn = roster.draw(key, number)
+            if favourite and favourite not in drawn and roster.has(key, favourite):
+                drawn.append(favourite)
+            for engine in drawn:
+                if engine.key not in held and (view := engine.view(now)):
+                    views.append(view)
         if len(keys) > 1 and not any(view.pool == LARGE_POOL for view in views):
             views += self._unusable(LARGE_POOL, now)
         return views

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ullage_router.policy.affinity import HashRing
-from ullage_router.policy.decision import WELL, EngineState, Side
+from ullage_router.policy.decision import EngineState, Side
 
 if TYPE_CHECKING:
     from ullage_router.engines.engine import Engine
@@ -56,9 +56,10 @@ class DrawGroup(Generic[T]):
         source = self.idle or self.usable
         if len(source) <= MAX_DRAWN:
             return source.copy()
-        first = (number * MIXING >> 8) % len(source)
-        drawn = source[first : first + MAX_DRAWN]
-        return drawn + source[: MAX_DRAWN - len(drawn)]
+        count, mixed = len(source), number * MIXING >> 8
+        # So far apart that no two of them are the same, and each has many others beside it.
+        step = 1 + mixed // count % ((count - 1) // (MAX_DRAWN - 1))
+        return [source[(mixed + i * step) % count] for i in range(MAX_DRAWN)]
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class Roster:
     def on_load_change(self, engine: "Engine") -> None:
         """Records whether the engine has prompts to compute."""
         if group := self._group_of.get(engine):
-            group.set_idle(engine, not engine.backlog_tokens and engine.health >= WELL)
+            group.set_idle(engine, engine.is_idle)
 
     def num_usable(self, side: Side, pool: str) -> int:
         """Returns the number of engines of a pool that take requests."""

@@ -202,7 +202,11 @@ class Reply:
 
     async def piece(self, data: bytes) -> None:
         """A part of the body; waits until the client has taken enough of those before it."""
-        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+        message = {"type": "http.response.body", "body": data, "more_body": True}
+        if self._nudge is None and self._start is None:
+            await self._send(message)
+        else:
+            await self._write(message)
 
     def nudge(self, data: bytes) -> None:
         """Sends a part that is of no use to a client which has others to read."""

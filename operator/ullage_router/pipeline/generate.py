@@ -25,7 +25,6 @@ from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
 from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Losses, Progress
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.validation import is_growing
 from ullage_router import errors
 from ullage_router.admission.admission import Admission, Reservation
 from ullage_router.admission.load_balancer import LoadBalancer
@@ -310,7 +309,7 @@ class EngineStages:
         flow = self._unary_flow
         if call.is_streamed:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
-        if not is_growing(call.request):
+        if not call.is_growing:
             flow = without_stalls(flow)
         metadata = call.metadata
         if self._signer:
@@ -364,7 +363,7 @@ class Generation:
             for sample in range(max(1, request.samples.n)):
                 yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
         # Answers that are known only at the end begin anew where they are lost.
-        held: list[Event] | None = None if is_growing(request) else []
+        held: list[Event] | None = None if self._call.is_growing else []
         while not self._stream.is_over:
             try:
                 event = await self._stream.read()

@@ -102,29 +102,31 @@ class OnEngine:
             ServiceError: the engine failed.
         """
         try:
-            event = self._first or await self._next()
-            self._first = None
-            self._take(event)
-        except ServiceError as error:
-            self._reservation.engine.on_failure(self._reservation.credit, error)
-            raise
-        return event
-
-    def _take(self, event: Event) -> None:
-        """Notes an event; raises ServiceError where the engine cut the answer off."""
-        match event.WhichOneof("event"):
-            case "delta":
+            event, self._first = self._first, None
+            if event is None:
+                event = await self._source.read()
+                if event is None:
+                    raise errors.broken_stream("the engine ended it without a last word")
+            if event.HasField("delta"):
                 delta = event.delta
                 self._progress.on_delta(delta)
                 if self._hides_ids:
                     delta.ClearField("token_ids")
-            case "finished":
-                check_ending(event.finished)
-                self.is_over = True
-                self._note_ending(event.finished)
-            case "sample_finished":
-                check_ending(event.sample_finished)
-                self._progress.on_sample_finished(event.sample_finished)
+            else:
+                self._take_ending(event)
+        except ServiceError as error:
+            event = self._after(error)
+        return event
+
+    def _take_ending(self, event: Event) -> None:
+        """Notes an answer's end; raises ServiceError where the engine cut it off."""
+        if event.HasField("sample_finished"):
+            check_ending(event.sample_finished)
+            self._progress.on_sample_finished(event.sample_finished)
+        else:
+            check_ending(event.finished)
+            self.is_over = True
+            self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
         """Tells the breaker of an answer's end; nothing where only its whole time was over."""
@@ -135,19 +137,18 @@ class OnEngine:
             self.has_stalled = True
             engine.on_failure(credit, errors.stalled(engine.id, self._timeout_s))
 
-    async def _next(self) -> Event:
-        try:
-            event = await self._source.read()
-        except ServiceError as error:
-            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-            engine = self._reservation.engine
-            if engine.is_silent:
-                raise errors.cut_off(engine.id, engine.age_s, self._timeout_s) from error
-            event = timed_out(len(self._reservation.prompt.token_ids), self._progress.num_tokens)
-        if event is None:
-            raise errors.broken_stream("the engine ended it without a last word")
-        return event
+    def _after(self, error: ServiceError) -> Event:
+        """Returns the last event where only the time is over; raises the failure otherwise."""
+        engine = self._reservation.engine
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if not engine.is_silent:
+                prompt_tokens = len(self._reservation.prompt.token_ids)
+                event = timed_out(prompt_tokens, self._progress.num_tokens)
+                self._take_ending(event)
+                return event
+            error = errors.cut_off(engine.id, engine.age_s, self._timeout_s)
+        engine.on_failure(self._reservation.credit, error)
+        raise error
 
     def close(self) -> None:
         """Ends the engine's work on the answer; harmless when it has ended."""

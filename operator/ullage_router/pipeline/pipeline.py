@@ -19,10 +19,11 @@ is charged when it is known where it may run, and shared only below its own quot
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
+from types import TracebackType
 
 from msgspec.structs import replace
 
@@ -68,44 +69,77 @@ class RequestPipeline:
         """Refuses new requests; those that have begun go on."""
         self.is_draining = True
 
-    @contextlib.asynccontextmanager
-    async def serve(self, call: Call) -> AsyncIterator[ResponseStream]:
+    def serve(self, call: Call) -> AbstractAsyncContextManager[ResponseStream]:
         """Opens an answer that has its first token; leaving the block ends it.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
         """
-        record = call.record
-        record.tenant = call.tenant.name
-        self.inflight += 1
-        stream: ResponseStream | None = None
-        try:
-            if self.is_draining:
-                raise errors.draining()
-            stream = await self._handler(call)
-            record.ttft_s = time.monotonic() - record.arrived
-            _copy_decision(call)
-            yield stream
-            record.status = 200
-        except BaseException as error:
-            _copy_decision(call)
-            _copy_error(record, error)
-            raise
-        finally:
-            if stream:
-                stream.close()
-                record.output_tokens = stream.output_tokens
-            self.inflight -= 1
-            record.ended = time.monotonic()
-            call.tenant.close_request(record)
-            # After the answer's last bytes, which leave at the end of this turn.
-            asyncio.get_running_loop().call_soon(self._on_end, record)
+        return _Serving(self, self._handler, self._on_end, call)
 
     def refuse(self, record: RequestRecord, error: ServiceError) -> None:
         """Counts a request that was refused before it became a Call."""
         _copy_error(record, error)
         record.ended = time.monotonic()
         self._on_end(record)
+
+
+class _Serving:
+    """One request while it is served, from its beginning to the end of its answer."""
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        handler: Handler,
+        on_end: Callable[[RequestRecord], None],
+        call: Call,
+    ) -> None:
+        self._pipeline = pipeline
+        self._handler = handler
+        self._on_end = on_end
+        self._call = call
+        self._stream: ResponseStream | None = None
+
+    async def __aenter__(self) -> ResponseStream:
+        call, pipeline = self._call, self._pipeline
+        record = call.record
+        record.tenant = call.tenant.name
+        pipeline.inflight += 1
+        try:
+            if pipeline.is_draining:
+                raise errors.draining()
+            stream = self._stream = await self._handler(call)
+            record.ttft_s = time.monotonic() - record.arrived
+            _copy_decision(call)
+        except BaseException as error:
+            self._end(error)
+            raise
+        return stream
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        call, stream = self._call, self._stream
+        record = call.record
+        if error is None:
+            record.status = 200
+        else:
+            _copy_decision(call)
+            _copy_error(record, error)
+        if stream:
+            stream.close()
+            record.output_tokens = stream.output_tokens
+        self._pipeline.inflight -= 1
+        record.ended = time.monotonic()
+        call.tenant.close_request(record)
+        # After the answer's last bytes, which leave at the end of this turn.
+        asyncio.get_running_loop().call_soon(self._on_end, record)
 
 
 def _copy_decision(call: Call) -> None:

@@ -16,12 +16,12 @@ Multiprocessing Timing Anomalies", 1969: at most 4/3 of the shortest critical pa
 idle), as far as their memory allows.
 """
 
+import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from sortedcontainers import SortedList
 
 
 def pairs(tokens: int) -> int:
@@ -97,6 +97,8 @@ def _longest_first(jobs: Sequence[PrefillTask], lanes: Sequence[EngineLoad]) -> 
 
 
 REPORTS_AFTER_ACCEPTED = 2
+SPARE_LIMITS = 64
+"""Number of limits of ended requests, besides as many as are in flight, that are kept at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,8 +139,10 @@ class CreditBook:
         """Accepted credits in the order of the reports that must include them; some may have ended.
         """
         self._counted: set[Credit] = set()
-        self._step_limits: SortedList[float] = SortedList()
-        """Of all requests in flight."""
+        self._step_limits: list[tuple[float, int, Credit]] = []
+        """A heap of all finite limits of requests in flight, and of some that have ended, which
+        leave it when they are the shortest or too many."""
+        self._numbers = itertools.count()
         self._reports = 0
         self._total = 0
         self._prompts: set[Credit] = set()
@@ -184,13 +188,17 @@ class CreditBook:
     @property
     def step_limit_s(self) -> float:
         """Longest seconds of a step with which every request in flight would still end in time."""
-        return self._step_limits[0] if self._step_limits else math.inf
+        limits = self._step_limits
+        while limits and not self._is_in_flight(limits[0][2]):
+            heapq.heappop(limits)
+        return limits[0][0] if limits else math.inf
 
     def reserve(self, size: int, tokens: int, step_limit_s: float = math.inf) -> Credit:
         credit = Credit(size, tokens, step_limit_s)
         self._open.add(credit)
-        self._step_limits.add(step_limit_s)
         self._prompts.add(credit)
+        if step_limit_s != math.inf:
+            self._add_step_limit(credit)
         self._unsure.add(tokens)
         self._total += size
         return credit
@@ -223,8 +231,6 @@ class CreditBook:
     def release(self, credit: Credit) -> None:
         """The request ended."""
         self.on_first_token(credit)  # or will not begin
-        if credit in self._open or credit in self._counted:
-            self._step_limits.remove(credit.step_limit_s)
         if credit in self._open:
             self._leave(credit)
         self._counted.discard(credit)
@@ -233,10 +239,24 @@ class CreditBook:
         self._open.remove(credit)
         self._total -= credit.size
 
+    def _is_in_flight(self, credit: Credit) -> bool:
+        return credit in self._open or credit in self._counted
+
+    def _add_step_limit(self, credit: Credit) -> None:
+        limits = self._step_limits
+        heapq.heappush(limits, (credit.step_limit_s, next(self._numbers), credit))
+        if len(limits) > 2 * self.inflight + SPARE_LIMITS:
+            self._step_limits = [limit for limit in limits if self._is_in_flight(limit[2])]
+            heapq.heapify(self._step_limits)
+
     def check_integrity(self) -> None:
         assert not self._open & self._counted
         inflight = self._open | self._counted
-        assert list(self._step_limits) == sorted(credit.step_limit_s for credit in inflight)
+        limits = [credit.step_limit_s for credit in inflight]
+        assert self.step_limit_s == min(limits, default=math.inf)
+        assert len(self._step_limits) <= 2 * self.inflight + SPARE_LIMITS
+        kept = {credit for _, _, credit in self._step_limits}
+        assert {credit for credit in inflight if credit.step_limit_s != math.inf} <= kept
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
         for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):

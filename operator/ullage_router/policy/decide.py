@@ -139,10 +139,10 @@ def decide_among(
     home, reason = home_of(facts, able, policy)
     if reason == "CAPACITY":  # another engine of the first pool may be able
         return None
-    return _LadderRun(facts, able, policy, home, reason).at_home()
+    return _LadderRun(facts, able, policy, home, reason).on_one_of_two()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LadderRun:
     """One run down the ladder: a request, the engines that can ever hold it, and its home pool."""
 
@@ -172,6 +172,26 @@ class _LadderRun:
         """Returns where the request runs as it is; None where it does not fit at home now."""
         return self._full(self.home, self.home_reason)
 
+    def on_one_of_two(self) -> Run | None:
+        """As `at_home`, over the first two engines that fit and the preferred one: engines are in
+        no order."""
+        facts, pool, fits = self.facts, self.home, list[EngineView]()
+        if pool in facts.ahead:
+            return self.at_home()
+        for engine in self.engines:
+            is_wanted = len(fits) < 2 or engine.id == facts.preferred
+            if is_wanted and engine.pool == pool and self._fits_now(engine):
+                fits.append(engine)
+        return self._on_one_of(fits, self.home_reason) if fits else None
+
+    def _fits_now(self, engine: EngineView) -> bool:
+        return (
+            self._demand(engine).kv_bytes <= engine.available
+            and engine.standing is EngineState.USABLE
+            and engine.id not in self.facts.refused_by
+            and self._is_in_time(engine)
+        )
+
     def _try(self, rung: Rung) -> NextStep | None:
         match rung:
             case "shrinkContext":
@@ -188,11 +208,11 @@ class _LadderRun:
     def _full(self, pool: str, reason: str) -> Run | None:
         free = self._free(pool) or (self._free_beside_head() if pool == self.home else [])
         fits = [e for e in free if self._demand(e).kv_bytes <= e.available]
-        if not fits:
-            return None
+        return self._on_one_of(fits, reason) if fits else None
+
+    def _on_one_of(self, fits: Sequence[EngineView], reason: str) -> Run:
         engine = _pick(fits, self.facts, self.policy)
-        room = room_of(self.facts, engine)
-        max_tokens = min(self.facts.max_tokens, room)
+        max_tokens = min(self.facts.max_tokens, room_of(self.facts, engine))
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
@@ -384,6 +404,8 @@ class _LadderRun:
         ]
 
     def _is_in_time(self, engine: EngineView) -> bool:
+        if not (engine.load or engine.backlog_tokens):
+            return True  # as `is_on_time` says of any request
         facts = self.facts
         return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
@@ -398,10 +420,11 @@ def home_of(
 ) -> tuple[str, str]:
     """Returns (pool, reason): the first pool that can ever hold the request, or the large one for
     large requests."""
-    pools = [pool for pool in policy.pools if any(e.pool == pool for e in able)]
-    if LARGE_POOL in pools and is_large(facts, able[0], policy):
+    present = {engine.pool for engine in able}
+    if LARGE_POOL in present and is_large(facts, able[0], policy):
         return LARGE_POOL, "LARGE_REQUEST"
-    return pools[0], "FITS" if pools[0] == policy.pools[0] else "CAPACITY"
+    first = next(pool for pool in policy.pools if pool in present)
+    return first, "FITS" if first == policy.pools[0] else "CAPACITY"
 
 
 def is_large(facts: RequestFacts, engine: EngineView, policy: RoutingPolicy) -> bool:
@@ -437,8 +460,12 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 def _pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
     """Picks the preferred engine, unless another one has far less to do."""
+    if len(fits) == 1:
+        return fits[0]
     idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
     drawn = _draw(idle or fits, facts.draw, policy.prefill.mlp_products)
+    if not facts.preferred:
+        return drawn
     preferred = next((e for e in fits if e.id == facts.preferred), drawn)
     return preferred if preferred.load <= drawn.load + policy.max_extra_load else drawn
 

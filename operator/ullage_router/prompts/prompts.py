@@ -1,5 +1,6 @@
 """From the input of a request, whatever its form, to the prompt that engines get."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -125,13 +126,13 @@ class PromptBuilder:
         size = weight(turns) + use.num_characters + len(request.messages.template_arguments)
         self._check_whole(size)
         turns, degraded = await self._cleansed(turns, size)
-        prompt = Prompt(model, [], turns, degraded, tool_use=use, arguments=arguments)
+        render = functools.partial(model.render, turns, use.tools, use.opening, arguments)
         try:
-            ids = await self._threads.run(size, lambda: prompt.render(turns))
+            ids = await self._threads.run(size, render)
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
         check_prompt_tokens(ids, model.vocab_size, "messages")
-        prompt = replace(prompt, token_ids=ids)
+        prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
 
     async def _summarized(self, prompt: Prompt, tenant: str) -> Prompt:

@@ -52,7 +52,8 @@ class Progress:
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
         self._is_growing = is_growing(request)
-        self._answers = [_Answer() for _ in range(num_answers(request.samples))]
+        num = num_answers(request.samples) if request.HasField("samples") else 1
+        self._answers = [_Answer() for _ in range(num)]
         if request.HasField("continuation"):
             self._restore(request)
 

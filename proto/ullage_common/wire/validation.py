@@ -203,6 +203,8 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
 
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
     """Whether the answers arrive while they grow; otherwise all is known only at the end."""
+    if not request.HasField("samples"):
+        return True
     samples = request.samples
     return not samples.HasField("beam") and samples.best_of <= num_answers(samples)
 

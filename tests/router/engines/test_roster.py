@@ -30,6 +30,10 @@ class Known:
     side: Side = Side.STABLE
     fingerprint: str = "model"
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.backlog_tokens and self.health >= 0.5
+
     def state_until(self, now: float) -> float:
         return now + 1
 

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.http.connection import STARTED_PER_TURN, ConnectionState
+from ullage_router.http.connection import STARTED_PER_TURN, Connection, ConnectionState
 from ullage_router.http.messages import Limits, Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
@@ -230,6 +230,25 @@ def test_the_old_protocol_gets_no_chunks(run: Run) -> None:
         told = await client.rest()
         assert b"connection: close" in told
         assert told.endswith(b"\r\n\r\npartpartpartlast")
+
+    run(scenario)
+
+
+def test_parts_of_one_moment_leave_in_one_write(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[bytes] = []
+    write = Connection.write
+
+    def counted(connection: Connection, data: bytes) -> None:
+        writes.append(data)
+        write(connection, data)
+
+    monkeypatch.setattr(Connection, "write", counted)
+
+    async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
+        client = await connect()
+        await client.send(b"GET /parts HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert (await client.rest()).endswith(b"4\r\nlast\r\n0\r\n\r\n")
+        assert len(writes) == 1
 
     run(scenario)
 

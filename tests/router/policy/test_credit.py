@@ -1,5 +1,7 @@
 """Credit: never not counted."""
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +24,21 @@ def test_the_second_report_after_accepted_includes_it() -> None:
     assert book.inflight == 0
 
 
+def test_the_shortest_step_limit_is_that_of_a_request_in_flight() -> None:
+    """However many ended before, whose limits are not kept."""
+    book = CreditBook()
+    lasting = book.reserve(1, 1, step_limit_s=2.0)
+    for number in range(1000):
+        book.release(book.reserve(1, 1, step_limit_s=3.0 + number))
+    short = book.reserve(1, 1, step_limit_s=1.0)
+    assert book.step_limit_s == 1.0
+    book.release(short)
+    assert book.step_limit_s == 2.0
+    book.check_integrity()
+    book.release(lasting)
+    assert book.step_limit_s == math.inf
+
+
 def test_the_end_of_the_request_gives_it_back() -> None:
     book = CreditBook()
     credit = book.reserve(100, 5)
@@ -35,7 +52,7 @@ def test_any_order_of_events(events: list[str]) -> None:
     book, live, waiting = CreditBook(), [], []
     for event in events:
         if event == "reserve":
-            live.append(book.reserve(10, 1))
+            live.append(book.reserve(10, 1, step_limit_s=(7 * len(events) + len(live)) % 5 + 0.5))
             waiting.append(live[-1])
         elif event == "accept" and waiting:
             book.on_accepted(waiting.pop(0))
