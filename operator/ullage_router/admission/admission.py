@@ -37,6 +37,7 @@ from ullage_router.policy.decide import (
     decide,
     decide_among,
     min_output,
+    passes,
 )
 from ullage_router.policy.decision import (
     Decision,
@@ -317,6 +318,12 @@ class Admission:
             raise NotOnCanary
         return step
 
+    def _passes(self, request: AdmissionRequest) -> bool:
+        """Whether a request behind the first of its line may run now."""
+        call, model = request.call, request.prompt.model
+        views = self._engines.views(model, call.side)
+        return passes(self.facts(call, request), views, self.policy)
+
     def _still_refusing(self, call: Call) -> frozenset[str]:
         """Returns engines that have reported nothing new since they refused the request."""
         engines = ((self._engines.get(key), then) for key, then in call.refused_by.items())
@@ -387,7 +394,7 @@ class Admission:
             while await entry.wait_turn(until - time.monotonic()):
                 if entry.is_evicted:
                     request.queue_state = QueueState.FULL
-                if entry.is_evicted or entry.is_head or isinstance(self._decide(request), Run):
+                if entry.is_evicted or entry.is_head or self._passes(request):
                     break
             else:
                 is_late = wait.longest_s < allowed_s

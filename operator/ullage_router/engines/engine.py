@@ -20,14 +20,7 @@ from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiple
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
-from ullage_router.policy.decision import (
-    WELL,
-    EngineState,
-    EngineView,
-    Release,
-    Side,
-    route_of,
-)
+from ullage_router.policy.decision import WELL, EngineState, EngineView, Release, Side, route_of
 from ullage_router.tokenizer import Model
 
 ReportKind = Literal["next", "gap", "old", "restart"]
@@ -80,9 +73,7 @@ class ReportSequence:
         Args:
             worker_restarts: since the start of the server.
         """
-        if (
-            self._reported_restarts is not None
-        ):  # what was before the first report is another's count
+        if self._reported_restarts is not None:  # what was before is another's count
             self.workers_lost += max(0, worker_restarts - self._reported_restarts)
         self._reported_restarts = worker_restarts
 
@@ -334,9 +325,8 @@ class Engine:
     def is_over(self) -> bool:
         """Whether the engine is out of DNS, silent and without requests, so it may be closed."""
         # A canary's address may soon be a stable engine's.
-        is_reporting = (
-            self._is_connected and self.age_s <= HOPELESS_AFTER_S and self.side is Side.STABLE
-        )
+        is_stable = self.side is Side.STABLE
+        is_reporting = is_stable and self._is_connected and self.age_s <= HOPELESS_AFTER_S
         return not (self.is_listed or is_reporting or self._credit.inflight)
 
     @property

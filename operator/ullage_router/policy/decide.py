@@ -123,6 +123,16 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
     return _LadderRun(facts, able, policy, home, reason).first_that_fits()
 
 
+def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> bool:
+    """Whether a request that waits behind others may run now; to say what becomes of it otherwise
+    is much more work."""
+    able = [e for e in engines if room_of(facts, e) >= facts.min_tokens]
+    if not able:
+        return False
+    home, reason = home_of(facts, able, policy)
+    return _LadderRun(facts, able, policy, home, reason).runs_before_waiting()
+
+
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
@@ -191,6 +201,15 @@ class _LadderRun:
             and engine.id not in self.facts.refused_by
             and self._is_in_time(engine)
         )
+
+    def runs_before_waiting(self) -> bool:
+        """Whether the request runs at home, or in another pool where that comes before waiting."""
+        if self.at_home():
+            return True
+        ladder = self.policy.ladder
+        before = ladder[: ladder.index("queue")] if "queue" in ladder else ladder
+        leaves = "route" in (before if self._usable(self.home) else ladder)
+        return leaves and self._overflow() is not None
 
     def _try(self, rung: Rung) -> NextStep | None:
         match rung:
@@ -398,6 +417,7 @@ class _LadderRun:
             e
             for e in self._usable(self.home)
             if e.id not in self.facts.refused_by
+            and self._demand(e).kv_bytes <= e.available
             and end_s(e, self.facts.prompt_tokens, self._expected_output(e))
             <= earliest_s(e.available, e.releases, head_bytes)
             and self._is_in_time(e)

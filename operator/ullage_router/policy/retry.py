@@ -10,6 +10,7 @@ takes one. When engines fail faster than that, clients get the errors at once.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 from ullage_common.config.router import RejectSection, RetrySection
@@ -17,6 +18,9 @@ from ullage_router.policy.decision import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
+
+
+_AFTER = operator.attrgetter("after_s")
 
 
 def retry_after(
@@ -46,7 +50,7 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
     if available >= needed:
         return 0.0
     is_known = False
-    for release in sorted(releases, key=lambda r: r.after_s):
+    for release in sorted(releases, key=_AFTER):
         is_known = True
         available += release.size
         if available >= needed:

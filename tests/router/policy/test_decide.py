@@ -25,6 +25,7 @@ from ullage_router.policy.decide import (
     decide,
     decide_among,
     min_output,
+    passes,
 )
 from ullage_router.policy.decision import (
     EngineState,
@@ -479,3 +480,27 @@ def test_a_few_engines_cannot_say_what_needs_another_pool() -> None:
 def test_without_a_usable_large_engine_a_large_request_waits_for_it() -> None:
     loading = large(standing=EngineState.UNUSABLE)
     assert decide_among(facts(prompt=1001), [engine(free=100), loading], POLICY) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    engine_lists,
+    all_facts,
+    st.sampled_from([{}, {"single": 10 * BLOCK}, {"single": 60 * BLOCK, "large": BLOCK}]),
+    st.sampled_from([("single",), ("single", "large")]),
+    st.sampled_from([DEFAULT_LADDER, ("route", "queue", "reject"), ("queue", "reject")]),
+)
+def test_who_waits_behind_others_hears_what_a_whole_decision_says(
+    engines: list[EngineView],
+    wanted: RequestFacts,
+    passable: dict[str, int],
+    crowded: tuple[str, ...],
+    rungs: tuple[Rung, ...],
+) -> None:
+    ahead = dict.fromkeys(crowded, 10 * BLOCK)
+    behind = replace(wanted, ahead=ahead, passable=passable, queue=QueueState.OPEN)
+    may_run = isinstance(decide(behind, engines, ladder(*rungs)), Run)
+    if "large" in crowded:
+        assert passes(behind, engines, ladder(*rungs)) == may_run
+    else:  # what becomes of it where it cannot wait is for later
+        assert may_run or not passes(behind, engines, ladder(*rungs))
