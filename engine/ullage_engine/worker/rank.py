@@ -124,9 +124,13 @@ class RankStartup:
             is_chunked=chunk > 0,
             decode_tokens=self.decode_tokens,
             max_decodes=batching.decode_max_batch_tokens,
-            max_in_flight=self.layout.pipeline,
+            max_in_flight=self._decode_batches(),
             replay_tokens=self.model_config.replay_tokens,
         )
+
+    def _decode_batches(self) -> int:
+        own = 1 if self.device.type == "cpu" else self.layout.pipeline
+        return min(self.config.parallelism.decode_batches or own, self.layout.pipeline)
 
     @cached_property
     def step_limits(self) -> StepLimits:

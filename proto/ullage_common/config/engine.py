@@ -85,6 +85,9 @@ class RankGrid(Strict, frozen=True, kw_only=True):
 class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     micro_batches: Positive = 6
     """Parts of a step that flow through the stages one behind the other."""
+    decode_batches: Positive | None = None
+    """Batches of decodes in flight at once; None is one for each stage where a stage has a device
+    of its own, and one in all on CPUs, whose stages share processors and memory."""
     nccl: dict[str, str] = msgspec.field(default_factory=dict)
     """Environment of NCCL, over `ullage_engine.server.worker_process.TRANSFER_ENV`."""
 
