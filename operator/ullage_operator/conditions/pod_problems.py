@@ -235,6 +235,8 @@ def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
             return _problem(pod, reason, _image_message(container, reason, message))
         if reason in _CONFIG:
             remedy = "make the Secret or ConfigMap that it names, or correct the pool's settings"
+            if "deadline exceeded" in message:  # the container runtime's answer, and not the spec's
+                remedy = "the node is overloaded or its container runtime hangs; it is tried again"
             return _problem(pod, reason, f"{message or 'its container cannot be made'}; {remedy}")
         if reason == "CrashLoopBackOff":
             return _problem(pod, reason, _crash_message(pod, container), True)

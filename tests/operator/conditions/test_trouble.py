@@ -122,6 +122,8 @@ def test_other_reasons_of_the_kubelet_come_with_a_remedy() -> None:
     assert "correct spec.image" in found(waiting("InvalidImageName")).message
     missing = found(waiting("CreateContainerConfigError", 'secret "keys" not found'))
     assert missing.message.startswith('secret "keys" not found; make the Secret')
+    slow = found(waiting("CreateContainerError", "context deadline exceeded"))
+    assert slow.message.startswith("context deadline exceeded; the node is overloaded")
 
 
 def test_a_crash_loop_tells_how_often_the_exit_code_and_the_last_words() -> None:
