@@ -48,15 +48,17 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Returns at most MAX_DRAWN engines, idle ones where there are any.
+        """Returns at most MAX_DRAWN engines, idle ones where there are any; each is as often among
+        the first ones, which a decision takes where they fit.
 
         Args:
             number: random.
         """
         source = self.idle or self.usable
-        if len(source) <= MAX_DRAWN:
-            return source.copy()
         count, mixed = len(source), number * MIXING >> 8
+        if count <= MAX_DRAWN:
+            first = mixed % count if count else 0
+            return source[first:] + source[:first]
         # So far apart that no two of them are the same, and each has many others beside it.
         step = 1 + mixed // count % ((count - 1) // (MAX_DRAWN - 1))
         return [source[(mixed + i * step) % count] for i in range(MAX_DRAWN)]

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +80,15 @@ def test_every_engine_is_drawn_as_often() -> None:
     assert len(counts) == 64
     expected = MAX_DRAWN * (1 << 16) / 64
     assert all(abs(count - expected) < 0.05 * expected for count in counts.values())
+
+
+@pytest.mark.parametrize("num_engines", [3, 4])
+def test_each_of_few_engines_is_as_often_among_the_first_two(num_engines: int) -> None:
+    kept = roster([Known(number) for number in range(num_engines)])
+    draws = 1 << 12
+    counts = Counter(engine.number for n in range(draws) for engine in drawn(kept, n)[:2])
+    expected = 2 * draws / num_engines
+    assert all(abs(counts[n] - expected) < 0.05 * expected for n in range(num_engines))
 
 
 def test_a_state_that_changed_is_seen() -> None:

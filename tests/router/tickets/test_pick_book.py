@@ -1,6 +1,7 @@
 """Like requests by one ticket: what it may hold, what it holds, and that all of it comes back."""
 
 import asyncio
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -199,6 +200,19 @@ def test_like_requests_are_spread() -> None:
         [view(i, 1000) for i in range(100)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
     )
     assert (many.share(8), many.share(64)) == (1, 4)
+
+
+@pytest.mark.parametrize("num_engines", [3, 4])
+def test_one_by_one_every_engine_gets_its_share(num_engines: int) -> None:
+    views = [view(i, 10_000) for i in range(num_engines)]
+    batch, chance = Batch(views, POLICY, {}, 400, TimeLimits()), random.Random(1)
+    placed = Counter[str]()
+    for _ in range(400):
+        run, _count = batch.place(Ask(10, 16), chance.getrandbits(64))
+        assert isinstance(run, Run)
+        placed[run.engine] += 1
+    share = 400 / num_engines
+    assert all(0.9 * share < placed[each.id] < 1.1 * share for each in views)
 
 
 @pytest.fixture
