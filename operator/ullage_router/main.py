@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -139,7 +140,10 @@ class Router:
         self.service.scale_to_zero.queue.close()
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
         grace_s = longest_request_s(self._config) + DRAIN_MARGIN_S
+        until = time.monotonic() + grace_s
         await asyncio.gather(self._http.stop(grace_s), self._grpc.stop(grace_s))
+        if self.service.idempotency:
+            await self.service.idempotency.drain(max(0.0, until - time.monotonic()))
         self.service.scale_to_zero.queue.end()
         self.service.pipeline.drain()
         await self.service.close()

@@ -34,6 +34,8 @@ MAX_LOG_BYTES = 1 << 20
 usual answer."""
 MAX_UNREAD_BYTES = 64 << 10
 """Bytes that the engine may be ahead of the fastest reader."""
+LOOK_AGAIN_S = 1.0
+"""Seconds between two looks whether other processes still read an answer that nobody here does."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
@@ -151,6 +153,7 @@ class SharedGeneration:
         self._changed = asyncio.Event()
         self._may_go_on = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def is_joinable(self) -> bool:
@@ -180,10 +183,20 @@ class SharedGeneration:
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Removes a reader; the generation ends with its last one."""
+        """Removes a reader; the generation ends with its last one, here and elsewhere."""
         self._readers.discard(reader)
         self._may_go_on.set()
-        if not self._readers and self._task and not self.is_read_elsewhere():
+        self._end_unread()
+
+    def _end_unread(self) -> None:
+        if self._next_look:
+            self._next_look.cancel()
+        if self._readers or self._task is None or self._task.done():
+            return
+        if self.is_read_elsewhere():
+            loop = asyncio.get_running_loop()
+            self._next_look = loop.call_later(LOOK_AGAIN_S, self._end_unread)
+        else:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:

@@ -6,6 +6,7 @@ end, is forgotten: the next request with the key runs anew. The processes of a r
 by files (`shared_answers.py`).
 """
 
+import asyncio
 import contextlib
 import time
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from ullage_router.policy.decision import Decision
 
 MAX_KEY_CHARACTERS = 256
 HEADER = "idempotency-key"
+DRAIN_INTERVAL_S = 0.05
 
 _Name = tuple[str, str]
 """(tenant, key)"""
@@ -99,6 +101,17 @@ class IdempotencyKeys:
             reader.close()
             raise
         return reader
+
+    async def drain(self, grace_s: float) -> None:
+        """Returns when no answer is generated any more, also for other processes' clients.
+
+        Args:
+            grace_s: most seconds that it waits.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._running:  # noqa: ASYNC110 - asked once, at the end
+                    await asyncio.sleep(DRAIN_INTERVAL_S)
 
     def _find(self, name: _Name, call: Call, proceed: Handler) -> SharedGeneration:
         self._expire()

@@ -132,14 +132,16 @@ class _Serving:
         else:
             _copy_decision(call)
             _copy_error(record, error)
-        if stream:
-            stream.close()
-            record.output_tokens = stream.output_tokens
-        self._pipeline.inflight -= 1
-        record.ended = time.monotonic()
-        call.tenant.close_request(record)
-        # After the answer's last bytes, which leave at the end of this turn.
-        asyncio.get_running_loop().call_soon(self._on_end, record)
+        try:
+            if stream:
+                record.output_tokens = stream.output_tokens
+                stream.close()
+        finally:
+            self._pipeline.inflight -= 1
+            record.ended = time.monotonic()
+            call.tenant.close_request(record)
+            # After the answer's last bytes, which leave at the end of this turn.
+            asyncio.get_running_loop().call_soon(self._on_end, record)
 
 
 def _copy_decision(call: Call) -> None:

@@ -13,6 +13,7 @@ Accepted, and the events; at last the mark that nothing is missing.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -22,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import msgspec
@@ -51,6 +53,18 @@ class OtherRequest(Exception):
     """The key was sent with another request."""
 
 
+class _Kept(NamedTuple):
+    """A finished answer of this process.
+
+    until: Unix time at which it is forgotten
+    identity: of its file, as the key's next answer has the same path
+    """
+
+    size: int
+    until: float
+    identity: tuple[int, int]
+
+
 class AnswerFolder:
     """The answers that a router's processes share, one file a key.
 
@@ -75,18 +89,19 @@ class AnswerFolder:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._kept: OrderedDict[Path, tuple[int, float]] = OrderedDict()
-        """Size and end of the finished answers of this process, the first to end first."""
+        self._kept: OrderedDict[Path, _Kept] = OrderedDict()
+        """The first to end first."""
         self.size = 0
         """Bytes of all of them."""
         path.mkdir(mode=0o700, exist_ok=True)
         for file in list(path.iterdir()):
             if file.suffix != _READERS:
                 self._adopt(file)
-        self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1][1]))
+        self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1].until))
 
     def claim(self, tenant: str, key: str, digest: bytes) -> "AnswerWriter | AnswerReader":
-        """Returns the writer of a key's answer, or a reader where it has one already.
+        """Returns the writer of a key's answer, or a reader where it has one already; where no file
+        can be written, as on a full disk, the writer of an answer that others do not get.
 
         Args:
             digest: 16 bytes that say which request it is.
@@ -94,30 +109,55 @@ class AnswerFolder:
         self._expire()
         name = hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=16).hexdigest()
         path = self._path / name
-        while True:
+        claim: AnswerWriter | AnswerReader | None = None
+        try:
+            while claim is None:
+                claim = self._open_answer(path, digest)
+        except OSError as error:
+            _log_unshared(error)
+            claim = AnswerWriter(self, path, None)
+        return claim
+
+    def _open_answer(self, path: Path, digest: bytes) -> "AnswerWriter | AnswerReader | None":
+        """Returns None where another answer took the path's place, or must now."""
+        with contextlib.ExitStack() as opened:
             readers = _open(path.with_suffix(_READERS))
+            opened.callback(os.close, readers)
             fcntl.flock(readers, fcntl.LOCK_SH)
             file = _open(path)
+            opened.callback(os.close, file)
             is_free = _try_lock(file, fcntl.LOCK_EX)
-            if _is_at(file, path) and _is_at(readers, path.with_suffix(_READERS)):
-                if is_free and os.fstat(file).st_size == 0:
-                    os.write(file, _HEADER.pack(digest, self._index))
-                    os.close(readers)
-                    return AnswerWriter(self, path, file)
-                if not is_free or self._until(file) > self._clock():
-                    if is_free:
-                        fcntl.flock(file, fcntl.LOCK_UN)
-                    return AnswerReader(file, readers, digest)
-                _remove(path)  # expired, or of a process that died
-            os.close(file)
-            os.close(readers)
+            if not (_is_at(file, path) and _is_at(readers, path.with_suffix(_READERS))):
+                return None
+            if is_free and os.fstat(file).st_size == 0:
+                try:
+                    _write(file, _HEADER.pack(digest, self._index))
+                except OSError:
+                    _remove(path)
+                    raise
+                opened.pop_all()
+                os.close(readers)
+                return AnswerWriter(self, path, file)
+            if not is_free or self._until(file) > self._clock():
+                if is_free:
+                    fcntl.flock(file, fcntl.LOCK_UN)
+                opened.pop_all()
+                return AnswerReader(file, readers, digest)
+            _remove(path)  # expired, or of a process that died
+            return None
 
-    def keep(self, path: Path, size: int) -> None:
+    def keep(self, path: Path, file: int) -> None:
         """Keeps an answer that this process has finished."""
-        self.size += size - self._kept.pop(path, (0, 0.0))[0]
-        self._kept[path] = (size, self._clock() + self._ttl_s)
+        if path in self._kept:
+            self.size -= self._kept.pop(path).size
+        self._keep_until(path, file, self._clock() + self._ttl_s)
         while self.size > self._max_bytes:
             self._drop_oldest()
+
+    def _keep_until(self, path: Path, file: int, until: float) -> None:
+        size = os.fstat(file).st_size
+        self._kept[path] = _Kept(size, until, _identity(file))
+        self.size += size
 
     def _until(self, file: int) -> float:
         """Returns when a finished answer ends; 0 where it is not finished."""
@@ -134,12 +174,11 @@ class AnswerFolder:
         try:
             header = os.pread(file, _HEADER.size, 0)
             is_own = len(header) == _HEADER.size and header[-1] == self._index
-            if not (is_own and _try_lock(file, fcntl.LOCK_EX)):
+            if not (is_own and _try_lock(file, fcntl.LOCK_EX) and _is_at(file, path)):
                 return
             until = self._until(file)
             if until > self._clock():
-                self._kept[path] = (os.fstat(file).st_size, until)
-                self.size += os.fstat(file).st_size
+                self._keep_until(path, file, until)
             else:
                 _remove(path)
         finally:
@@ -147,40 +186,51 @@ class AnswerFolder:
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._kept and next(iter(self._kept.values()))[1] <= now:
+        while self._kept and next(iter(self._kept.values())).until <= now:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        path, (size, _) = self._kept.popitem(last=False)
-        self.size -= size
-        _remove(path)
+        path, kept = self._kept.popitem(last=False)
+        self.size -= kept.size
+        with contextlib.suppress(OSError):  # as where another process has removed it
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _identity(file) == kept.identity:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # of a finished answer: had in a moment
+                    if _is_at(file, path):
+                        _remove(path)
+            finally:
+                os.close(file)
 
 
 class AnswerWriter:
-    """The file of an answer that this process generates."""
+    """The file of an answer that this process generates.
 
-    def __init__(self, folder: AnswerFolder, path: Path, file: int) -> None:
+    Args:
+        file: None: others do not get the answer.
+    """
+
+    def __init__(self, folder: AnswerFolder, path: Path, file: int | None) -> None:
         self._folder = folder
         self._path = path
-        self._file: int | None = file
-        """None after the end."""
+        self._file = file
+        """None after the end, too."""
 
     def append(self, record: bytes) -> None:
         """Adds a record. Where the disk is full the answer goes on, and is given up for others."""
-        self._write(_LENGTH.pack(len(record)) + record)
+        self._add(_LENGTH.pack(len(record)) + record)
 
     def finish(self) -> None:
         """Marks the answer as whole, and keeps it if it is not too long."""
-        self._write(_END)
+        self._add(_END)
         if self._file is None:
             return
-        size = os.fstat(self._file).st_size
-        os.close(self._file)
-        self._file = None
-        if size <= MAX_ANSWER_BYTES:
-            self._folder.keep(self._path, size)
+        if os.fstat(self._file).st_size <= MAX_ANSWER_BYTES:
+            self._folder.keep(self._path, self._file)
         else:
             _remove(self._path)
+        os.close(self._file)
+        self._file = None
 
     def give_up(self) -> None:
         """Removes an answer that is not whole; nothing where it is."""
@@ -189,22 +239,25 @@ class AnswerWriter:
             os.close(self._file)
             self._file = None
 
-    def _write(self, data: bytes) -> None:
+    def _add(self, data: bytes) -> None:
         if self._file is None:
             return
         try:
-            is_whole = os.write(self._file, data) == len(data)
+            _write(self._file, data)
         except OSError as error:
-            log.warning("answer not shared", extra={"reason": error.strerror})
-            is_whole = False
-        if not is_whole:
+            _log_unshared(error)
             self.give_up()
 
     def has_readers(self) -> bool:
         """Whether another process reads the answer."""
-        readers = _open(self._path.with_suffix(_READERS))
+        if self._file is None:
+            return False
         try:
-            return self._file is not None and not _try_lock(readers, fcntl.LOCK_EX)
+            readers = os.open(self._path.with_suffix(_READERS), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return not _try_lock(readers, fcntl.LOCK_EX)
         finally:
             os.close(readers)
 
@@ -226,9 +279,9 @@ class AnswerReader:
             AnswerLost: it will not come.
             OtherRequest: the key is another request's.
         """
-        first = await self.next()
-        if os.pread(self._file, len(self._digest), 0) != self._digest:
+        if not (await self._read(0, _HEADER.size)).startswith(self._digest):
             raise OtherRequest
+        first = await self.next()
         if first is None:
             raise AnswerLost
         return first
@@ -239,17 +292,24 @@ class AnswerReader:
         Raises:
             AnswerLost: it will not come.
         """
+        head = await self._read(self._place, _LENGTH.size)
+        if head == _END:
+            return None
+        record = await self._read(self._place + _LENGTH.size, *_LENGTH.unpack(head))
+        self._place += _LENGTH.size + len(record)
+        return record
+
+    async def _read(self, place: int, size: int) -> bytes:
+        """Waits for these bytes of the file.
+
+        Raises:
+            AnswerLost: they will not come.
+        """
         is_over = False
         while True:
-            head = os.pread(self._file, _LENGTH.size, self._place)
-            if head == _END:
-                return None
-            if len(head) == _LENGTH.size:
-                (size,) = _LENGTH.unpack(head)
-                record = os.pread(self._file, size, self._place + _LENGTH.size)
-                if len(record) == size:
-                    self._place += _LENGTH.size + size
-                    return record
+            data = os.pread(self._file, size, place)
+            if len(data) == size:
+                return data
             if is_over:
                 raise AnswerLost
             # Once more after its writer has gone: what it wrote last may have come in between.
@@ -332,6 +392,22 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
+def _write(file: int, data: bytes) -> None:
+    """Raises OSError where not all of it was written."""
+    if os.write(file, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _log_unshared(error: OSError) -> None:
+    log.warning("answer not shared", extra={"reason": error.strerror})
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """Returns what tells a finished file from later ones, which may get its number again."""
+    stat = os.fstat(file)
+    return stat.st_ino, stat.st_mtime_ns
+
+
 def _try_lock(file: int, kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -348,6 +424,10 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes an answer; those that read it keep its file."""
-    path.unlink(missing_ok=True)
+    """Removes an answer; those that read it keep its file. Only who has the lock of the file at the
+    path may, or it could be another answer by then.
+
+    The answer goes last: who opens the two files in between finds it locked, or gone.
+    """
     path.with_suffix(_READERS).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)

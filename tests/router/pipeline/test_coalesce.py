@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.config.router import CoalesceSection
+from ullage_common.config.router import CoalesceSection, IdempotencySection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.call import Call
 from ullage_router.pipeline.coalesce import Coalescer, is_deterministic, key_of
+from ullage_router.pipeline.idempotency import IdempotencyKeys
+from ullage_router.pipeline.pipeline import RequestPipeline
+from ullage_router.pipeline.shared_answers import AnswerFolder, AnswerReader
 from ullage_router.policy.decision import Decision
 from ullage_router.policy.quota import Quota
 from ullage_router.telemetry.record import RequestRecord
@@ -502,5 +506,53 @@ def test_an_idempotency_key_replaces_nothing(start_service: "StartService") -> N
         async with start_service(routing=REPLACING) as service:
             asked = [asked_with_key(service, "k", header="Idempotency-Key") for _ in range(3)]
             assert await asyncio.gather(*asked) == ["Hello big world"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_with_a_key_ends_when_no_process_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then also a process that drains goes on with it."""
+    monkeypatch.setattr("ullage_router.pipeline.coalesce.LOOK_AGAIN_S", 0.0)
+
+    async def scenario() -> None:
+        one, other = (AnswerFolder(tmp_path / "answers", n, 60.0, 1 << 20) for n in range(2))
+        keys, source, keyed = IdempotencyKeys(IdempotencySection(), folder=one), Source(), call("a")
+        keyed.idempotency_key = "k"
+        answer = await keys.repeat(keyed, source.start)
+        reader = other.claim("", "k", key_of(keyed.request, "True"))
+        assert isinstance(reader, AnswerReader)
+        answer.close()
+        draining = asyncio.ensure_future(keys.drain(60.0))
+        source.feed.put_nowait(word("still here"))
+        async with asyncio.timeout(60):
+            await reader.begin()
+            await reader.next()
+            assert await reader.next() == word("still here").SerializeToString()
+            assert (source.closed, draining.done()) == (0, False)
+            reader.close()
+            await draining
+            await until(lambda: source.closed == 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_counted_out_though_its_answer_cannot_be_closed() -> None:
+    class Unclosable(Told):
+        def close(self) -> None:
+            raise OSError("closing failed")
+
+    async def scenario() -> None:
+        async def start(_: Call) -> Told:
+            return Unclosable(Source())
+
+        served, records = call("a"), list[RequestRecord]()
+        pipeline = RequestPipeline(start, records.append)
+        with pytest.raises(OSError, match="closing failed"):
+            async with pipeline.serve(served):
+                assert pipeline.inflight == 1
+        await until(lambda: records == [served.record])
+        assert pipeline.inflight == 0
 
     asyncio.run(scenario())

@@ -1,6 +1,7 @@
 """Answers that the processes of a router share by files."""
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Coroutine
@@ -56,6 +57,15 @@ def reading(folder: AnswerFolder, digest: bytes = DIGEST, key: str = "k") -> Ans
     reader = folder.claim("", key, digest)
     assert isinstance(reader, AnswerReader)
     return reader
+
+
+def files(path: Path) -> list[str]:
+    """Of the answers."""
+    return os.listdir(path / "answers")
+
+
+def full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def rest(reader: AnswerReader) -> list[bytes]:
@@ -156,9 +166,6 @@ def test_the_oldest_answers_go_when_there_are_too_many(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_sharing_and_not_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
     both = Processes(tmp_path)
     writer = written(both.one, b"decision")
     with monkeypatch.context() as patched:
@@ -166,3 +173,70 @@ def test_a_full_disk_ends_the_sharing_and_not_the_answer(
         writer.append(b"accepted")
         writer.finish()
     written(both.other)
+
+
+def test_a_full_disk_from_the_beginning_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        num_open = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr("ullage_router.pipeline.shared_answers.os.write", full)
+            writer = written(both.one, b"decision")
+            writer.finish()
+            writer.give_up()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert not files(tmp_path)
+        written(both.other, b"decision").finish()
+        assert await reading(both.one).begin() == b"decision"
+
+    run(scenario())
+
+
+def test_an_answer_that_failed_leaves_no_file(tmp_path: Path) -> None:
+    writer = written(Processes(tmp_path).one, b"decision")
+    writer.give_up()
+    assert not writer.has_readers()
+    assert not files(tmp_path)
+
+
+def test_nobody_reads_where_the_files_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Processes(tmp_path)
+    writer = written(both.one, b"decision")
+    reading(both.other)
+    with monkeypatch.context() as patched:
+        patched.setattr("ullage_router.pipeline.shared_answers.os.open", full)
+        assert not writer.has_readers()
+    assert writer.has_readers()
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_forgetting_an_answer_spares_the_next_one_of_its_key(
+    tmp_path: Path, is_finished: bool
+) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path, max_bytes=100)
+        written(both.one, b"old").finish()
+        both.clock.passed_s = TTL_S * 2
+        writer = written(both.other, b"new")
+        both.clock.passed_s = 0.0
+        if is_finished:
+            writer.finish()
+        written(both.one, b"x" * 70, key="another").finish()
+        assert both.one.size < 100, "the old one was forgotten"
+        assert await reading(both.open(2)).begin() == b"new"
+
+    run(scenario())
+
+
+def test_another_request_with_the_key_is_refused_before_the_answer_begins(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        both = Processes(tmp_path)
+        written(both.one)
+        with pytest.raises(OtherRequest):
+            await reading(both.other, b"e" * 16).begin()
+
+    run(scenario())
