@@ -73,6 +73,53 @@ def test_transition_rules_bind_updates_only(client, gadgets, gadget):
     assert at == "spec.colour" and message.endswith("colour cannot change")
 
 
+TYPED = {"type": "object", "additionalProperties": {"type": "string"}}
+OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+ITEMS = {"type": "object", "x-kubernetes-preserve-unknown-fields": True,
+         "properties": {"name": {"type": "string"}}}  # fmt: skip
+LATER_RULED = {
+    "typed": (TYPED, {"a": "b"}, True),
+    "closed": ({"type": "object", "properties": {"in": TYPED}}, {"in": {"a": "b"}}, True),
+    "atomic": ({"type": "array", "items": OPEN}, [{"a": "b"}], True),
+    "empty": (OPEN, {}, True),
+    "open": (OPEN, {"a": "b"}, False),
+    "around": ({"type": "object", "properties": {"in": OPEN}}, {"in": {"a": "b"}}, False),
+    "named": (
+        {"type": "array", "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"],
+         "items": ITEMS}, [{"name": "a", "b": "c"}], False,
+    ),
+}  # fmt: skip
+"""Schemas that get a rule that refuses everything, each with a stored value that it has, and
+whether updates may leave that value as it is."""
+
+
+def test_an_update_may_leave_what_a_newer_rule_refuses_unless_its_schema_is_open(
+    client, gadgets, gadget
+):
+    crd = client.get(f"{CRDS}/gadgets.example.dev").json()
+    served = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    served["properties"] |= {name: field for name, (field, _, _) in LATER_RULED.items()}
+    crd = client.put(f"{CRDS}/gadgets.example.dev", json=crd).json()
+    spec = {name: value for name, (_, value, _) in LATER_RULED.items()}
+    assert client.post(gadgets, json=gadget(**spec)).status_code == 201
+    served = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    for name in LATER_RULED:
+        served["properties"][name]["x-kubernetes-validations"] = [
+            {"rule": "false", "message": "no longer"}
+        ]
+    assert client.put(f"{CRDS}/gadgets.example.dev", json=crd).status_code == 200
+    note = {"metadata": {"annotations": {"note": "a"}}}
+    refused = causes(client.patch(f"{gadgets}/g", json=note, headers=MERGE))
+    assert {at for at, _ in refused} == {
+        f"spec.{name}" for name, (_, _, may_stay) in LATER_RULED.items() if not may_stay
+    }
+    edit = {"spec": {"typed": {"a": "c"}, "open": None, "around": None, "named": None}}
+    refused = causes(client.patch(f"{gadgets}/g", json=edit, headers=MERGE))
+    assert {at for at, _ in refused} == {"spec.typed"}
+    left = {"spec": {"open": None, "around": None, "named": None}}
+    assert client.patch(f"{gadgets}/g", json=left, headers=MERGE).status_code == 200
+
+
 def test_a_crd_with_a_broken_rule_is_refused(client, gadgets):
     crd = client.get(f"{CRDS}/gadgets.example.dev").json()
     version = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]

@@ -79,11 +79,16 @@ def compile_all(schema: Schema, path: str = "") -> Iterator[dict[str, str]]:
 def violations(
     value: Any, schema: Schema, old: Any = _ABSENT, path: str = ""
 ) -> Iterator[dict[str, str]]:
-    """A cause for each rule that `value` breaks; rules with `oldSelf` need an old value."""
-    for rule in schema.get("x-kubernetes-validations", ()):
+    """A cause for each rule that `value` breaks; rules with `oldSelf` need an old value. What an
+    update leaves as it was may break them, as far as the API server can tell."""
+    if old is not _ABSENT and _is_unchanged(value, old, schema):
+        return
+    asked = schema.get("x-kubernetes-validations", ())
+    names = _names(value, old, schema) if asked else {}
+    for rule in asked:
         if "oldSelf" in rule["rule"] and old is _ABSENT and not rule.get("optionalOldSelf"):
             continue
-        message = _broken(rule, value, old, schema)
+        message = _broken(rule, names)
         if message:
             at = f"{path}{rule['fieldPath']}" if "fieldPath" in rule else path
             kind = "object" if isinstance(value, Mapping) else value
@@ -92,10 +97,46 @@ def violations(
     yield from _below(value, schema, old, path)
 
 
-def _broken(rule: Mapping[str, str], value: Any, old: Any, schema: Schema) -> str:
+def _is_unchanged(value: Any, old: Any, schema: Schema) -> bool:
+    """Compares field by field, as the API server does: fields that the schema leaves open count as
+    changed, and so does what they stand in, except in lists that are no map."""
+    if isinstance(value, Mapping):
+        return (
+            isinstance(old, Mapping)
+            and value.keys() == old.keys()
+            and all(
+                (below := _schema_of(name, schema)) is not None
+                and _is_unchanged(member, old[name], below)
+                for name, member in value.items()
+            )
+        )
+    if isinstance(value, list) and (keys := schema.get("x-kubernetes-list-map-keys")):
+        return (
+            isinstance(old, list)
+            and len(value) == len(old)
+            and all(
+                _is_unchanged(item, _old_item(item, old, keys), schema["items"]) for item in value
+            )
+        )
+    return bool(value == old)
+
+
+def _schema_of(name: str, schema: Schema) -> Schema | None:
+    """The schema of an object's field, if it has one."""
+    extra = schema.get("additionalProperties")
+    below = schema.get("properties", {}).get(name)
+    return below or (extra if isinstance(extra, Mapping) else None)
+
+
+def _names(value: Any, old: Any, schema: Schema) -> dict[str, Any]:
+    """What the rules of one value may read."""
     names = {"self": celpy.json_to_cel(_typed(value, schema))}
     if old is not _ABSENT:
         names["oldSelf"] = celpy.json_to_cel(_typed(old, schema))
+    return names
+
+
+def _broken(rule: Mapping[str, str], names: dict[str, Any]) -> str:
     try:
         if _program(rule["rule"]).evaluate(names):
             return ""
@@ -119,9 +160,8 @@ def _typed(value: Any, schema: Schema) -> Any:
 
 def _below(value: Any, schema: Schema, old: Any, path: str) -> Iterator[dict[str, str]]:
     if isinstance(value, Mapping):
-        properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
         for name, member in value.items():
-            below = properties.get(name) or (extra if isinstance(extra, Mapping) else None)
+            below = _schema_of(name, schema)
             if below is not None and member is not None:
                 before = old.get(name, _ABSENT) if isinstance(old, Mapping) else _ABSENT
                 yield from violations(member, below, before, f"{path}.{name}" if path else name)

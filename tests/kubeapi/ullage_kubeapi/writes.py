@@ -203,10 +203,8 @@ class Writer:
         causes = [*checks.metadata_problems(live, new)]
         if request.resource.is_custom:
             causes += schema.validate(_body(new), request.resource.schema)
-            # Rules may read any field, so they are asked where all are of the right kind; not
-            # where nothing but status and metadata has changed, as ratcheting has it.
-            is_known = live is not None and live.get("spec") == new.get("spec")
-            if not is_known and all(each["reason"] == "FieldValueDuplicate" for each in causes):
+            # Rules may read any field, so they are asked where all are of the right kind.
+            if all(each["reason"] == "FieldValueDuplicate" for each in causes):
                 old = {} if live is None else {"old": live}
                 causes += rules.violations(new, request.resource.schema, **old)
         else:

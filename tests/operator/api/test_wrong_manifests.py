@@ -10,14 +10,14 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from ullage_kubeapi.mistakes import RULES, TABLE, UNKNOWN, Wrong, manifest
+from ullage_kubeapi.mistakes import MOVED, RULES, TABLE, UNKNOWN, Wrong, manifest
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, read_crd, until
 
@@ -126,6 +126,59 @@ def test_the_api_answers_with_the_same_field_and_the_rules_text(
             messages = [each["message"] for each in causes if plain(each["field"]) == wrong.field]
             assert messages, causes
             assert not wrong.is_rule or any(wrong.text in each for each in messages), causes
+
+
+TERMS = {"nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "operator": "Exists"}]}]}
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+AFFINITY = {"nodeAffinity": {REQUIRED: TERMS}, "podAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}
+
+
+def test_services_stored_with_moved_fields_can_be_written_and_those_fields_not_be_changed(
+    api: Api,
+) -> None:
+    strict = under(f"u{os.getpid()}-{time.monotonic_ns() % 10**6}.ullage.dev")
+    definition = f"{CRDS}/{strict['metadata']['name']}"
+    own = replace(api, group=strict["spec"]["group"])
+    assert api.client.post(CRDS, json=without_moves(strict)).status_code == 201
+    try:
+        until(lambda: api.client.get(own.services).status_code == 200, "the definition is served")
+        changes = {path: value for wrong in MOVED for path, value in wrong.changes.items()}
+        changes |= {"router.affinity": AFFINITY, "pools.single.affinity": AFFINITY}
+        old = own.named(manifest(Wrong(changes, "", ""), "old"))
+        assert api.client.post(own.services, json=old).status_code == 201
+        patched = api.client.patch(definition, json={"spec": strict["spec"]}, headers=MERGE)
+        assert patched.status_code == 200
+        until(lambda: own.answer(manifest(MOVED[0])).status_code == 422, "its rules hold")
+
+        def write(body: dict[str, Any], part: str = "") -> httpx.Response:
+            return api.client.patch(f"{own.services}/old{part}", json=body, headers=MERGE)
+
+        for answer in (
+            write({"metadata": {"annotations": {"a": "b"}, "finalizers": ["example.dev/a"]}}),
+            write({"metadata": {"finalizers": None}}),
+            write({"spec": {"pools": {"single": {"replicas": 3}}}}),
+            write({"status": {"engines": "0/3"}}, "/status"),
+        ):
+            assert answer.status_code == 200, answer.text
+        for edit in (
+            {"nodeSelector": {"gpu": "other"}},
+            {"podLabels": {"other": "a"}},
+            {"affinity": {"podAntiAffinity": {}}},
+            {"env": [{"name": "other"}]},
+        ):
+            assert write({"spec": {"pools": {"single": edit}}}).status_code == 422, edit
+    finally:
+        api.client.delete(definition)
+
+
+def without_moves(node: Any) -> Any:
+    """A definition that takes what has moved to pod templates."""
+    if isinstance(node, dict):
+        kept = {name: without_moves(each) for name, each in node.items()}
+        if schema.is_refused(node):
+            del kept["x-kubernetes-validations"]
+        return kept
+    return [without_moves(each) for each in node] if isinstance(node, list) else node
 
 
 def plain(field: str) -> str:
