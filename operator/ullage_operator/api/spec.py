@@ -35,6 +35,7 @@ from ullage_common.config.router import (
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Problem
+from ullage_operator.api.overlay import laid_over
 from ullage_operator.api.sections import (
     LARGE,
     SINGLE,
@@ -376,20 +377,18 @@ _MOVED_TO_CONTAINER = ("env", "envFrom", "volumeMounts")
 
 def with_pod_template(section: Mapping[str, Any], container: str = naming.ENGINE) -> dict[str, Any]:
     """A pool or router with its pods' fields in `podTemplate`, the only place in which the API
-    takes them; objects and releases that were stored before have them beside it."""
+    takes them; objects and releases that were stored before have them beside it, where they win."""
     metadata = {new: section[old] for old, new in _MOVED_METADATA.items() if section.get(old)}
     pod = {name: section[name] for name in _MOVED_TO_POD if section.get(name)}
     own = {name: section[name] for name in _MOVED_TO_CONTAINER if section.get(name)}
     if own:
         pod["containers"] = [{"name": container, **own}]
-    if not (metadata or pod):
-        return dict(section)
-    template = section.get("podTemplate") or {}
-    moved = {
-        "metadata": metadata | template.get("metadata", {}),
-        "spec": pod | template.get("spec", {}),
-    }
-    return {**section, "podTemplate": moved}
+    given = section.get("podTemplate")
+    template = laid_over(given or {}, {"metadata": metadata, "spec": pod})
+    # Without empty parts, so that every spelling of a template is the same release.
+    labelled = {name: each for name, each in template["metadata"].items() if each}
+    template = {name: each for name, each in (template | {"metadata": labelled}).items() if each}
+    return {**section, "podTemplate": template} if template or given else dict(section)
 
 
 def _device(spec: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from ullage_operator.api.errors import (
     ClusterUnavailable,
 )
 from ullage_operator.api.naming import CONFIG_MAP, OWNED, kind_of
+from ullage_operator.api.overlay import merge_key
 from ullage_operator.autoscaling import scaling_notes
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.conditions.events import EventNote, clipped, transitions
@@ -31,7 +32,6 @@ from ullage_operator.healing import worker_restart_notes
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
-from ullage_operator.manifests.overlay import merge_key
 
 Object = dict[str, Any]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
+from ullage_operator.api.overlay import conflicts, over_template
 from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.config_files import digest
-from ullage_operator.manifests.overlay import conflicts, over_template
 from ullage_operator.manifests.resources import engine_resources, router_resources
 
 Manifest = dict[str, Any]

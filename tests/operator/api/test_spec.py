@@ -13,8 +13,9 @@ import pytest
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import Settings, parse, parse_stored
+from ullage_operator.api.spec import Settings, parse, parse_stored, with_pod_template
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
+from ullage_operator.rollout.state import release_of, revision_of
 
 Make = Callable[..., dict[str, Any]]
 
@@ -227,6 +228,63 @@ def test_a_service_that_was_stored_with_fields_of_pods_goes_on_as_it_is(
     )
     assert later.status["rollout"]["stage"] == "Stable"
     assert pods(later) == pods(new)
+
+
+def test_fields_of_pods_are_merged_into_the_pod_template_that_is_stored_beside_them() -> None:
+    other = {"name": "other", "emptyDir": {}}
+    beside = {
+        "metadata": {"labels": {"team": "b", "tier": "c"}, "annotations": {"a": "b"}},
+        "spec": {
+            "dnsPolicy": "None",
+            "nodeSelector": {"gpu": "other", "zone": "a"},
+            "volumes": [{"name": "data", "emptyDir": {}}, other],
+            "containers": [
+                {"name": "sidecar", "image": "x"},
+                {
+                    "name": "engine",
+                    "env": [{"name": "HF_TOKEN", "value": "two"}, {"name": "A", "value": "b"}],
+                    "volumeMounts": [{"name": "other", "mountPath": "/other"}],
+                },
+            ],
+        },
+    }
+    template = with_pod_template(OLD_POOL | {"podTemplate": beside})["podTemplate"]
+    assert template["metadata"] == {
+        "labels": {"team": "a", "tier": "c"},
+        "annotations": {"a": "b"},
+    }
+    containers = {each["name"]: each for each in template["spec"].pop("containers")}
+    assert containers == {
+        "sidecar": {"name": "sidecar", "image": "x"},
+        "engine": {
+            "name": "engine",
+            "env": [*OLD_POOL["env"], {"name": "A", "value": "b"}],
+            "volumeMounts": [*OLD_POOL["volumeMounts"], {"name": "other", "mountPath": "/other"}],
+        },
+    }
+    assert template["spec"] == {
+        "dnsPolicy": "None",
+        "nodeSelector": {"gpu": "h200", "zone": "a"},
+        "topologySpreadConstraints": OLD_POOL["topologySpreadConstraints"],
+        "volumes": [*OLD_POOL["volumes"], other],
+    }
+
+
+SPELLINGS = [
+    {"nodeSelector": {"gpu": "h200"}},
+    {"nodeSelector": {"gpu": "h200"}, "podTemplate": {}},
+    {"podTemplate": {"spec": {"nodeSelector": {"gpu": "h200"}}}},
+    {"podTemplate": {"metadata": {"labels": {}}, "spec": {"nodeSelector": {"gpu": "h200"}}}},
+]
+
+
+def test_every_spelling_of_a_pod_template_is_the_same_revision(stored: Make) -> None:
+    revisions = set()
+    for section in SPELLINGS:
+        made = stored()
+        made["spec"]["pools"]["single"] |= section
+        revisions.add(revision_of(release_of(parse_stored(made), Settings())))
+    assert len(revisions) == 1
 
 
 def test_a_service_may_consist_of_its_large_pool_alone(

@@ -1,5 +1,5 @@
-"""Lays what the operator sets of a pod over the pod template that a spec gives, by the keys that
-server-side apply merges lists by.
+"""Lays what the operator sets of a pod, and what an older spec says beside its pod template, over
+that template, by the keys that server-side apply merges lists by.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,12 @@ Manifest = dict[str, Any]
 
 def over_template(given: Mapping[str, Any], own: Manifest) -> Manifest:
     """Returns the operator's pod template with what else a spec gives to the pods."""
-    return cast(Manifest, _over(with_canonical_amounts(given), own))
+    return laid_over(with_canonical_amounts(given), own)
+
+
+def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
+    """Returns a pod template with what `own` has of it in the place of what it says itself."""
+    return cast(Manifest, _over(given, own))
 
 
 def _over(given: Any, own: Any, name: str = "") -> Any:
