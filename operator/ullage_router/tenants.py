@@ -219,6 +219,7 @@ class TenantSession:
         self._charged = 0.0
         """Tokens of each."""
         self._was_paid: Callable[[], bool] | None = None
+        self._is_given_back = False
         self.limit_headers: Mapping[str, str] = {}
 
     def new_session(self) -> "TenantSession":
@@ -323,7 +324,8 @@ class TenantSession:
             charged, now = ended * self._charged, time.monotonic()
             account.apply(lambda quota: quota.leave(charged, prompt + output, now, ended))
             if self._was_paid and not is_paid:
-                account.apply(lambda quota: quota.count(ended, now))
+                if not self._is_given_back:
+                    account.apply(lambda quota: quota.count(ended, now))
                 account.requests += ended
             account.prompt_tokens += prompt
             account.output_tokens += output
@@ -333,8 +335,9 @@ class TenantSession:
     def give_back(self, count: int) -> None:
         """Takes so many of its open requests, or all for 0, out of the requests of this minute:
         they are refused, and sent again in another way."""
+        self._is_given_back = True
         if self._was_paid:
-            return
+            return  # not counted yet
         count = min(count or self._active, self._active)
         now = time.monotonic()
         self._account.apply(lambda quota: quota.give_back(count, now))

@@ -412,12 +412,13 @@ class TicketIssuer:
         return claims
 
     def _was_lost(self, claims: Claims) -> bool:
-        """Whether the engine of a ticket was lost since the ticket was signed."""
+        """Whether the engine of a ticket was lost since the ticket was signed, by the clock of
+        whichever router signed it."""
         signer = self._enabled()
         engine = next((e for e in self._engines.all() if signer.tag(e.id) == claims.engine), None)
         if engine is None or engine.state != "ready":
             return True
-        return engine.lost_unix >= claims.expires_ms / 1000 - signer.ttl_s
+        return engine.lost_unix >= claims.expires_ms / 1000 - signer.ttl_s - CLOCK_SKEW_S
 
     async def _keep_sweeping(self) -> None:
         while True:
@@ -590,3 +591,8 @@ def _check_priced(priced: pb.PricedRequest, where: str) -> None:
         if not low <= value <= high:
             message = f"{where}.{name} is {value}; possible: {low} to {high}"
             raise invalid(f"{where}.{name}", message)
+    if priced.paid_by and priced.count > 1:
+        message = (
+            f"{where}.count is {priced.count}; possible: 1 with paid_by, which is one answer's"
+        )
+        raise invalid(f"{where}.count", message)

@@ -139,7 +139,8 @@ class PaidTickets:
 
         Args:
             tenant: whose request it is.
-            size: its tokens of the prompt, most output tokens of each answer, and answers.
+            size: its tokens of the prompt, most output tokens of each answer (0: as many as the
+                service gives, for which no ticket pays), and answers.
         """
         try:
             claims = read(ticket, self._keys.all)
@@ -148,7 +149,7 @@ class PaidTickets:
         now = self._clock()
         self._forget(now)
         paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
-        is_covered = all(asked <= most for asked, most in zip(size, paid, strict=True))
+        is_covered = all(0 < asked <= most for asked, most in zip(size, paid, strict=True))
         is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
         used = self._resumed.get(claims.id)
         if used is None:

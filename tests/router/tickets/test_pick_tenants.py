@@ -10,9 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.tickets.tickets import engine_tag, verify
+from ullage_common.config.router import RouterTickets
+from ullage_common.tickets.tickets import CLOCK_SKEW_S, engine_tag, read, verify
 from ullage_common.wire.errors import from_rpc_error
-from ullage_router.tickets.signing import RESUMES_A_USE
+from ullage_router.tickets.signing import RESUMES_A_USE, TicketSigner
 
 if TYPE_CHECKING:
     Service = Any
@@ -114,7 +115,7 @@ def test_a_ticket_pays_for_another_only_where_its_engine_was_lost(
         async with start_service(tenants=rules, tickets=tickets) as service:
 
             async def served(paid_by: str = "") -> str:
-                priced = pb.PricedRequest(prompt_tokens=10, paid_by=paid_by)
+                priced = pb.PricedRequest(prompt_tokens=10, max_tokens=20, paid_by=paid_by)
                 answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
                 (placed,) = answer.placed
                 told = pb.PickRequest(ended=[placed.id])
@@ -125,18 +126,65 @@ def test_a_ticket_pays_for_another_only_where_its_engine_was_lost(
                 alice = await usage(service)
                 return [alice[name] for name in ("active", "requests", "prompt_tokens")]
 
+            (engine,) = service.router.service.engines.all()
+            engine.lost_unix -= 60.0
             first = await served()
             assert await paid() == [0, 1, 10]
             await served(paid_by=first)
             assert await paid() == [0, 2, 20], "the engine is as it was"
             service.engine.push(worker_restarts=1)
-            (engine,) = service.router.service.engines.all()
             await service.until(lambda: engine.order.workers_lost == 1)
             for _ in range(RESUMES_A_USE - 1):
                 await served(paid_by=first)
             assert await paid() == [0, 2, 20]
             await served(paid_by=first)
             assert await paid() == [0, 3, 30], "so often no answer goes on elsewhere"
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_pays_for_one_answer_of_its_size(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(requests_per_minute=60, tokens_per_minute=1000, max_tokens=20)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+
+            async def pick(**more: Any) -> pb.Placed:
+                priced = pb.PricedRequest(prompt_tokens=10, **more)
+                (placed,) = (
+                    await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+                ).placed
+                told = pb.PickRequest(ended=[placed.id])
+                await service.grpc.Pick(told, metadata=PROOF)
+                return placed
+
+            ticket = (await pick(max_tokens=1)).ticket
+            (engine,) = service.router.service.engines.all()
+            engine.lost_unix += 60.0
+            await pick(paid_by=ticket)
+            alice = await usage(service)
+            assert (alice["requests"], alice["output_tokens"]) == (2, 1 + 20)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"requests\[0\].count is 2"):
+                await pick(max_tokens=1, paid_by=ticket, count=2)
+
+    asyncio.run(scenario())
+
+
+def test_a_loss_is_seen_though_the_clocks_of_routers_differ(
+    start_service: "StartService", tenants: Any, tickets: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(requests_per_minute=60, tokens_per_minute=1000, max_tokens=20)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+            issuer = service.router.service.issuer
+            (engine,) = service.router.service.engines.all()
+            signer = TicketSigner(RouterTickets(**tickets))
+            ticket = signer.sign(1, engine.id, 10, 20, tenant="alice")
+            signed = read(ticket, signer.keys.all).expires_ms / 1000 - signer.ttl_s
+            for behind_s, is_lost in ((CLOCK_SKEW_S - 1, True), (CLOCK_SKEW_S + 1, False)):
+                engine.lost_unix = signed - behind_s
+                assert issuer._was_lost(read(ticket, signer.keys.all)) == is_lost
 
     asyncio.run(scenario())
 
@@ -191,6 +239,11 @@ def test_a_refused_pick_is_no_request_of_the_minute(
                 assert [each.refusal.reason for each in answer.placed] == ["KV_HEADROOM"]
             alice = await usage(service)
             assert (alice["active"], alice["requests_left"]) == (0, 2)
+            known.lost_unix -= 60.0  # not seen to be lost since the ticket was signed
+            signer = TicketSigner(RouterTickets(**tickets))
+            priced.count, priced.paid_by = 1, signer.sign(1, known.id, 90, 64, tenant="alice")
+            await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+            assert (await usage(service))["requests_left"] == 2
 
     asyncio.run(scenario())
 
