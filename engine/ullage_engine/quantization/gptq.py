@@ -10,6 +10,7 @@ rounded in any order, and those with the largest inputs come first.
 Rows are rounded independently of one another.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +81,13 @@ def fit_grid(
     fit = _Fit(grouped, weight)
     best = torch.full_like(low, float("inf"))
     scales, zeros = torch.zeros_like(low, dtype=dtype), torch.zeros_like(low, dtype=dtype)
+    # In float16 the least scale would be 0, by which nothing can be divided.
+    least_scale = max(_LEAST, torch.finfo(dtype).tiny)
     for ratio in RATIOS:
         scale = (high - low) * (ratio / (_HIGH - _LOW))
         zero = (high + low) / 2 - scale * ((_HIGH + _LOW) / 2)
         for refit in range(REFITS + 1):
-            stored = Grid(scale.clamp(min=_LEAST).to(dtype), zero.to(dtype))
+            stored = Grid(scale.clamp(min=least_scale).to(dtype), zero.to(dtype))
             values = stored.round(weights).view_as(grouped)
             error = fit.error(values, stored)
             is_better = error < best
@@ -120,8 +123,24 @@ class _Fit:
         return scale, (self._sum - scale * first) / self._total
 
 
+def rounding_operations(rows: int, columns: int) -> float:
+    """Estimates the floating-point operations of `quantise_calibrated`: each column's errors are
+    taken back by half of the others, both roundings are compared, and three matrices factored."""
+    return columns**2 * (3.0 * rows + 2.0 * columns)
+
+
+def rounding_bytes(rows: int, columns: int) -> int:
+    """Estimates the memory that `quantise_calibrated` takes at its peak: five matrices of the Gram
+    matrix's size, then three and a dozen of a slice of the weights, in float32."""
+    return 4 * max(5 * columns**2, 3 * columns**2 + 12 * min(ROW_ELEMENTS, rows * columns))
+
+
 def quantise_calibrated(
-    weights: torch.Tensor, gram: torch.Tensor, group: int, dtype: torch.dtype
+    weights: torch.Tensor,
+    gram: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+    report: Callable[[], None] = lambda: None,
 ) -> Quantized:
     """Rounds weights to int4 for inputs with this Gram matrix; scales and zeros are of `dtype`.
 
@@ -132,8 +151,8 @@ def quantise_calibrated(
     Args:
         weights: [out, in].
         gram: Σ x xᵀ over inputs, or any multiple of it, float32 [in, in].
+        report: called after each slice of rows, which takes seconds.
     """
-    weights = weights.to(torch.float32)
     if not gram.isfinite().all():
         gram = torch.eye(len(gram), device=gram.device)
     importance = gram.diagonal().clone()
@@ -144,15 +163,15 @@ def quantise_calibrated(
     parts = []
     num_rows = max(1, ROW_ELEMENTS // weights.shape[1])
     for start in range(0, len(weights), num_rows):
-        rows = weights[start : start + num_rows]
+        rows = weights[start : start + num_rows].to(torch.float32)
         grid = fit_grid(rows, group, importance, dtype)
-        nearest = grid.round(rows)
-        if factor is None:
-            parts.append(grid.quantized(nearest))
-            continue
-        values = _compensated(rows, grid, group, order, factor)
-        is_better = _excess(rows, grid, values, nearest, damped) <= 0
-        parts.append(grid.quantized(torch.where(is_better.unsqueeze(1), values, nearest)))
+        rounded = grid.round(rows)
+        if factor is not None:
+            values = _compensated(rows, grid, group, order, factor)
+            is_better = _excess(rows, grid, values, rounded, damped) <= 0
+            rounded = torch.where(is_better.unsqueeze(1), values, rounded)
+        parts.append(grid.quantized(rounded))
+        report()
     return stacked(parts)
 
 

@@ -7,21 +7,27 @@ time one layer is in memory, with the hidden states of the text.
 
 All experts of a layer are rounded for the inputs of all of them, since each alone gets a small part
 of the text. For the same reason their second matrices, whose inputs have nothing in common, are
-rounded to the nearest numbers of groups that are fitted to the mean squares of inputs.
+rounded to the nearest numbers of groups that are fitted to the mean squares of inputs. Experts are
+rounded once the text has passed their layer, which goes on with what they compute unrounded.
+
+Every pod that rounds at load pays for it anew, before it is ready; so what takes a device too much
+time or memory is rounded to the nearest numbers there, and calibrated by `ullage quantize` alone.
 """
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 import torch
 
-from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits
+from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits, step_arena
 from ullage_engine.layers.linear import Linear, PlainLinear
 from ullage_engine.layers.moe import ExpertLinears
 from ullage_engine.model_config.model_config import ModelConfig
@@ -30,7 +36,12 @@ from ullage_engine.model_loader.prepare import PreparedTensor, RoundLayer
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.quantization.formats import Quantized, stacked
-from ullage_engine.quantization.gptq import nearest_calibrated, quantise_calibrated
+from ullage_engine.quantization.gptq import (
+    nearest_calibrated,
+    quantise_calibrated,
+    rounding_bytes,
+    rounding_operations,
+)
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
@@ -46,6 +57,34 @@ WINDOW = 512
 """Tokens of the text that are computed as one sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a calibration takes, estimated."""
+
+    operations: float
+    """Floating-point operations."""
+    nbytes: int
+    """Memory beside the model's own, at its peak."""
+
+    def fits(self, most: "Cost") -> bool:
+        return self.operations <= most.operations and self.nbytes <= most.nbytes
+
+
+AT_LOAD = {"cpu": Cost(12e12, 1 << 30), "cuda": Cost(2e15, 16 << 30)}
+"""The most that a pod calibrates with before it is ready, by kind of device: on a CPU about two
+minutes of two cores (50 G operations in a second of one) and the memory that pods ask for beside
+their weights. What a GPU takes was not measured."""
+
+KEPT_BYTES = 256 << 20
+"""What products work in and what the allocator keeps: by so much the estimates of two shapes, of
+135M and of 1B parameters, fell short of what was measured."""
+
+REMEDY = (
+    "which may cost a fifth of the perplexity; quantise the model once with ullage quantize "
+    "--format int4, and name its folder in model.source, without model.quantization"
+)
+
+
 @dataclass(frozen=True)
 class Int4Calibration:
     """The calibration of matrices that are rounded to int4; see the module."""
@@ -53,12 +92,15 @@ class Int4Calibration:
     text: Path = TEXT
     max_tokens: int = 16_384
     """Tokens of the text that are read at most."""
+    is_at_load: bool = False
+    """Whether a pod waits for it, and `AT_LOAD` bounds it."""
 
     @cached_property
     def name(self) -> str:
         """A name that differs for calibrations that round differently."""
         digest = hashlib.sha256(self.text.read_bytes()).hexdigest()[:16]
-        return f"{VERSION} {self.max_tokens} {digest}"
+        bound = " at load" if self.is_at_load else ""
+        return f"{VERSION} {self.max_tokens} {digest}{bound}"
 
     def begin(
         self,
@@ -69,7 +111,7 @@ class Int4Calibration:
         report: Callable[[], None],
     ) -> RoundLayer | None:
         """Begins with the first layer; None where no matrix is calibrated, or, with a warning,
-        where the model cannot read a text."""
+        where the model cannot read a text or it would take too much."""
         if not any(each.is_calibrated for each in prepared):
             return None
         try:
@@ -80,8 +122,23 @@ class Int4Calibration:
         if not windows:
             log.warning("int4 is rounded to the nearest numbers, uncalibrated: no tokens to use")
             return None
-        embedding = next(each for each in prepared if each.name == "embedding").weights()
         token_ids = torch.tensor(windows)
+        cost = estimated_cost(prepared, model_config, len(windows), token_ids.shape[1])
+        most = AT_LOAD[device.type]
+        if self.is_at_load and not cost.fits(most):
+            log.warning(
+                "int4 is rounded to the nearest numbers, uncalibrated, %s: calibrating takes about "
+                "%.0f T operations and %d MiB, and each pod would do it before it is ready; the "
+                "most is %.0f T and %d MiB on %s",
+                REMEDY,
+                cost.operations / 1e12,
+                cost.nbytes >> 20,
+                most.operations / 1e12,
+                most.nbytes >> 20,
+                device.type,
+            )
+            return None
+        embedding = next(each for each in prepared if each.name == "embedding").weights()
         hidden = embedding[token_ids.flatten()].to(device)
         _log_begin(prepared, len(hidden))
         return LayerCalibration(model_config, hidden, token_ids.shape[1], report)
@@ -98,6 +155,43 @@ class Int4Calibration:
             return []
         starts = range(0, len(token_ids) - step + 1, step)
         return [first + token_ids[start : start + step] for start in starts]
+
+
+def estimated_cost(
+    prepared: Sequence[PreparedTensor], model_config: ModelConfig, num_windows: int, window: int
+) -> Cost:
+    """Estimates what calibrating these tensors with so many windows of tokens takes."""
+    itemsize = next(each.dtype.itemsize for each in prepared if each.is_calibrated)
+    limits, num_tokens = _step_limits(num_windows, window, itemsize), num_windows * window
+    operations, most = 0.0, 0
+    for _, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
+        matrices = [each for each in group if each.is_calibrated]
+        layer = sum(itemsize * math.prod(each.plan.shape) for each in matrices)
+        for each in matrices:
+            *experts, rows, columns = each.plan.shape
+            spec, all_rows = model_config.experts, math.prod(experts) * rows
+            inputs = num_tokens * (spec.experts_per_token if experts and spec else 1)
+            operations += 2.0 * inputs * rows * columns
+            if _is_of_experts_down(each):
+                continue
+            operations += 2.0 * inputs * columns**2 + rounding_operations(all_rows, columns)
+            # A step's inputs in float32, for their Gram matrix.
+            most = max(most, layer + 4 * inputs * columns + rounding_bytes(all_rows, columns))
+    # The text's hidden states, before the layer and behind it, and the keys and values of it.
+    states = 4 * num_tokens * model_config.hidden * itemsize
+    arena = step_arena(model_config, limits).nbytes
+    return Cost(operations, most + states + arena + KEPT_BYTES)
+
+
+def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
+    """Returns the limits of the one step that computes the text."""
+    return StepLimits(
+        max_tokens=num_windows * window,
+        max_rows=num_windows,
+        max_model_len=window,
+        gather_tokens=window,
+        itemsize=itemsize,
+    )
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
@@ -135,16 +229,11 @@ class LayerCalibration:
         """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each."""
         self._model_config, self._hidden, self._report = model_config, hidden, report
         rows = len(hidden) // window
-        self._limits = StepLimits(
-            max_tokens=len(hidden),
-            max_rows=rows,
-            max_model_len=window,
-            gather_tokens=window,
-            itemsize=hidden.itemsize,
-        )
+        self._limits = _step_limits(rows, window, hidden.itemsize)
         self._num_blocks = -(-window // BLOCK_TOKENS)
         self._plan = StepPlan([self._chunk(row, window) for row in range(rows)])
         self._started = time.monotonic()
+        self._has_failed = False
 
     def _chunk(self, row: int, window: int) -> Chunk:
         """Returns one sequence, whose token ids are the rows of its hidden states."""
@@ -162,8 +251,30 @@ class LayerCalibration:
 
     @torch.inference_mode()
     def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
-        """Rounds the matrices of the next layer, all of whose tensors are given."""
+        """Rounds the matrices of the next layer, all of whose tensors are given.
+
+        Where that fails, as for want of memory, this and all later layers are left to be rounded to
+        the nearest: without its output they have no inputs, and a start anew would fail again.
+        """
+        if self._has_failed:
+            return {}
         index = int(prepared[0].name.split(".")[1])
+        try:
+            return self._rounded(index, prepared)
+        except (MemoryError, RuntimeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        # Outside the handler: the exception's frames keep the layer's tensors alive.
+        self._has_failed = True
+        self._hidden = self._hidden.new_empty(0)
+        log.warning(
+            "int4: layers from %d on are rounded to the nearest numbers, %s: %s",
+            index,
+            REMEDY,
+            reason,
+        )
+        return {}
+
+    def _rounded(self, index: int, prepared: Sequence[PreparedTensor]) -> dict[str, Quantized]:
         by_name = {each.name: each for each in prepared if each.is_calibrated}
         layer = self._layer(index, prepared)
         rounding = _Rounding(by_name, layer.tensors, self._report)
@@ -214,7 +325,7 @@ class _Rounding:
         tensors: Mapping[str, torch.Tensor],
         report: Callable[[], None],
     ) -> None:
-        """`prepared`: what is rounded, by name; `report` is called after each."""
+        """`prepared`: what is rounded, by name; `report` is called after each, and more often."""
         self._prepared, self._tensors, self._report = prepared, tensors, report
         self._linears: dict[str, CalibratedLinear] = {}
         self._experts: dict[str, ExpertRecorder] = {}
@@ -229,7 +340,7 @@ class _Rounding:
     def wrap_experts(self, name: str, experts: ExpertLinears) -> ExpertLinears:
         if name not in self._prepared:
             return experts
-        recorder = ExpertRecorder(experts, self._tensors[name], self._prepared[name])
+        recorder = ExpertRecorder(experts, self._tensors[name], self._prepared[name], self._report)
         self._experts[name] = recorder
         return recorder
 
@@ -246,7 +357,7 @@ class CalibratedLinear:
     def __init__(
         self, weights: torch.Tensor, prepared: PreparedTensor, report: Callable[[], None]
     ) -> None:
-        """`weights` is [out, in]; `report` is called when they are rounded."""
+        """`weights` is [out, in]; `report` is called while they are rounded."""
         self.shape = (weights.shape[1], weights.shape[0])
         self.rounded: Quantized | None = None
         self._weights, self._prepared, self._report = weights, prepared, report
@@ -261,9 +372,10 @@ class CalibratedLinear:
     def _rounded_for(self, x: torch.Tensor) -> Linear:
         if self._linear is None:
             group = _group(self._prepared)
-            self.rounded = quantise_calibrated(self._weights, _gram(x), group, self._prepared.dtype)
+            self.rounded = quantise_calibrated(
+                self._weights, _gram(x), group, self._prepared.dtype, self._report
+            )
             self._linear = PlainLinear(self.rounded.dequantise().to(self._weights.dtype))
-            self._report()
         return self._linear
 
 
@@ -273,10 +385,15 @@ class ExpertRecorder:
     few_pairs = 0
 
     def __init__(
-        self, experts: ExpertLinears, weights: torch.Tensor, prepared: PreparedTensor
+        self,
+        experts: ExpertLinears,
+        weights: torch.Tensor,
+        prepared: PreparedTensor,
+        report: Callable[[], None],
     ) -> None:
-        """`weights` is [experts, out, in]."""
+        """`weights` is [experts, out, in]; `report` is called while they are rounded."""
         self._experts, self._weights, self._prepared = experts, weights, prepared
+        self._report = report
         count, _, columns = weights.shape
         self._is_shared = not _is_of_experts_down(prepared)
         """Whether the inputs of all experts are of one kind: rows of the hidden states."""
@@ -299,13 +416,13 @@ class ExpertRecorder:
     def rounded(self) -> Quantized:
         group, dtype = _group(self._prepared), self._prepared.dtype
         if self._is_shared:
-            return quantise_calibrated(self._weights.flatten(0, 1), self._sums, group, dtype)
-        return stacked(
-            [
-                nearest_calibrated(weights, squares, group, dtype)
-                for weights, squares in zip(self._weights, self._sums, strict=True)
-            ]
-        )
+            weights = self._weights.flatten(0, 1)
+            return quantise_calibrated(weights, self._sums, group, dtype, self._report)
+        parts = []
+        for weights, squares in zip(self._weights, self._sums, strict=True):
+            parts.append(nearest_calibrated(weights, squares, group, dtype))
+            self._report()
+        return stacked(parts)
 
 
 def _gram(x: torch.Tensor) -> torch.Tensor:

@@ -259,8 +259,9 @@ class RankStartup:
     def _load(self) -> LoadedModel:
         config, shard = self.config, None if self.layout.world == 1 else self._shard
         folder, progress = Path(config.server.weights_dir), self._progress("weights")
+        calibration = Int4Calibration(is_at_load=True)
         loaded = load_weights(
-            config.model, self.device, self.dtype, folder, progress, shard, Int4Calibration()
+            config.model, self.device, self.dtype, folder, progress, shard, calibration
         )
         self._whole = loaded.model_config
         if shard is None:

@@ -38,7 +38,7 @@ _BITS = (
     (re.compile(r"int8|fp8|w8a8|8-?bit"), 8.5),
 )
 _DTYPE_BITS = {"float32": 32.0}
-_QUANTIZED_BITS = {"int4": 4.5, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
+_QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec) -> Amounts:

@@ -15,7 +15,7 @@ from ullage_engine.quantization.gptq import (
 )
 
 FEW = settings(max_examples=40, deadline=None)
-TYPES = st.sampled_from([torch.float32, torch.bfloat16])
+TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 GROUPS = st.sampled_from([32, 64])
 
 
@@ -92,6 +92,26 @@ def test_groups_are_fitted_no_worse_than_to_their_range(
         (importance * (each - weights).square()).sum() for each in (fitted, ranged)
     )
     assert cost <= cost_of_range * 1.01
+
+
+def test_a_row_of_zeros_leaves_the_others_as_they_are_in_float16(seed: int) -> None:
+    weights, gram = normal(seed, 4, 64), gram_of(seed, 64, 500)
+    weights[1] = 0.0
+    rounded = quantise_calibrated(weights, gram, 32, torch.float16)
+    assert (rounded.scales > 0).all()
+    assert rounded.scales.isfinite().all()
+    assert (rounded.dequantise()[1] == 0.0).all()
+    others = quantise_calibrated(weights[[0, 2, 3]], gram, 32, torch.float16)
+    assert torch.equal(rounded.dequantise()[[0, 2, 3]], others.dequantise())
+
+
+def test_each_slice_of_rows_is_reported(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A matrix with many rows is no silence by which the worker would count as hung."""
+    monkeypatch.setattr(gptq, "ROW_ELEMENTS", 5 * 64)
+    reports: list[int] = []
+    gram = gram_of(seed, 64, 500)
+    quantise_calibrated(normal(seed, 24, 64), gram, 32, torch.float32, lambda: reports.append(1))
+    assert len(reports) == 5
 
 
 def test_weights_on_a_grid_stay(seed: int) -> None:

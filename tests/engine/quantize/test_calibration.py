@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,15 +14,29 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from ullage_testing.small_models import make_family
 
 from ullage_common.config.engine import ModelSection
+from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
-from ullage_engine.model_loader.prepare import PreparedTensor, RoundLayer
+from ullage_engine.model_loader.prepare import PreparedForm, PreparedTensor, RoundLayer
+from ullage_engine.model_loader.safetensors import CheckpointReader
 from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.slices import Slicer, check_groups
-from ullage_engine.quantization.formats import Encoding, unpack
-from ullage_engine.quantize.calibration import TEXT, WINDOW, Int4Calibration
+from ullage_engine.protocol.step_plan import StepPlan
+from ullage_engine.quantization.formats import Encoding, Quantized, unpack
+from ullage_engine.quantize.calibration import (
+    AT_LOAD,
+    TEXT,
+    WINDOW,
+    Cost,
+    ExpertRecorder,
+    Int4Calibration,
+    estimated_cost,
+)
 from ullage_engine.quantize.smoothquant import TextPass
+from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -152,6 +167,125 @@ def test_a_model_without_tokenizer_is_rounded_to_the_nearest(
     assert "tokenizer.json" in caplog.text
     nearest = load(folder, "int4")
     assert all(torch.equal(each, nearest.tensors[n]) for n, each in rounded.tensors.items())
+
+
+@pytest.mark.parametrize("most", [Cost(0.0, 1 << 40), Cost(1e15, 0)])
+def test_what_a_pod_cannot_afford_is_rounded_to_the_nearest(
+    most: Cost,
+    save: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(AT_LOAD, "cpu", most)
+    folder = save("llama")
+    with caplog.at_level(logging.WARNING):
+        rounded = load(folder, "int4", Int4Calibration(SHORT.text, SHORT.max_tokens, True))
+    [warning] = caplog.messages
+    assert "uncalibrated" in warning
+    assert "ullage quantize --format int4" in warning
+    nearest = load(folder, "int4")
+    assert all(torch.equal(each, nearest.tensors[n]) for n, each in rounded.tensors.items())
+    ahead = load(folder, "int4", SHORT)
+    assert any(not torch.equal(each, ahead.tensors[n]) for n, each in rounded.tensors.items())
+
+
+class Unquantised:
+    """A checkpoint of which nothing but that its matrices are plain is known."""
+
+    formats: frozenset[str] = frozenset()
+
+    def encoding(self, source: str, target: str | None) -> None:
+        return None
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocab", "fits"),
+    [
+        (576, 1536, 30, 9, 3, 49_152, {"cpu", "cuda"}),
+        (2_048, 8_192, 16, 32, 8, 128_256, {"cuda"}),
+        (4_096, 14_336, 32, 32, 8, 128_256, {"cuda"}),
+        (8_192, 28_672, 80, 64, 8, 128_256, set()),
+    ],
+    ids=["135M", "1B", "8B", "70B"],
+)
+def test_a_pod_calibrates_what_it_can_before_its_deadline(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    fits: set[str],
+) -> None:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+    model_config = read_model_config(HFConfig(Path("config.json"), LLAMA | sizes))
+    form, reader = PreparedForm(torch.bfloat16, "int4", CPU), cast(CheckpointReader, Unquantised())
+    prepared = [form.prepare(Path("m"), reader, plan) for plan in plan_tensors(model_config)]
+    cost = estimated_cost(prepared, model_config, 17, WINDOW)
+    assert {kind for kind, most in AT_LOAD.items() if cost.fits(most)} == fits
+
+
+def test_a_layer_that_cannot_be_calibrated_is_rounded_to_the_nearest(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And all later ones, whose inputs would be the output of that; the start does not fail."""
+    folder = save("llama")
+    calibrated, nearest = load(folder, "int4", SHORT), load(folder, "int4")
+    compute, calls = ModelRunner.hidden, []
+
+    def hidden(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        calls.append(plan)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return compute(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "hidden", hidden)
+    with caplog.at_level(logging.WARNING):
+        rounded = load(folder, "int4", SHORT, prepared="failed")
+    [warning] = caplog.messages
+    assert "layers from 1 on" in warning
+    assert "no room" in warning
+    assert "ullage quantize --format int4" in warning
+    assert len(calls) == 2
+    for name, each in rounded.tensors.items():
+        wanted = calibrated if name.startswith("layers.0.") else nearest
+        assert torch.equal(each, wanted.tensors[name])
+
+
+def test_each_expert_is_reported(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of many experts is no silence by which the worker would count as hung."""
+    reports: list[str] = []
+    finish = ExpertRecorder.rounded
+
+    def rounded(recorder: ExpertRecorder) -> Quantized:
+        report, name = recorder._report, recorder._prepared.name
+        recorder._report = lambda: (reports.append(name), report())[1]
+        return finish(recorder)
+
+    monkeypatch.setattr(ExpertRecorder, "rounded", rounded)
+    load(save("gpt_oss"), "int4", SHORT)
+    assert reports.count("layers.0.experts_down") == 8
+    assert reports.count("layers.0.experts_gate_up") == 1
 
 
 def test_the_text_is_not_the_one_that_quality_is_measured_on() -> None:

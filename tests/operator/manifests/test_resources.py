@@ -33,6 +33,7 @@ def test_no_engine_is_best_effort(make_plan: MakePlan, device: str, memory: str)
         ("hf://org/Llama-3.1-8B-Instruct", {}, 16),
         ("hf://org/Llama-3.1-8B-Instruct", {"dtype": "float32"}, 32),
         ("hf://org/Llama-3.1-8B-Instruct", {"quantization": "fp8"}, 8.5),
+        ("hf://org/Llama-3.1-8B-Instruct", {"quantization": "int4"}, 5),
         ("hf://org/Mixtral-8x7B-v0.1", {}, 112),
         ("hf://org/Qwen2.5-0.5B", {}, 1),
         ("file:///models/llama-8b.Q4_K_M.gguf", {}, 4.5),
