@@ -23,6 +23,9 @@ REVISION = f"{GROUP}/revision"
 TEMPLATE_HASH = f"{GROUP}/template-hash"
 """Annotation of a StatefulSet: a hash of the pod template that it was applied with, which the API
 server completes."""
+SHARED_HASH = f"{GROUP}/shared-hash"
+"""Annotation of a StatefulSet: a hash of what the spec then said of engine pods outside their
+release."""
 POOL_LABEL = f"{GROUP}/pool"
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that every namespace has, with its name."""

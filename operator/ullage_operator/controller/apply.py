@@ -105,8 +105,9 @@ def with_applied_hash(desired: Mapping[str, Any]) -> Object:
 def has_drifted(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Whether `desired`, with its applied hash, must be applied again.
 
-    Fields that `desired` does not name are others' business. A quantity that the API server has
-    rewritten looks drifted; applying it again changes nothing.
+    Fields that `desired` does not name are others' business, and empty ones that are not there are
+    no drift. A quantity that the API server has rewritten looks drifted; applying it again changes
+    nothing.
     """
     return not _is_within(desired, live)
 
@@ -117,10 +118,20 @@ def was_edited(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == applied_hash)
 
 
+_FLAGS = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
+"""Fields of pods that are not kept where they are false. Others are: they may default to true."""
+
+
+def _is_dropped(name: str, value: Any) -> bool:
+    """Whether the API server may keep no such value of a field."""
+    return value in ("", [], None) or (value is False and name in _FLAGS)
+
+
 def _is_within(desired: Any, live: Any) -> bool:
     if isinstance(desired, Mapping) and isinstance(live, Mapping):
         return all(
-            name in live and _is_within(value, live[name]) for name, value in desired.items()
+            _is_within(value, live[name]) if name in live else _is_dropped(name, value)
+            for name, value in desired.items()
         )
     if isinstance(desired, list) and isinstance(live, list):
         key = merge_key(desired, live)

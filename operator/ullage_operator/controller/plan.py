@@ -79,7 +79,7 @@ from ullage_operator.rollout.canary import (
     router_file,
     with_revision,
 )
-from ullage_operator.rollout.stages import QUEUED, WAITING, RolloutStage
+from ullage_operator.rollout.stages import PAUSED, QUEUED, RENEWALS, WAITING, RolloutStage
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -244,7 +244,7 @@ def all_engines(
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         if left_to_others(pool, observed.objects.get(key)):
             manifests = without_replicas(manifests)
-        manifests = with_revision(manifests, rollout.progress.stable)
+        manifests = with_revision(service, manifests, rollout.progress.stable)
         if name in rollout.held:
             held = held_keys(service, rollout) & observed.objects.keys()
             manifests = [item for item in manifests if key_of(item) not in held]
@@ -296,7 +296,6 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
-        observed_generation=observed.status.get("observedGeneration"),
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",
@@ -409,7 +408,10 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     """Returns how far a rollout is while engines are not, or not all, of the revision that the spec
     asks for."""
     progress = rollout.progress
-    waits_for_people = progress.is_held or progress.reason == "Paused"
+    if progress.renewal:
+        moves = progress.renewal != PAUSED
+        return Condition(PROGRESSING, moves, progress.renewal, RENEWALS[progress.renewal])
+    waits_for_people = progress.is_held or progress.reason == PAUSED
     if (
         progress.stage is RolloutStage.STABLE
         and not waits_for_people

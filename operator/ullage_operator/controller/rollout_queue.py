@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ullage_operator.kube.cache import ServiceKey
-from ullage_operator.rollout.stages import QUEUED, TRYING, RolloutProgress, RolloutStage
+from ullage_operator.rollout.stages import (
+    PAUSED,
+    QUEUED,
+    ROLLING_OUT,
+    TRYING,
+    RolloutProgress,
+    RolloutStage,
+)
 
 Statuses = Iterable[tuple[ServiceKey, Mapping[str, Any]]]
 _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
@@ -43,9 +50,10 @@ class RolloutQueue:
 
     def on_planned(self, key: ServiceKey, progress: RolloutProgress) -> None:
         """Notes how far a service's rollout is; what waits for people or for pods is not in it."""
-        waits = progress.is_held or progress.is_asleep or progress.reason == "Paused"
-        is_rolling = progress.stage.value in _ROLLING and not waits
-        self._place(key, is_rolling, progress.reason == QUEUED)
+        waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED
+        is_renewing = progress.renewal == ROLLING_OUT
+        is_rolling = is_renewing or (progress.stage.value in _ROLLING and not waits)
+        self._place(key, is_rolling, QUEUED in (progress.reason, progress.renewal))
 
     def forget(self, key: ServiceKey) -> None:
         """The service is gone, or is no service that could be rolled out."""

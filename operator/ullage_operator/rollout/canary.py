@@ -25,7 +25,8 @@ from ullage_operator.rollout.analysis import (
     sum_samples,
 )
 from ullage_operator.rollout.stages import (
-    BEGINNING,
+    PAUSED,
+    ROLLING_OUT,
     TRYING,
     WAITING,
     RolloutCommand,
@@ -47,6 +48,7 @@ from ullage_operator.rollout.state import (
     missing,
     release_of,
     revision_of,
+    shared_hash,
     unreadable,
     with_release,
 )
@@ -71,8 +73,6 @@ class RolloutObservation:
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for one that nobody's edit asks for."""
-    observed_generation: int | None = None
-    """Generation of the spec that the service's status is about; None for one without a status."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -110,7 +110,8 @@ class RolloutPlan:
         """Seconds after which the plan must be made again though nothing was seen to change; None:
         never."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
-        return None if is_quiet and self.progress.reason != WAITING else LOOK_AGAIN_S
+        waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
+        return None if is_quiet and not waits else LOOK_AGAIN_S
 
 
 def plan_rollout(
@@ -129,9 +130,7 @@ def plan_rollout(
         after = dataclasses.replace(after, seen=observation.annotation)
     changed = changed_pools(target, state.release)
     planned = _plan_of(service, state.then(after, target), changed, observation)
-    is_due = after.stage is RolloutStage.PROMOTING or (
-        after.stage is RolloutStage.ROLLED_BACK and facts.may_renew
-    )
+    is_due = after.stage is RolloutStage.PROMOTING or after.renewal == ROLLING_OUT
     return planned if is_due else dataclasses.replace(planned, held=outdated)
 
 
@@ -226,20 +225,21 @@ def outdated_pools(
     """Returns the pools whose stable engines this operator makes of another pod template than the
     one that was applied, though nobody's edit asks for it.
 
-    An edit of a service that waits for its turn does not give it one.
+    Routers read an edit of what both sides share at once, so engines must not wait with it. Any
+    other edit of a service that waits for its turn does not give it one.
     """
-    is_edited = observation.observed_generation != service.generation
-    if is_edited and state.progress.reason not in BEGINNING:
-        return ()
+    edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
     stable = with_release(service, state.release) if is_changed else service
     outdated = []
     for name, pool in stable.spec.pools.items():
         live = observation.stateful_sets.get(naming.pool_name(service.name, name), {})
         annotations = live.get("metadata", {}).get("annotations") or {}
+        # What an older operator applied without these hashes cannot be told from an edit.
+        if annotations.get(naming.SHARED_HASH) != edit_hash:
+            continue
         applied_hash = annotations.get(naming.TEMPLATE_HASH)
-        # What an older operator applied without its hash cannot be told from an edit.
-        if applied_hash and applied_hash != _pool_template_hash(stable, name, pool, settings):
+        if applied_hash != _pool_template_hash(stable, name, pool, settings):
             outdated.append(name)
     return tuple(outdated)
 
@@ -303,20 +303,20 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
         pool = plan.canary.spec.pools[pool_name]
         few = msgspec.structs.replace(pool, replicas=min(most, pool.replicas))
         canary_objects = pool_objects(plan.canary, naming.canary_pool(pool_name), few, settings)
-        objects += with_revision(canary_objects, plan.progress.canary)
+        objects += with_revision(plan.canary, canary_objects, plan.progress.canary)
     return objects
 
 
-def with_revision(objects: Iterable[Manifest], revision: str) -> list[Manifest]:
-    """Pool objects whose StatefulSets say of which revision and pod template they are."""
+def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
+    """Pool objects whose StatefulSets say of which revision, spec and pod template they are."""
+    hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
-        _with_revision(item, revision) if item["kind"] == "StatefulSet" else item
-        for item in objects
+        _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects
     ]
 
 
-def _with_revision(item: Manifest, revision: str) -> Manifest:
-    own = {naming.REVISION: revision, naming.TEMPLATE_HASH: _template_hash(item)}
+def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
+    own = {**hashes, naming.TEMPLATE_HASH: _template_hash(item)}
     annotations = item["metadata"].get("annotations", {}) | own
     return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
 
@@ -353,8 +353,10 @@ def rollout_condition(plan: RolloutPlan) -> Condition:
 def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
     """status.rollout."""
     progress = plan.progress
-    is_paused = progress.is_held or progress.reason == "Paused"
-    stage = "Paused" if is_paused else progress.stage.value
+    is_paused = progress.is_held or progress.reason == PAUSED
+    is_renewing = progress.renewal == ROLLING_OUT
+    stage = RolloutStage.PROMOTING.value if is_renewing else progress.stage.value
+    stage = "Paused" if is_paused and not is_renewing else stage
     step = stage
     if progress.stage is RolloutStage.CANARY:
         count = len(service.spec.rollout.weight_steps)

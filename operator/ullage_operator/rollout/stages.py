@@ -24,8 +24,18 @@ _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
 """Reason of a rollout that waits for those of other services."""
-BEGINNING = (WAITING, QUEUED, "Paused")
+PAUSED = "Paused"
+ROLLING_OUT = "RollingOut"
+_BEGINNING = (WAITING, QUEUED, PAUSED)
 """Reasons of a stable service whose engines are still to be made anew."""
+_OTHER_PODS = "what the operator makes engine pods of has changed"
+RENEWALS = {
+    ROLLING_OUT: _OTHER_PODS,
+    PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
+    QUEUED: f"{_OTHER_PODS}: waits until fewer services are being rolled out",
+}
+"""Messages about stable engines of which the operator makes other pods than another one did, by the
+reason."""
 
 
 class RolloutStage(StrEnum):
@@ -113,6 +123,9 @@ class RolloutProgress:
     """The pools that it is tried in have no pods; it is started when they have."""
     is_held: bool = False
     """Whether a rollback would be due, but is for somebody to decide."""
+    renewal: str = ""
+    """Reason in RENEWALS after a rollback, whose own reason stays; empty where the pods are those
+    that the operator makes."""
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
@@ -129,7 +142,7 @@ def advance(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) ->
     """Advances the rollout by one step; returns the same state where nothing is to be done."""
     since = _unserved_since(state, facts)
     after = _advanced(replace(state, unserved_since=since), facts, policy)
-    return replace(after, unserved_since=since)
+    return replace(after, unserved_since=since, renewal=_renewal(after, facts, policy))
 
 
 def _unserved_since(state: RolloutProgress, facts: RolloutFacts) -> datetime | None:
@@ -183,7 +196,7 @@ def _keep_stable(
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
         return _renew(state, facts, policy)
     if state.stage is RolloutStage.STABLE:
-        return _with_reason(state, "Stable", _NOTHING) if state.reason in BEGINNING else state
+        return _with_reason(state, "Stable", _NOTHING) if state.reason in _BEGINNING else state
     if state.stage is RolloutStage.PROMOTING:
         if state.reason != _NEWER_WAITS:
             return state
@@ -195,15 +208,25 @@ def _keep_stable(
 def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     """Makes the stable engines anew, where the operator makes other pods of them than another one
     did."""
-    what = "what the operator makes engine pods of has changed"
+    reason = _renewal_reason(facts, policy)
+    if reason == ROLLING_OUT:
+        state = RolloutProgress(state.stable, facts.now, RolloutStage.PROMOTING)
+    return _with_reason(state, reason, RENEWALS[reason])
+
+
+def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
+    """Does the same after a rollback, which stays what it is: it ends when all are ready."""
+    if state.stage is not RolloutStage.ROLLED_BACK:
+        return ""
+    if state.renewal == ROLLING_OUT and not facts.is_settled:
+        return ROLLING_OUT
+    return _renewal_reason(facts, policy) if facts.is_outdated else ""
+
+
+def _renewal_reason(facts: RolloutFacts, policy: RolloutSpec) -> str:
     if _is_paused(facts, policy):
-        return _with_reason(state, "Paused", f"{what}: waits until the rollout is no longer paused")
-    if not facts.may_renew:
-        message = f"{what}: waits until fewer services are being rolled out"
-        return _with_reason(state, QUEUED, message)
-    return RolloutProgress(
-        state.stable, facts.now, RolloutStage.PROMOTING, reason="RollingOut", message=what
-    )
+        return PAUSED
+    return ROLLING_OUT if facts.may_renew else QUEUED
 
 
 def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
@@ -212,7 +235,7 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
         if state.stage in TRYING:
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
         message = f"revision {facts.target} waits until the rollout is no longer paused"
-        return _with_reason(state, "Paused", message)
+        return _with_reason(state, PAUSED, message)
     if not facts.may_begin and facts.command is not RolloutCommand.PROMOTE:
         message = (
             f"revision {facts.target}, which has the operator's new image, waits until fewer "
@@ -239,7 +262,7 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 def _direct(facts: RolloutFacts, why: str) -> RolloutProgress:
     message = f"rolling out revision {facts.target} without a canary: {why}"
     return RolloutProgress(
-        facts.target, facts.now, RolloutStage.PROMOTING, reason="RollingOut", message=message
+        facts.target, facts.now, RolloutStage.PROMOTING, reason=ROLLING_OUT, message=message
     )
 
 
@@ -308,7 +331,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
     state = replace(state, unready_since=None)
     name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.weight_steps)}"
     if _is_paused(facts, policy):
-        return _with_reason(state, "Paused", f"{name}: paused; {analysis.message}")
+        return _with_reason(state, PAUSED, f"{name}: paused; {analysis.message}")
     if analysis.outcome is Outcome.PASS and waited_s >= policy.step_duration:
         if state.step + 1 < len(policy.weight_steps) and analysis.reason != NO_TRAFFIC:
             return _at_step(state, facts, policy, state.step + 1)

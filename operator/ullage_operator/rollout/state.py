@@ -60,6 +60,22 @@ def release_of(service: Service, settings: Settings) -> Release:
     return chosen | {"pools": pools}
 
 
+def shared_hash(service: Service) -> str:
+    """Returns a hash of what a spec says of engine pods outside their release: where it changes,
+    somebody's edit asks for other pods.
+
+    What is not set is left out, so that a field that a newer operator knows is no edit.
+    """
+    spec = service.spec
+    fields = {
+        "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
+        "logLevel": spec.observability.log_level,
+        "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
+        "tls": spec.tls.engines and spec.tls.engines.secret_name,
+    }
+    return _hash({name: value for name, value in fields.items() if value})
+
+
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
     """`release`, in the form of `target`: what only one of them has does not count.
 
@@ -123,7 +139,11 @@ def with_release(service: Service, release: Release) -> Service:
 
 def revision_of(release: Mapping[str, Any]) -> str:
     """A short name that changes with the release."""
-    text = json.dumps(release, sort_keys=True, separators=(",", ":"))
+    return _hash(release)
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -253,10 +273,15 @@ def _unsealed(section: Any, values: Mapping[str, str]) -> Any:
 
 
 def _hashed_values(section: Any) -> Iterator[tuple[str, str]]:
-    """Yields the values of all environment variables of anything, by their hashes."""
+    """Yields the values of all environment variables of anything, by their hashes.
+
+    Where it is empty, the API server keeps the name alone.
+    """
     match section:
         case {"name": name, "value": value}:
             yield _value_hash(name, value), value
+        case {"name": name} if len(section) == 1:
+            yield _value_hash(name, ""), ""
         case Mapping():
             for item in section.values():
                 yield from _hashed_values(item)

@@ -66,6 +66,30 @@ def test_what_others_add_to_a_list_of_named_items_is_theirs():
     assert has_drifted(with_applied_hash(DESIRED), emptied)
 
 
+def test_an_empty_value_that_is_not_kept_is_no_drift():
+    """API servers drop empty strings and lists, and flags that are false unless said."""
+    desired = copy.deepcopy(DESIRED)
+    container = desired["spec"]["containers"][0]
+    container |= {"env": [{"name": "B", "value": ""}], "command": [], "tty": False}
+    container["volumeMounts"] = [{"name": "v", "mountPath": "/v", "readOnly": False}]
+    desired = with_applied_hash(desired)
+    seen = copy.deepcopy(desired)
+    kept = seen["spec"]["containers"][0]
+    del kept["env"][0]["value"], kept["command"], kept["tty"], kept["volumeMounts"][0]["readOnly"]
+    assert not has_drifted(desired, seen)
+    kept["env"][0]["value"] = "1"
+    assert has_drifted(desired, seen)
+
+
+def test_a_flag_that_defaults_to_true_is_drift_where_it_is_gone():
+    desired = copy.deepcopy(DESIRED)
+    desired["spec"]["automountServiceAccountToken"] = False
+    desired = with_applied_hash(desired)
+    seen = copy.deepcopy(desired)
+    del seen["spec"]["automountServiceAccountToken"]
+    assert has_drifted(desired, seen)
+
+
 def test_a_field_that_is_no_longer_wanted_is_drift():
     fewer = copy.deepcopy(DESIRED)
     del fewer["spec"]["replicas"]

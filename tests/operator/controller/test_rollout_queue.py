@@ -30,6 +30,7 @@ class Services:
         self.objects: dict[str, dict[ObjectKey, dict[str, Any]]] = {name: {} for name in NAMES}
         self.status: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
         self.generation: dict[str, int] = dict.fromkeys(NAMES, 1)
+        self.annotation: dict[str, str] = dict.fromkeys(NAMES, "")
         self.unready: set[str] = set()
         self.restart()
         for name in NAMES * 2:
@@ -53,6 +54,7 @@ class Services:
             objects=self.objects[name],
             status=self.status[name],
             may_begin_rollout=self.queue.may_begin(key, self.statuses),
+            rollout_annotation=self.annotation[name],
         )
         planned = plan(parse(manifest), observed, self.settings)
         self.queue.on_planned(key, planned.rollout.progress)
@@ -81,6 +83,17 @@ class Services:
             "spec"
         ]
         return spec
+
+    def condition(self, name: str, kind: str) -> tuple[str, str]:
+        """Status and reason of one of the service's conditions."""
+        [condition] = [c for c in self.status[name]["conditions"] if c["type"] == kind]
+        return condition["status"], condition["reason"]
+
+    def reads_engine_keys(self, name: str) -> tuple[bool, bool]:
+        """Whether the service's router and its engines are configured for TLS between them."""
+        router = self.objects[name][ObjectKey("ConfigMap", f"{name}-router")]
+        volumes = self.pool(name)["template"]["spec"]["volumes"]
+        return "engine-tls" in str(router["data"]), "tls" in [each["name"] for each in volumes]
 
     def container(self, name: str) -> dict[str, Any]:
         container: dict[str, Any] = self.pool(name)["template"]["spec"]["containers"][0]
@@ -254,6 +267,73 @@ def test_what_does_not_serve_or_was_edited_by_hand_waits_for_nobody(renewed: Ser
     renewed.edit("d", tls={"engines": {"secretName": "keys"}})
     assert renewed.step("d") == "Stable"
     assert renewed.cpus() == [NEW] * 4 + [OLD]
+
+
+KEYS = {"engines": {"secretName": "keys"}}
+
+
+def test_what_routers_and_engines_share_reaches_both_while_a_service_waits(
+    renewed: Services,
+) -> None:
+    for name in NAMES:
+        renewed.step(name)
+    renewed.edit("c", tls=KEYS)
+    renewed.step("c")
+    assert renewed.reads_engine_keys("c") == (True, True)
+    assert renewed.reads_engine_keys("d") == (False, False)
+    renewed.edit("d", rollout={"strategy": "Rolling", "paused": True})
+    renewed.edit("d", image="mine")
+    assert renewed.step("d") == "Paused"
+    renewed.edit("d", tls=KEYS)
+    assert renewed.step("d") == "Paused"
+    assert renewed.reads_engine_keys("d") == (True, True) and renewed.image("d") == "one"
+
+
+def test_an_edit_that_could_not_be_written_does_not_wait_either(renewed: Services) -> None:
+    workload = ObjectKey("StatefulSet", "c-single")
+    before = renewed.objects["c"][workload]
+    for name in "ab":
+        renewed.step(name)
+    renewed.edit("c", tls=KEYS)
+    renewed.step("c")
+    renewed.objects["c"][workload] = before
+    assert renewed.step("c") == "Stable"
+    assert renewed.reads_engine_keys("c") == (True, True)
+
+
+def test_services_that_were_rolled_back_are_renewed_in_turn(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services.settings = Settings(engine_image="one")
+    for name in NAMES:
+        services.edit(name, image="bad", rollout={"strategy": "Canary"})
+        assert services.step(name) == "CanaryStarting"
+        services.annotation[name] = "abort"
+        assert services.step(name) == "Aborted"
+    services.edit("e", rollout={"strategy": "Canary", "paused": True})
+    services.step("e")
+    services.woken.clear()
+    monkeypatch.setattr("ullage_operator.manifests.resources._WORKER_MILLICPU", 750)
+    for name in NAMES:
+        services.step(name)
+    assert services.cpus() == [NEW] * 2 + [OLD] * 3
+    reasons = [services.condition(name, "Progressing") for name in "ac"]
+    assert reasons == [("True", "RollingOut"), ("True", "RolloutQueued")]
+    services.restart()
+    services.step("d")
+    assert services.cpus() == [NEW] * 2 + [OLD] * 3, "a successor counts both"
+    services.step("c")
+    for ended, begun in (("b", "c"), ("a", "d")):
+        services.step(ended)
+        assert services.woken.pop() == begun and not services.woken
+        services.step(begun)
+    for name in "cd":
+        services.step(name)
+    assert services.cpus() == [NEW] * 4 + [OLD]
+    for name in NAMES:
+        assert services.condition(name, "RolloutHealthy") == ("False", "Aborted")
+        assert services.status[name]["rollout"]["stage"] == "RolledBack"
+        assert services.image(name) == "one"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])

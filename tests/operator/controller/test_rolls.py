@@ -148,6 +148,26 @@ def test_an_edit_rolls_what_reads_it(make_plan, subtests):
             assert changed(before, templates(make_plan, merged(BASE, edit))) == rolled
 
 
+def workload_annotations(made: ServicePlan) -> dict[str, dict[str, str]]:
+    """By pool."""
+    workloads = (item["metadata"] for item in made.apply if item["kind"] == "StatefulSet")
+    return {meta["name"].removeprefix("demo-"): meta["annotations"] for meta in workloads}
+
+
+def test_an_edit_of_pods_is_of_their_release_or_of_what_all_releases_share(make_plan, subtests):
+    """Engines that wait for a rollout would lack it otherwise, and an edit that no engine reads
+    would give them their turn."""
+    before = workload_annotations(make_plan(**deepcopy(BASE)))
+    for edit, rolled in EDITS:
+        with subtests.test(edit=edit):
+            after = workload_annotations(make_plan(**merged(deepcopy(BASE), edit)))
+            is_release, is_shared = (
+                any(after[pool][name] != before[pool][name] for pool in after.keys() & before)
+                for name in (naming.REVISION, naming.SHARED_HASH)
+            )
+            assert is_shared == (bool(rolled & ENGINES) and not is_release)
+
+
 def test_the_table_is_long_and_every_section_is_in_it():
     assert len(EDITS) >= 60
     # `cascade` and the like are left out of a spec that does not want them.

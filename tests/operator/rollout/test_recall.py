@@ -80,6 +80,21 @@ def test_what_was_kept_is_recalled(release):
             assert load(dump(memory), release) == memory
 
 
+def test_an_empty_value_that_pods_lack_is_recalled(manifest):
+    """API servers do not keep it, so pods have the name alone."""
+
+    def release_with(value):
+        engine = {"name": "engine", "env": [{"name": "B", "value": value}]}
+        pool = {"podTemplate": {"spec": {"containers": [engine]}}}
+        return release_of(parse(manifest(pools={"single": pool})), Settings())
+
+    stable, edited = release_with(""), release_with("1")
+    text = dump(initial(stable, NOW))
+    live = {"spec": {"template": {"spec": {"containers": [{"env": [{"name": "B"}]}]}}}}
+    assert load(text, edited, [live]).release == stable
+    assert load(text, edited) is None, "no pod names it"
+
+
 def known_before(release):
     """As an operator that knew a field less kept it, and what it called that."""
     older = release | {"memory": dict(list(release["memory"].items())[1:])}
