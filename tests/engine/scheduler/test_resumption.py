@@ -54,9 +54,11 @@ def test_a_resumed_request_goes_on_where_it_was(bench: Any) -> None:
     scheduler = bench.make_scheduler()
     request = bench.make_request("a", 20, max_tokens=6, output=[3, 4])
     assert scheduler.submit(request) is None
-    (chunk,) = scheduler.schedule().chunks
+    plan = scheduler.schedule()
+    (chunk,) = plan.chunks
     assert (len(chunk.token_ids), chunk.num_prompt_tokens) == (22, 20)
-    assert len(bench.run(scheduler)["a"]) == 4
+    assert len(scheduler.commit(bench.sample(plan))) == 1
+    assert len(bench.run(scheduler)["a"]) == 3
 
 
 def test_a_resumed_request_with_nothing_left_is_answered_at_once(bench: Any) -> None:

@@ -217,17 +217,13 @@ def test_a_conversation_of_many_contexts_is_refused(start_service: "StartService
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["declared", "chunked"])
 def test_a_huge_body_is_refused_unread(start_service: "StartService", is_chunked: bool) -> None:
-    sent = 0
-
     async def body() -> AsyncIterator[bytes]:
-        nonlocal sent
-        for _ in range(100):
-            sent += 1
+        for _ in range(12):  # few, as a reply is lost to whoever still sends 2 s after it
             yield b"x" * (1 << 20)
 
     async def scenario() -> None:
         async with start_service() as service:
-            headers = {} if is_chunked else {"content-length": str(100 << 20)}
+            headers = {} if is_chunked else {"content-length": str(12 << 20)}
             answer = await service.http.post(CHAT, content=body(), headers=headers)
             assert refused(answer, 413, "body")["code"] == "BODY_TOO_LARGE"
             assert answer.headers["connection"] == "close"
