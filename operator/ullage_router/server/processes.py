@@ -9,8 +9,10 @@ answers by `Idempotency-Key` (`pipeline/shared_answers.py`).
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -78,6 +80,7 @@ MAX_BACKOFF_S = 10.0
 STABLE_S = 10.0
 """A child that lived this long starts again without delay."""
 STOP_MARGIN_S = 5.0
+FOLDER_PREFIX = "ullage-router-"
 UNUSABLE = 2
 """Exit status of a child that cannot use its configuration: trying again would not help."""
 
@@ -161,6 +164,34 @@ def reserved(config: RouterConfig) -> Iterator[Ports]:
         )
 
 
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """The folder of one router's processes within the block. What routers left that were killed,
+    whose locks are free, is removed: it has tenants' answers."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(old):
+            shutil.rmtree(old)
+    new = Path(tempfile.mkdtemp(prefix="ullage-"))
+    with _locked(new):
+        # Not before under the name by which others find it, and remove it where it has no lock.
+        folder = new.rename(new.with_name(FOLDER_PREFIX + new.name.removeprefix("ullage-")))
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another process has the lock of a folder, or it is another user's."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
 class Supervisor:
     """Keeps one child a place running until it is asked to stop.
 
@@ -186,7 +217,7 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
         with (
             reserved(self._config) as ports,
-            tempfile.TemporaryDirectory(prefix="ullage-") as folder,
+            shared_folder() as folder,
         ):
             keeping = [
                 asyncio.create_task(self._keep(ports.place(index, folder)))

@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
@@ -19,7 +21,7 @@ from ullage_common.config.router import RouterConfig
 from ullage_common.process.config_file import read_file
 from ullage_common.wire.channels import open_channel
 from ullage_router.http.monitoring import merged
-from ullage_router.server.processes import ProcessSlot, config_of
+from ullage_router.server.processes import ProcessSlot, config_of, shared_folder
 
 if TYPE_CHECKING:
     StartService = Any
@@ -257,6 +259,22 @@ def test_children_end_with_their_parent(start_service: "StartService", tmp_path:
             await f.ended()  # their ends of the log are closed
 
     asyncio.run(scenario())
+
+
+def test_what_a_killed_router_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with shared_folder() as running:
+        (Path(running) / "answer").write_text("of a router that runs")
+        left = tmp_path / "ullage-router-killed"
+        left.mkdir()
+        (left / "answer").write_text("of a tenant")
+        with shared_folder() as own:
+            names = {Path(folder).name for folder in (running, own)}
+            assert {path.name for path in tmp_path.iterdir()} == names
+        assert (Path(running) / "answer").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_end_the_parent(tmp_path: Path) -> None:
