@@ -2,6 +2,7 @@
 that template, by the keys that server-side apply merges lists by.
 """
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -50,14 +51,14 @@ _ELSEWHERE = {
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
-    """Yields the fields of a pod template that the operator sets itself.
+    """Yields the fields of a pod template that the operator sets itself, to other values.
 
     Args:
         given: the template, or a part of it.
         own: what the operator sets of that part.
         path: where the part stands.
     """
-    if given is None:
+    if given is None or given == own:
         return
     if isinstance(own, list) and own and isinstance(own[0], Mapping):
         yield from _list_conflicts(given, own, path)
@@ -67,6 +68,8 @@ def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
         for key in given:
             if key in own:
                 yield from conflicts(given[key], own[key], f"{path}.{key}")
+            elif key in _HANDLERS and own.keys() & _HANDLERS:
+                yield _own(f"{path}.{key}")
     else:
         yield _own(path)
 
@@ -80,12 +83,14 @@ def _list_conflicts(given: Any, own: list[Any], path: str) -> Iterator[Problem]:
     by_key = {item[key]: item for item in own}
     for item in given:
         at = f"{path}[{item[key]}]"
-        folder = _folder_of(item[key], by_key) if key == "mountPath" else None
+        if item == by_key.get(item[key]):
+            continue
+        overlap = _overlap(item[key], by_key) if key == "mountPath" else None
         if path.endswith(".containers") and item[key] in by_key:
             others = {field: value for field, value in item.items() if field != key}
             yield from conflicts(others, by_key[item[key]], at)
-        elif folder:
-            yield Problem(at, f"lies in {folder}, which is the operator's own; mount it elsewhere")
+        elif overlap:
+            yield Problem(at, f"{overlap}, which is the operator's own; mount it elsewhere")
         elif item[key] in by_key:
             yield _own(at)
 
@@ -98,9 +103,20 @@ def _own(path: str) -> Problem:
     return Problem(path, f"is the operator's own; {remedy}")
 
 
-def _folder_of(path: str, mounts: Iterable[str]) -> str | None:
-    """Returns the mount that a path of a container lies in."""
-    return next((each for each in mounts if f"{path}/".startswith(f"{each}/")), None)
+_HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
+"""What a probe or hook does; Kubernetes takes one of them at a time."""
+
+
+def _overlap(path: str, mounts: Iterable[str]) -> str | None:
+    """Returns how a path of a container stands to a mount that it lies in or that lies in it."""
+    folder = posixpath.normpath(f"/{path}").lstrip("/")
+    for each in mounts:
+        own = each.lstrip("/")
+        if f"{folder}/".startswith(f"{own}/"):
+            return f"lies in {each}"
+        if not folder or own.startswith(f"{folder}/"):
+            return f"holds {each}"
+    return None
 
 
 MERGE_KEYS = ("mountPath", "containerPort", "name")

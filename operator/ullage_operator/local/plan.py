@@ -102,9 +102,10 @@ def entry_point(command: Sequence[str]) -> list[str]:
 
 
 def env_value(item: Mapping[str, Any], pod_name: str) -> str:
-    """A literal value, or the one downward-API field that the manifests use."""
-    if "value" in item:
-        return str(item["value"])
+    """A literal value, empty where none is given, or the one downward-API field that the
+    manifests use."""
+    if "valueFrom" not in item:
+        return str(item.get("value") or "")
     assert item["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name", item
     return pod_name
 
@@ -158,7 +159,7 @@ def assign(
 
 def container_ports(workload: Mapping[str, Any]) -> list[str]:
     container = workload["spec"]["template"]["spec"]["containers"][0]
-    return [port["name"] for port in container["ports"]]
+    return [port["name"] for port in container["ports"] if "name" in port]
 
 
 def reserve(port: int, name: str, reserved: list[socket.socket]) -> int:
@@ -427,6 +428,11 @@ def check_pod_template(section: str, own: str, template: Manifest) -> None:
             raise LocalFailure(
                 f"{path}.containers[{container['name']}]: ullage up runs the {own} alone; leave "
                 "others out here"
+            )
+        if container.get("volumeMounts"):
+            raise LocalFailure(
+                f"{path}.containers[{own}].volumeMounts: ullage up mounts nothing; leave them out "
+                "here, its processes see the files of this machine"
             )
         looked_up = any("valueFrom" in variable for variable in container.get("env", ()))
         if looked_up or container.get("envFrom"):

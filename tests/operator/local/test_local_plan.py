@@ -143,6 +143,7 @@ def engine_with(**fields: Any) -> dict[str, Any]:
     [
         (engine_with(env=[{"name": "A", "valueFrom": {}}]), r"containers\[engine\]\.env"),
         (engine_with(envFrom=[{"secretRef": {"name": "s"}}]), r"containers\[engine\]\.env"),
+        (engine_with(volumeMounts=[{"mountPath": "/d"}]), r"containers\[engine\]\.volumeMounts"),
         ({"volumes": [{"name": "v", "emptyDir": {}}]}, "volumes"),
         ({"initContainers": [{"name": "x"}]}, "initContainers"),
         ({"containers": [{"name": "x"}]}, r"containers\[x\]"),
@@ -159,10 +160,12 @@ def test_what_only_a_cluster_can_give_is_refused(
 def test_engines_of_this_machine_have_their_pools_environment(
     manifest: Make, tmp_path: Path
 ) -> None:
-    template = {"spec": engine_with(env=[{"name": "A", "value": "x"}])}
+    env = [{"name": "A", "value": "x"}, {"name": "B"}]
+    template = {"spec": engine_with(env=env, ports=[{"containerPort": 8080}])}
     plan = local(manifest(pools={"single": {"podTemplate": template}}), tmp_path)
     [engine, _] = plan.pods
-    assert engine.env["A"] == "x"
+    assert (engine.env["A"], engine.env["B"]) == ("x", "")
+    assert set(engine.ports) == {"grpc", "metrics", "probe"}
 
 
 def test_pools_of_any_name_run_and_are_known_to_the_router(manifest: Make, tmp_path: Path) -> None:

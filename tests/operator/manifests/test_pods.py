@@ -116,7 +116,11 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ("serviceAccountName", {"serviceAccountName": "root"}, "leave it out"),
     ("terminationGracePeriodSeconds", {"terminationGracePeriodSeconds": 1}, "limits.totalTimeout"),
     ("securityContext.runAsUser", {"securityContext": {"runAsUser": 0}}, "leave it out"),
-    ("volumes[cache]", {"volumes": [{"name": "cache", "emptyDir": {}}]}, "single.modelCache says"),
+    (
+        "volumes[cache]",
+        {"volumes": [{"name": "cache", "emptyDir": {"medium": "Memory"}}]},
+        "single.modelCache says",
+    ),
     ("volumes[shm]", {"volumes": [{"name": "shm", "emptyDir": {}}]}, "single.shmSize says"),
 ]
 CONFLICTS += [
@@ -128,6 +132,8 @@ CONFLICTS += [
     for field, name, value, remedy in (
         ("image", "image", "mine", "spec.image says what it is"),
         ("args", "args", ["--help"], "leave it out"),
+        ("livenessProbe.httpGet", "livenessProbe", {"httpGet": {"port": 1}}, "leave it out"),
+        ("lifecycle.preStop.exec", "lifecycle", {"preStop": {"exec": {}}}, "leave it out"),
         ("livenessProbe.grpc.port", "livenessProbe", {"grpc": {"port": 1}}, "leave it out"),
         ("resources", "resources", {"limits": {"memory": "1Gi"}}, "single.resources says"),
         ("env[HF_HOME]", "env", [{"name": "HF_HOME", "value": "/"}], "single.modelCache says"),
@@ -143,6 +149,20 @@ CONFLICTS += [
             "volumeMounts",
             [{"name": "data", "mountPath": "/tmp/x"}],
             "lies in /tmp, which is the operator's own",
+        ),
+        *(
+            (
+                f"volumeMounts[{path}]",
+                "volumeMounts",
+                [{"name": "data", "mountPath": path}],
+                problem,
+            )
+            for path, problem in (
+                ("/", "holds /etc/ullage, which"),
+                ("/etc", "holds /etc/ullage, which"),
+                ("/var/cache/", "holds /var/cache/ullage, which"),
+                ("/data/../tmp", "lies in /tmp, which"),
+            )
         ),
     )
 ]
@@ -162,6 +182,29 @@ def test_what_the_operator_sets_of_pods_is_refused_by_name(
         InvalidManifest, match=r"^spec\.router\.podTemplate\.spec\.containers\[router"
     ):
         make_plan(router=router)
+
+
+def test_what_a_pod_template_says_as_the_operator_does_is_no_conflict(make_plan: MakePlan) -> None:
+    secrets = [{"name": "registry"}]
+    spec = {
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True},
+        "imagePullSecrets": secrets,
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "containers": [
+            {
+                "name": "engine",
+                "volumeMounts": [
+                    {"name": "tmp", "mountPath": "/tmp"},
+                    {"name": "data", "mountPath": "/etcetera"},
+                ],
+            }
+        ],
+    }
+    made = make_plan(pools={"single": {"podTemplate": {"spec": spec}}}, imagePullSecrets=secrets)
+    pod = engine(made)
+    assert pod["imagePullSecrets"] == secrets
+    assert [each["name"] for each in pod["volumes"]].count("tmp") == 1
 
 
 def test_no_spread_is_a_choice(make_plan: MakePlan) -> None:
