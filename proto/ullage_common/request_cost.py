@@ -23,7 +23,6 @@ activations are not priced: engines reserve them for all that may run before the
 """
 
 import bisect
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -85,8 +84,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         return sum(group.bytes_per_token for group in self.groups if not group.window_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """Predicted bytes of one request."""
 
     tokens: int

@@ -5,7 +5,6 @@ started, and their pools are reported as wanted, so that the operator wakes them
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import grpc
 from msgspec.structs import replace as changed
@@ -301,7 +300,7 @@ class ScaleToZero:
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]
         return [
-            replace(view, standing=EngineState.RECOVERING, available=view.capacity)
+            changed(view, standing=EngineState.RECOVERING, available=view.capacity)
             for view in views
             if view
         ]

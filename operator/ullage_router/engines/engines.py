@@ -7,9 +7,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import grpc
+from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection

@@ -13,9 +13,12 @@ first: what can never fit is invalid at once, and a service without a ready engi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from ullage_common.config.router import LARGE_POOL, Rung, ShrinkOutputSection
 from ullage_common.request_cost import Demand, most_tokens, predict
@@ -34,8 +37,7 @@ Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """The decision to send the request to this engine."""
 
     action: Action
@@ -48,13 +50,12 @@ class Run:
     """The step that made the request fit: room at home, a shorter output, or another pool."""
     step_limit_s: float = math.inf
     """Longest seconds of a step with which the request would still end in time there."""
-    choices: Mapping[str, int] = field(default_factory=dict)
+    choices: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes on every engine that may serve the request instead; empty where it need not wait to
     know."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShrinkContext:
+class ShrinkContext(msgspec.Struct, frozen=True):
     """The decision to drop turns until the prompt has at most this many tokens, then decide again.
 
     With the reason CONTEXT_TOO_LONG a prompt that gets closer is better than nothing.
@@ -66,8 +67,7 @@ class ShrinkContext:
     """Fewest tokens that the prompt may keep: with less it would have lost too much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """The decision to wait for this pool."""
 
     reason: str
@@ -79,8 +79,7 @@ class Wait:
     """Most bytes that a usable engine of the pool has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """The decision to refuse the request, with the error for its client."""
 
     kind: Literal["invalid", "busy", "unavailable"]

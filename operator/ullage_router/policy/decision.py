@@ -7,7 +7,6 @@ trailing metadata read it. It never changes: each rung of the ladder makes a new
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal
 
@@ -205,16 +204,14 @@ class QueueState(Enum):
     """The request's answer can no longer end in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Memory that an engine predicts to get back."""
 
     after_s: float
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(msgspec.Struct, frozen=True):
     """One engine at one moment, as decisions see it."""
 
     id: str
@@ -246,12 +243,12 @@ class EngineView:
     """Longest seconds of a step with which what runs there would still end in time."""
     max_sequences: int = 0
     """Most sequences in a step; 0 when unknown."""
-    kind: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Engines of one kind have the same room for a request and price it alike."""
+    kind: tuple[int, ...] = ()
+    """Engines of one kind have the same room for a request and price it alike; set here."""
 
     def __post_init__(self) -> None:
         kind = (id(self.profile), self.capacity, self.max_model_len, self.expected_output)
-        object.__setattr__(self, "kind", kind)
+        msgspec.structs.force_setattr(self, "kind", kind)
 
     def longest(self, prompt_tokens: int, samples: int, *, has_session: bool = False) -> int:
         """Returns the longest sequence that the engine can ever hold, in tokens of each sample of
@@ -291,8 +288,7 @@ class EngineView:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
+class TimeLimits(msgspec.Struct, frozen=True):
     """The times that a request must keep, in seconds; what is infinite is not limited."""
 
     ttft_s: float = math.inf
@@ -307,8 +303,7 @@ class TimeLimits:
     """Seconds from now until the last token must have come."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True):
     """One request, and the requests that wait before it."""
 
     prompt_tokens: int
@@ -323,35 +318,38 @@ class RequestFacts:
     droppable: bool = False
     """Whether the conversation has turns that may be dropped."""
     queue: QueueState = QueueState.OPEN
-    ahead: Mapping[str, int] = field(default_factory=dict)
+    ahead: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that requests before this one wait for, by pool; a pool without waiters is absent."""
-    passable: Mapping[str, int] = field(default_factory=dict)
+    passable: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Bytes that the first of those waits for, by pool; a pool where it may not be passed is
     absent."""
     refused_by: frozenset[str] = frozenset()
     """Keys of engines that have reported nothing since they refused the request."""
-    waiting: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests that wait before this one, by pool."""
-    limits: TimeLimits = field(default_factory=TimeLimits)
+    limits: TimeLimits = TimeLimits()
     preferred: str = ""
     """Key of the engine whose caches have most of the prompt's beginning; empty when none is known.
     """
     draw: int = 0
     """A random number from outside, so that the same input gives the same decision."""
-    rooms: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, compare=False)
+    rooms: dict[tuple[int, ...], int] = msgspec.field(default_factory=dict)
     """Output tokens that an empty engine has room for, by kind of engine, as far as asked for."""
-    prices: dict[tuple[int, ...], Demand] = field(default_factory=dict, init=False, compare=False)
+    prices: dict[tuple[int, ...], Demand] = msgspec.field(default_factory=dict)
     """Predicted bytes by kind of engine, as far as asked for."""
 
+    def __post_init__(self) -> None:  # a changed copy has its own
+        msgspec.structs.force_setattr(self, "rooms", {})
+        msgspec.structs.force_setattr(self, "prices", {})
 
-@dataclass(frozen=True, slots=True)
-class RoutingPolicy:
+
+class RoutingPolicy(msgspec.Struct, frozen=True):
     pools: tuple[str, ...]
     """Pools in order of preference."""
     large_request_tokens: int
     large_request_kv: int
     ladder: tuple[Rung, ...]
-    rungs: RungsSection = field(default_factory=RungsSection)
+    rungs: RungsSection = msgspec.field(default_factory=RungsSection)
     max_extra_load: int = 8
     """Number of requests that a preferred engine may have more than the alternative."""
-    prefill: PrefillSection = field(default_factory=PrefillSection)
+    prefill: PrefillSection = msgspec.field(default_factory=PrefillSection)

@@ -11,9 +11,10 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
+from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import LARGE_POOL, RouterConfig

@@ -52,29 +52,17 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_identity(request: inference_pb2.GenerateRequest) -> None:
-    size = len(request.request_id.encode())
-    _require(
-        size <= MAX_REQUEST_ID_BYTES,
-        "request_id",
-        f"{size} bytes",
-        f"at most {MAX_REQUEST_ID_BYTES} bytes",
-    )
-    size = len(request.session_id.encode())
-    _require(
-        size <= MAX_SESSION_ID_BYTES,
-        "session_id",
-        f"{size} bytes",
-        f"at most {MAX_SESSION_ID_BYTES} bytes",
-    )
-    size = len(request.cache_salt.encode())
-    _require(
-        size <= MAX_CACHE_SALT_BYTES,
-        "cache_salt",
-        f"{size} bytes",
-        f"at most {MAX_CACHE_SALT_BYTES} bytes",
-    )
-    permitted = f"-{MAX_PRIORITY} to {MAX_PRIORITY}"
-    _require(abs(request.priority) <= MAX_PRIORITY, "priority", request.priority, permitted)
+    _check_bytes("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
+    _check_bytes("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    _check_bytes("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES)
+    if abs(request.priority) > MAX_PRIORITY:
+        permitted = f"-{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise invalid_value("priority", request.priority, permitted)
+
+
+def _check_bytes(field: str, text: str, most: int) -> None:
+    if text and (size := len(text.encode())) > most:
+        raise invalid_value(field, f"{size} bytes", f"at most {most} bytes")
 
 
 def _check_input(request: inference_pb2.GenerateRequest) -> None:
@@ -91,28 +79,34 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_messages(messages: inference_pb2.Messages) -> None:
-    count, permitted = len(messages.messages), f"1 to {MAX_MESSAGES} messages"
-    _require(1 <= count <= MAX_MESSAGES, "messages", f"a list of {count} messages", permitted)
-    check_calls(sum(len(message.tool_calls) for message in messages.messages))
-    for i, message in enumerate(messages.messages):
-        _check_message(f"messages[{i}]", message)
+    turns, num_calls = messages.messages, 0
+    if not 1 <= len(turns) <= MAX_MESSAGES:
+        permitted = f"1 to {MAX_MESSAGES} messages"
+        raise invalid_value("messages", f"a list of {len(turns)} messages", permitted)
+    for message in turns:
+        num_calls += len(message.tool_calls)
+    check_calls(num_calls)
+    for i, message in enumerate(turns):
+        _check_message(i, message)
 
 
 def check_calls(count: int) -> None:
     """Raises ServiceError when the turns of a conversation made too many calls."""
-    permitted = f"at most {MAX_MESSAGES} calls"
-    _require(count <= MAX_MESSAGES, "messages", f"a conversation with {count} calls", permitted)
+    if count > MAX_MESSAGES:
+        permitted = f"at most {MAX_MESSAGES} calls"
+        raise invalid_value("messages", f"a conversation with {count} calls", permitted)
 
 
-def _check_message(field: str, message: inference_pb2.Message) -> None:
-    _require(message.role in ROLES, f"{field}.role", message.role, ", ".join(ROLES))
-    calls = len(message.tool_calls)
-    is_right = not calls or (message.role == "assistant" and calls <= MAX_CALLS)
-    permitted = f"at most {MAX_CALLS}, and those of an assistant"
-    _require(is_right, f"{field}.tool_calls", f"{calls} calls of {message.role}", permitted)
-    is_named = message.role != "tool" or bool(message.tool_call_id or message.name)
-    permitted = "the id of the call that it answers"
-    _require(is_named, f"{field}.tool_call_id", "missing", permitted)
+def _check_message(index: int, message: inference_pb2.Message) -> None:
+    role, calls = message.role, len(message.tool_calls)
+    if role not in ROLES:
+        raise invalid_value(f"messages[{index}].role", role, ", ".join(ROLES))
+    if calls and (role != "assistant" or calls > MAX_CALLS):
+        permitted = f"at most {MAX_CALLS}, and those of an assistant"
+        raise invalid_value(f"messages[{index}].tool_calls", f"{calls} calls of {role}", permitted)
+    if role == "tool" and not (message.tool_call_id or message.name):
+        permitted = "the id of the call that it answers"
+        raise invalid_value(f"messages[{index}].tool_call_id", "missing", permitted)
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
@@ -131,15 +125,16 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
 
 def _check_stop(stop: inference_pb2.StopConditions) -> None:
     if stop.HasField("max_tokens"):
-        _require(stop.max_tokens >= 1, "max_tokens", stop.max_tokens, "at least 1")
-        permitted = f"at most max_tokens, {stop.max_tokens}"
-        _require(stop.min_tokens <= stop.max_tokens, "min_tokens", stop.min_tokens, permitted)
-    count, permitted = len(stop.stop_token_ids), f"at most {MAX_STOP_TOKENS} tokens"
-    _require(count <= MAX_STOP_TOKENS, "stop_token_ids", f"{count} tokens", permitted)
-    count = len(stop.stop_strings)
-    _require(
-        count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings"
-    )
+        most = stop.max_tokens
+        _require(most >= 1, "max_tokens", most, "at least 1")
+        if stop.min_tokens > most:
+            raise invalid_value("min_tokens", stop.min_tokens, f"at most max_tokens, {most}")
+    if (count := len(stop.stop_token_ids)) > MAX_STOP_TOKENS:
+        permitted = f"at most {MAX_STOP_TOKENS} tokens"
+        raise invalid_value("stop_token_ids", f"{count} tokens", permitted)
+    if (count := len(stop.stop_strings)) > MAX_STOP_STRINGS:
+        permitted = f"at most {MAX_STOP_STRINGS} strings"
+        raise invalid_value("stop", f"{count} strings", permitted)
     for text in stop.stop_strings:
         size = len(text.encode())
         permitted = f"1 to {MAX_STOP_BYTES} bytes a string"
@@ -158,7 +153,8 @@ def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
 
 def _check_samples(samples: inference_pb2.Samples) -> None:
     n = num_answers(samples)
-    _require(1 <= n <= MAX_SAMPLES, "n", n, f"1 to {MAX_SAMPLES}")
+    if not 1 <= n <= MAX_SAMPLES:
+        raise invalid_value("n", n, f"1 to {MAX_SAMPLES}")
     if samples.HasField("best_of"):
         best_of = samples.best_of
         _require(n <= best_of <= MAX_SAMPLES, "best_of", best_of, f"{n} to {MAX_SAMPLES}")
@@ -238,7 +234,8 @@ def check_prompt_tokens(token_ids: Collection[int], vocab_size: int, field: str 
 def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises ServiceError when a token is not in the vocabulary."""
     largest = max(token_ids, default=0)
-    _require(largest < vocab_size, field, f"token {largest}", f"tokens below {vocab_size}")
+    if largest >= vocab_size:
+        raise invalid_value(field, f"token {largest}", f"tokens below {vocab_size}")
 
 
 def _require(is_right: bool, field: str, value: object, permitted: str) -> None:

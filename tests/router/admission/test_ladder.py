@@ -1,11 +1,11 @@
 """The ladder's rungs, their thresholds and what each response says of them."""
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2

@@ -1,10 +1,11 @@
 """Small requests pass a large one that waits first, and never cost it time."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER
 from ullage_common.request_cost import CacheGroup, MemoryProfile

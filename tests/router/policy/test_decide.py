@@ -1,12 +1,12 @@
 """Every rung of the ladder and every way between them."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_common.config.router import (
     DEFAULT_LADDER,

@@ -1,10 +1,10 @@
 """When an engine is predicted to answer, and what becomes of a request that would be late."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER
 from ullage_common.request_cost import CacheGroup, MemoryProfile

@@ -3,12 +3,12 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_common.config.router import DEFAULT_LADDER, PrefillSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
