@@ -11,8 +11,9 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ullage_router.policy.quota import Bucket, Quota, Shortage
 

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from msgspec.structs import replace as changed
@@ -357,7 +357,7 @@ class Admission:
         call, prompt = request.call, request.prompt
         call.decision = changed(call.decision, action="shrink", reason=shrink.reason)
         keep, most = self.policy.rungs.shrink_context.keep_turns, shrink.prompt_tokens
-        request.prompt = replace(prompt, is_spent=True)
+        request.prompt = changed(prompt, is_spent=True)
         try:
             result = await self._threads.run(
                 weight(prompt.turns),
@@ -368,7 +368,7 @@ class Admission:
         is_short = len(result.token_ids) <= most or shrink.reason == "CONTEXT_TOO_LONG"
         if is_short and len(result.token_ids) >= shrink.fewest:
             turns = tuple(result.turns)
-            request.prompt = replace(request.prompt, token_ids=result.token_ids, turns=turns)
+            request.prompt = changed(request.prompt, token_ids=result.token_ids, turns=turns)
             request.cache_key = self._cache_key(call, request.prompt)
             degraded = (*call.decision.degraded, *result.degraded)
             call.decision = changed(

@@ -19,7 +19,8 @@ import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ullage_common.config.router import AffinitySection
 
@@ -29,8 +30,7 @@ PREFIX_BLOCK_TOKENS = 64
 MAX_PREFIX_BLOCKS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class CacheKey:
+class CacheKey(msgspec.Struct, frozen=True):
     """The key by which a request's beginning is found in the tables; hashed once a request."""
 
     session: str

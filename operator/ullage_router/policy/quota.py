@@ -7,8 +7,10 @@ off at the end, and nothing is let in until the debt is refilled.
 """
 
 import math
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 MINUTE_S = 60.0
 # Refilling adds rounding errors of this order; a bucket short by no more is full enough.
@@ -17,8 +19,7 @@ ROUNDING = 1e-6
 Limit = Literal["requests_per_minute", "tokens_per_minute", "concurrency"]
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(msgspec.Struct, frozen=True):
     """A refilling allowance.
 
     capacity  amount a minute, and the most that is saved up
@@ -54,8 +55,7 @@ class Bucket:
         return replace(refilled, level=min(self.capacity, refilled.level - amount))
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(msgspec.Struct, frozen=True):
     """The limit that keeps a request out."""
 
     limit: Limit
@@ -64,8 +64,7 @@ class Shortage:
     """Seconds until the bucket has enough; None where only the end of another request can tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(msgspec.Struct, frozen=True):
     """A tenant's allowances and what is left of them; None: unlimited."""
 
     requests: Bucket | None = None

@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.template import TURN_CHARACTERS, make_turns, read_arguments, weight
@@ -25,8 +27,7 @@ MAX_CHARACTERS_PER_TOKEN = 64
 """Sixteen times the usual: what a conversation may have for each token of the context."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What is to be continued."""
 
     model: Model
@@ -37,8 +38,8 @@ class Prompt:
     """What was done to the conversation before anything was decided."""
     is_spent: bool = False
     """Shrinking it was tried."""
-    tool_use: ToolUse = field(default_factory=ToolUse)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
+    arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
 
     @property

@@ -37,8 +37,7 @@ _FINISH = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseOptions:
+class ResponseOptions(msgspec.Struct, frozen=True):
     """The parts of an answer besides text."""
 
     id: str
