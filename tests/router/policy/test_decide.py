@@ -73,6 +73,16 @@ def facts(prompt: int = 100, most: int = 64, **more: Any) -> RequestFacts:
     return RequestFacts(prompt, most, more.pop("least", min_output(most, most, SHRINK)), **more)
 
 
+def test_a_changed_request_is_priced_anew() -> None:
+    short = facts(10)
+    decide(short, [engine(free=90)], POLICY)
+    for changed in (replace(short, prompt_tokens=100), replace(facts(10), prompt_tokens=100)):
+        assert decide(changed, [engine(free=90)], POLICY) == decide(
+            facts(100, least=short.min_tokens), [engine(free=90)], POLICY
+        )
+    assert replace(short, prompt_tokens=100).prices is not short.prices
+
+
 def test_a_large_pool_alone_is_everybodys_home() -> None:
     alone = replace(POLICY, pools=("large",))
     for prompt in (100, 1500):
