@@ -21,6 +21,7 @@ from ullage_engine.scheduler.admission import AdmissionControl
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.sequence import (
     Finish,
+    Planned,
     SchedulerLimits,
     Sequence,
     WalkLimiter,
@@ -75,9 +76,8 @@ class Scheduler:
         self._walks = WalkLimiter(clock)
         self._num_tail_tokens = 0
         """Tokens in blocks outside the prefix cache, when they were last counted."""
-        self._in_flight: deque[list[tuple[Sequence, Chunk]]] = deque()
-        """Sequences of plans that are not committed, the oldest plan first, each with the chunk of
-        it that its plan computes."""
+        self._in_flight: deque[Planned] = deque()
+        """Plans that are not committed, the oldest first."""
         self._max_running = limits.max_sequences
         self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
         self._num_steps = 0
@@ -233,7 +233,14 @@ class Scheduler:
     def discard(self, request_id: str) -> None:
         """Drops a request whose KV may be damaged, and what is cached of it and of all that begin
         with the same block: what other sequences hold is kept for them alone. An unknown id is no
-        error."""
+        error. Of a request that was cancelled while the oldest plan in flight computes it, what is
+        cached goes, and one that has its id now stays."""
+        cancelled = self._in_flight[0].cancelled if self._in_flight else []
+        for each in cancelled:
+            if each.request_id == request_id:
+                path = self._cache.match(each.token_ids, each.request.cache_salt)
+                self._cache.evict_branch(path)
+                return
         sequence = self._sequences.get(request_id)
         if sequence:
             path = sequence.block_ids[: sequence.num_cached_blocks]
@@ -305,7 +312,7 @@ class Scheduler:
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the oldest plan in flight computes the request, which was not cancelled since."""
-        planned = self._in_flight[0] if self._in_flight else []
+        planned = self._in_flight[0].entries if self._in_flight else []
         return any(sequence.request_id == request_id for sequence, _ in planned)
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
@@ -314,7 +321,7 @@ class Scheduler:
         A token that ends its sequence is part of the output, stop tokens included. Tokens of
         sequences that were cancelled meanwhile are dropped.
         """
-        planned = self._in_flight.popleft() if self._in_flight else []
+        planned = self._in_flight.popleft().entries if self._in_flight else []
         # All blocks are cached before anybody forks: children then share the cached ones.
         for sequence, chunk in planned:
             sequence.num_computed = max(sequence.num_computed, chunk.end)
@@ -401,7 +408,7 @@ class Scheduler:
                 prompts.append(chunk)
                 prompt_tokens -= count
         if planned:
-            self._in_flight.append(planned)
+            self._in_flight.append(Planned(planned, []))
         return decodes + prompts
 
     def _decode_share(self, running: list[Sequence]) -> int:
@@ -411,7 +418,7 @@ class Scheduler:
 
     def _sequences_in_flight(self) -> set[Sequence]:
         """Collects the sequences of plans that are not committed."""
-        return {sequence for planned in self._in_flight for sequence, _ in planned}
+        return {sequence for planned in self._in_flight for sequence, _ in planned.entries}
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether one token gives the next; tokens to replay before it count as prompt tokens."""
@@ -569,7 +576,10 @@ class Scheduler:
         self._conv_states.release(sequence)
         self._sequences.remove(sequence)
         for planned in self._in_flight:
-            planned[:] = [entry for entry in planned if entry[0] is not sequence]
+            others = [entry for entry in planned.entries if entry[0] is not sequence]
+            if len(others) < len(planned.entries):
+                planned.entries[:] = others
+                planned.cancelled.append(sequence)
         # Their reservations counted on sharing with the parent that is gone.
         for child in orphans:
             self._reservations.defer(child)

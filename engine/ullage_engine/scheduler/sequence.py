@@ -7,7 +7,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
@@ -257,6 +257,15 @@ class SequenceTable:
         assert num_prefill == self._backlog.num_tokens, f"{num_prefill} tokens to compute"
         ranks = [sequence.rank for sequence in self._by_rank]
         assert ranks == sorted(set(ranks)), "sequences out of order"
+
+
+class Planned(NamedTuple):
+    """A plan that is not committed yet."""
+
+    entries: list[tuple[Sequence, Chunk]]
+    """Its sequences, each with the chunk of it that the plan computes."""
+    cancelled: list[Sequence]
+    """Sequences that it computes and that were dropped since."""
 
 
 @dataclass(frozen=True, slots=True)

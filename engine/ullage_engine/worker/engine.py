@@ -284,16 +284,17 @@ class EngineCore:
         """Returns the tokens of the step; gives up requests that have none, before it is committed.
 
         Their KV may be damaged as well, so what is cached of it goes with them, and everything
-        that is cached where it happens again soon.
+        that is cached where it happens again soon. That holds for what was cancelled meanwhile,
+        too, of which only nobody is told.
         """
-        damaged = [
-            each.request_id
-            for each in sampled
-            if each.token_id == NO_TOKEN and self.scheduler.is_awaited(each.request_id)
-        ]
+        damaged = [each.request_id for each in sampled if each.token_id == NO_TOKEN]
         for request_id in damaged:
-            log.error("logits are NaN or infinite; failing the request %s", request_id)
+            is_awaited = self.scheduler.is_awaited(request_id)
             self.scheduler.discard(request_id)
+            if not is_awaited:
+                log.error("logits are NaN or infinite, of %s, which was cancelled", request_id)
+                continue
+            log.error("logits are NaN or infinite; failing the request %s", request_id)
             self._give_up(
                 request_id,
                 "its logits are NaN or infinite, so weights or device may be damaged; send it "

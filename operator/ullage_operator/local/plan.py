@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from ullage_common.process.cores import usable_cores
+from ullage_common.process.cores import physical_cores, usable_cores
 from ullage_common.process.memory import usable_bytes
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
@@ -286,7 +286,7 @@ def plan_local(
     check_engines(planned)
     check_length(planned, run_dir)
     objects = share_memory(decided.apply)
-    cores = share_cores(objects, sorted(os.sched_getaffinity(0))[: usable_cores()])
+    cores = share_cores(objects, physical_cores(sorted(os.sched_getaffinity(0))[: usable_cores()]))
     planned_files = pod_files(objects, run_dir, ports, cores)
     files = with_secrets(planned_files, secret_folders(objects, secrets))
     return LocalPlan(
@@ -366,12 +366,13 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
 
 
 MIN_OWN_CORES = 2
-"""Cores for each worker from which on an engine gets its own: with fewer of them, one that is busy
-alone would leave most of the machine idle."""
+"""Physical cores for each worker from which on an engine gets its own: with fewer of them, one that
+is busy alone would leave most of the machine idle."""
 
 
-def share_cores(objects: Sequence[Manifest], cores: Sequence[int]) -> dict[str, Document]:
-    """The settings of cores in each engine's section `server`, by pod name.
+def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> dict[str, Document]:
+    """The settings of cores in each engine's section `server`, by pod name; `cores` are physical
+    ones, each as its threads. Threads of one core are never parted: they compute in turns.
 
     The lone engine of this machine owns its cores. Several get their own, as many for each worker,
     where these suffice; otherwise they share all, and their threads sleep rather than spin for one
@@ -391,7 +392,7 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[int]) -> dict[str, 
     servers: dict[str, Document] = {}
     for name, count in num_workers.items():
         own, remaining = remaining[: count * each], remaining[count * each :]
-        servers[name] = {"owns_cores": True, "cores": own}
+        servers[name] = {"owns_cores": True, "cores": [thread for core in own for thread in core]}
     return servers
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ullage_common.process.config_file import ConfigError
 
+_PLACE = ("physical_package_id", "core_id")
+"""Files that tell physical cores apart."""
+
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores of its affinity, and no more than its cgroup's quota pays for, rounded up.
@@ -16,6 +19,22 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     allowed = len(os.sched_getaffinity(0))
     quota = _quota(cgroup_root)
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def physical_cores(
+    cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
+) -> list[list[int]]:
+    """Groups logical cores by the physical core whose threads they are, neighbours together; each
+    stands alone where the kernel says nothing."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for core in sorted(cores):
+        topology = root / f"cpu{core}/topology"
+        try:
+            place = [int((topology / name).read_text()) for name in _PLACE]
+        except (OSError, ValueError):
+            place = []
+        groups.setdefault((0, *place) if place else (1, core), []).append(core)
+    return [groups[place] for place in sorted(groups)]
 
 
 def is_pinned() -> bool:

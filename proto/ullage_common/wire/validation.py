@@ -42,6 +42,8 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_stop(request.stop)
     _check_grammar(request)
     _check_samples(request.samples)
+    limit_s, permitted = request.step_limit_s, "a finite number of seconds, at least 0"
+    _require(0.0 <= limit_s < math.inf, "step_limit_s", limit_s, permitted)
     if request.samples.HasField("beam"):
         _check_beam(request)
     if request.HasField("continuation"):

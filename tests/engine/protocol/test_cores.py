@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ullage_common.process.config_file import ConfigError
-from ullage_common.process.cores import pin, usable_cores
+from ullage_common.process.cores import physical_cores, pin, usable_cores
 from ullage_engine.server.worker_process import worker_env
 
 ALL = len(os.sched_getaffinity(0))
@@ -27,6 +27,17 @@ def test_the_first_version_has_a_file_each(tmp_path: Path, quota: str, cores: in
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text(quota)
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
     assert usable_cores(tmp_path) == cores
+
+
+def test_threads_of_a_physical_core_are_one_group(tmp_path: Path) -> None:
+    """On two sockets, whose cores have the same numbers; what has no number stands alone."""
+    for core, (package, number) in enumerate([(0, 0), (1, 0), (0, 4), (1, 4)] * 2):
+        topology = tmp_path / f"cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{package}\n")
+        (topology / "core_id").write_text(f"{number}\n")
+    groups = [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert physical_cores([*range(10)], tmp_path) == [*groups, [8], [9]]
 
 
 def test_without_a_cgroup_the_affinity_counts(tmp_path: Path) -> None:

@@ -83,12 +83,14 @@ def make_engine(grammars: Grammars | None = None) -> tuple[PipelinedEngine, Fake
     return engine, stages
 
 
-def submit(engine: PipelinedEngine, *requests: str, max_tokens: int = 4) -> None:
+def submit(
+    engine: PipelinedEngine, *requests: str, max_tokens: int = 4, num_prompt_tokens: int = 8
+) -> None:
     for name in requests:
         request = EngineRequest(
             request_id=name,
-            token_ids=[ord(name)] * 8,
-            num_prompt_tokens=8,
+            token_ids=[ord(name)] * num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
             sampling=SamplingParams(),
         )
@@ -147,11 +149,32 @@ def test_what_is_cancelled_in_flight_is_collected_and_dropped() -> None:
     stages.damaged = names(in_flight)[0]
     assert run(engine) == {}
     assert stages.events[-1] == ("collect", names(in_flight))
-    # Nobody is told of a fault in what nobody waits for.
-    assert engine.take_failed() == [] and engine.num_nonfinite_logits == 0
+    # Nobody is told of a fault in what nobody waits for, but it counts.
+    assert engine.take_failed() == [] and engine.num_nonfinite_logits == 1
     stages.damaged = ""
     submit(engine, "a")
     assert run(engine) == {"a": [8, 9, 10, 11]}
+
+
+def test_what_is_damaged_and_cancelled_in_flight_leaves_no_kv_to_others() -> None:
+    """Nor does it take a request of its id with it that came meanwhile."""
+    engine, stages = make_engine()
+    submit(engine, "a", num_prompt_tokens=40)
+    step(engine, {})
+    assert engine._submit_next()
+    engine.cancel("a")
+    submit(engine, "a")
+    stages.damaged = "a"
+    assert engine._collect_oldest() == []
+    stages.damaged = ""
+    assert run(engine) == {"a": [8, 9, 10, 11]}
+    submit(engine, "a", num_prompt_tokens=40)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        engine.scheduler.check_integrity()
+    assert [each.num_cached_tokens for each in outputs] == [0] * 4
+    assert engine.num_nonfinite_logits == 1 and engine.take_failed() == []
 
 
 def test_a_damaged_request_fails_alone_and_the_other_plan_goes_on() -> None:

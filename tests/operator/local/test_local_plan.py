@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
+from ullage_common.process.cores import physical_cores
 from ullage_common.process.memory import usable_bytes
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
@@ -200,11 +202,14 @@ def test_a_lone_engine_owns_its_cores(manifest: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "expected"),
+    ("num_cores", "num_threads", "expected"),
     [
-        (16, {"0": (True, (0, 1, 2, 3, 4)), "1": (True, (5, 6, 7, 8, 9))}),
-        (6, {"0": (True, (0, 1)), "1": (True, (2, 3))}),
-        (5, {"0": (False, ()), "1": (False, ())}),
+        (16, 1, {"0": (True, (0, 1, 2, 3, 4)), "1": (True, (5, 6, 7, 8, 9))}),
+        (6, 1, {"0": (True, (0, 1)), "1": (True, (2, 3))}),
+        (5, 1, {"0": (False, ()), "1": (False, ())}),
+        # Threads i and i + 8 are those of one core.
+        (16, 2, {"0": (True, (0, 8, 1, 9)), "1": (True, (2, 10, 3, 11))}),
+        (10, 2, {"0": (False, ()), "1": (False, ())}),
     ],
 )
 def test_several_engines_get_their_own_cores_where_these_suffice(
@@ -212,10 +217,18 @@ def test_several_engines_get_their_own_cores_where_these_suffice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_cores: int,
+    num_threads: int,
     expected: dict[str, tuple[bool, tuple[int, ...]]],
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
     monkeypatch.setattr("ullage_operator.local.plan.usable_cores", lambda: num_cores)
+    for core in range(num_cores):
+        topology = tmp_path / f"cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text("0\n")
+        (topology / "core_id").write_text(f"{core % (num_cores // num_threads)}\n")
+    by_core = partial(physical_cores, root=tmp_path)
+    monkeypatch.setattr("ullage_operator.local.plan.physical_cores", by_core)
     scaling = {"replicas": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 3}}
     plan = local(manifest(pools={"single": scaling}), tmp_path)
     cores = own_cores(plan)

@@ -8,7 +8,7 @@ import torch
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.sampler import PenaltyCounts, sample
-from ullage_engine.worker.histories import ReceivedHistories, SentHistories
+from ullage_engine.worker.histories import KEPT_PLANS, ReceivedHistories, SentHistories
 from ullage_engine.worker.rank_group import Execute, ToRank, for_rank
 from ullage_engine.worker.rank_process import with_histories
 
@@ -80,6 +80,24 @@ def test_histories_beyond_the_bound_and_of_reused_names_cross_whole() -> None:
         ).chunks
         assert there.history == histories[name]
         histories[name].append(step)
+
+
+def test_histories_of_requests_that_ended_are_forgotten_on_both_ranks() -> None:
+    sent, at_rank = SentHistories(4), ReceivedHistories(4)
+
+    def cross(name: str) -> int:
+        crossing = received(StepPlan([penalised(name, TEXT)]), sent)
+        (there,) = with_histories(crossing, at_rank).chunks
+        assert there.history == TEXT
+        return len(crossing.chunks[0].history)
+
+    assert cross("ended") == len(TEXT)
+    assert [cross("r") for _ in range(KEPT_PLANS - 1)] == [len(TEXT)] + [0] * (KEPT_PLANS - 2)
+    assert len(sent.recent) == len(at_rank.recent) == 2
+    assert cross("r") == 0
+    assert len(sent.recent) == len(at_rank.recent) == 1
+    # One that waited so long crosses again.
+    assert cross("ended") == len(TEXT)
 
 
 def test_a_mask_crosses_only_to_the_rank_that_samples() -> None:
