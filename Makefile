@@ -74,7 +74,7 @@ ifdef LOAD
 	$(LOAD) dist/images/operator.tar
 	$(LOAD) dist/images/engine.tar
 endif
-	$(BIN)/python -m pytest tests/e2e/cluster -v $(ARGS)
+	scripts/e2e.sh $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf $(VENV) .run dist

@@ -1,23 +1,29 @@
 """The cluster that KUBECONFIG names, with the chart installed in a namespace of its own.
 
-All tests share one service; each leaves it settled, or the next one waits until it is.
+All tests of a run share one service; each leaves it settled, or the next one waits until it is.
 """
 
+import fcntl
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from ullage_cluster.client import Client, pod
+from ullage_cluster.client import Client, dns_lag_s, pod
 from ullage_cluster.kubectl import Kubectl
 from ullage_cluster.release import CRD, Release, helm_binary
 from ullage_cluster.service import KIND, Service, manifest
 
 TIMEOUT_S = 1500
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+SHARED = os.environ.get("ULLAGE_E2E_SERVICE", "smollm2")
+IS_KEPT = bool(os.environ.get("ULLAGE_E2E_KEEP"))
+IS_INSTALLED = bool(os.environ.get("ULLAGE_E2E_INSTALLED"))
 
 
 def why_not() -> str:
@@ -49,7 +55,7 @@ def kubectl() -> Iterator[Kubectl]:
         made("create", "namespace", namespace)
     made("label", "namespace", namespace, RESTRICTED, "--overwrite")
     yield made
-    if not os.environ.get("ULLAGE_E2E_KEEP"):
+    if not IS_KEPT:
         made("delete", "namespace", namespace, timeout=600)
 
 
@@ -61,9 +67,11 @@ def release(kubectl: Kubectl) -> Iterator[Release]:
     made = Release(kubectl, helm)
     definition = kubectl.get("customresourcedefinition", CRD)
     is_ours = not definition or made.has_made(definition)
-    made.install(f"crds.enabled={str(is_ours).lower()}")
+    if not IS_INSTALLED:
+        start_client(kubectl, made.image())
+        made.install(dns_lag_s(kubectl), f"crds.enabled={str(is_ours).lower()}")
     yield made
-    if os.environ.get("ULLAGE_E2E_KEEP"):
+    if IS_KEPT:
         return
     kubectl("delete", KIND, "--all", timeout=600)
     made.uninstall()
@@ -71,20 +79,21 @@ def release(kubectl: Kubectl) -> Iterator[Release]:
         kubectl("delete", "customresourcedefinition", CRD, "--ignore-not-found")
 
 
+def start_client(kubectl: Kubectl, image: str) -> None:
+    """The pod that asks from inside the cluster."""
+    kubectl.apply(pod(image))
+    kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=170s")
+
+
 @pytest.fixture(scope="session")
 def client(kubectl: Kubectl, release: Release) -> Client:
-    """A pod that asks from inside the cluster."""
-    deployment = kubectl.get("deployment", release.operator)
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    kubectl.apply(pod(container["image"]))
-    kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=170s")
     return Client(kubectl)
 
 
 @pytest.fixture(scope="session")
 def shared(kubectl: Kubectl, release: Release) -> Service:
-    kubectl.apply(manifest("smollm2"))
-    return Service(kubectl, "smollm2")
+    kubectl.apply(manifest(SHARED))
+    return Service(kubectl, SHARED)
 
 
 @pytest.fixture
@@ -107,6 +116,27 @@ def make_service(kubectl: Kubectl, release: Release) -> Iterator[Callable[..., S
     yield make
     for name in made:
         kubectl("delete", KIND, name, "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def hold_nodes(kubectl: Kubectl) -> Callable[[int], AbstractContextManager[None]]:
+    """Whoever cordons a node holds LOCK_EX; who needs a place for pods at once, LOCK_SH."""
+    path = Path(tempfile.gettempdir(), f"{kubectl.namespace}.nodes")
+
+    @contextmanager
+    def held(mode: int) -> Iterator[None]:
+        with path.open("w") as file:
+            fcntl.flock(file, mode)
+            yield
+
+    return held
+
+
+@pytest.fixture
+def open_nodes(hold_nodes: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """No test that runs beside this one cordons a node."""
+    with hold_nodes(fcntl.LOCK_SH):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -25,10 +25,15 @@ def test_a_changed_field_is_changed_back(kubectl: Kubectl, service: Service) -> 
 
 
 def test_what_others_add_stays(kubectl: Kubectl, service: Service) -> None:
+    """Also an object with all labels of the service's own, but not owned by it."""
     name = f"{service.name}-router"
+    theirs = {"name": f"{service.name}-theirs"}
+    theirs["labels"] = kubectl.get("configmap", name)["metadata"]["labels"]
+    kubectl.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": theirs})
     kubectl("annotate", "service", name, "example.com/team=a", "--overwrite")
     before = kubectl.get("deployment", name)["metadata"]["generation"]
     kubectl("annotate", "llmservice", service.name, "example.com/look=again", "--overwrite")
     service.settle()
     assert kubectl.get("service", name)["metadata"]["annotations"]["example.com/team"] == "a"
     assert kubectl.get("deployment", name)["metadata"]["generation"] == before
+    kubectl("delete", "configmap", theirs["name"])  # it is still there

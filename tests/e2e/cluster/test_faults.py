@@ -1,5 +1,7 @@
 """Things break under streams: a worker process, a pod, the operator. Clients get whole answers."""
 
+import json
+
 from ullage_cluster.client import Answer, Client
 from ullage_cluster.faults import exhaust_memory, force_delete, kill_worker
 from ullage_cluster.kubectl import Kubectl, names, restarts, until
@@ -14,14 +16,27 @@ def test_a_killed_worker_process_is_only_a_pause(
 ) -> None:
     undisturbed = client.ask(service, PROMPTS, max_tokens=160)
     assert all(a.is_whole for a in undisturbed), undisturbed
-    before = restarts(service.pods())
+    before, workers_before = restarts(service.pods()), worker_restarts(service)
     with client.streams(service, PROMPTS, max_tokens=160) as streams:
         for engine in set(streams.started(len(PROMPTS))):
             kill_worker(kubectl, engine)
         answers = streams.answers()
     assert outcomes(answers) == outcomes(undisturbed)
     assert restarts(service.pods()) == before
+    until(lambda: worker_restarts(service) > workers_before, "the status counts it", 60)
+    until(lambda: "WorkerRestarted" in events(kubectl, service), "an Event tells of it", 60)
     service.settle()
+
+
+def worker_restarts(service: Service) -> int:
+    return int(service.status()["pools"]["single"]["workerRestarts"])
+
+
+def events(kubectl: Kubectl, service: Service) -> list[str]:
+    """Reasons of the service's Events."""
+    selected = f"involvedObject.kind=LLMService,involvedObject.name={service.name}"
+    text = kubectl("get", "events", "--field-selector", selected, "--output", "json")
+    return [str(event["reason"]) for event in json.loads(text)["items"]]
 
 
 def test_streams_outlive_a_pod_that_is_gone_at_once(
@@ -66,6 +81,7 @@ def test_streams_outlive_a_rollout_that_does_not_drain(
 
     def are_replaced() -> bool:
         pods = service.pods()
+        assert not [name for name in names(pods) if "-next-" in name], "no answer depends on it"
         for pod in pods:
             if "deletionTimestamp" in pod["metadata"]:
                 force_delete(kubectl, pod["metadata"]["name"])

@@ -16,7 +16,7 @@ from ullage_cluster.service import Service
 QUICK = {
     "strategy": "Canary",
     "weightSteps": [50],
-    "stepDuration": "20s",
+    "stepDuration": "10s",
     "minRequests": 4,
     "maxWait": "5m",
     "startDeadline": "10m",
@@ -73,6 +73,8 @@ def test_a_good_change_is_promoted(
         rolled.edit(batching={"maxSequences": 15})
         wait_for(rolled, "Canary")
         assert "%" in kubectl("get", "llms", rolled.name)
+        message = rolled.condition("Progressing")["message"]
+        assert "step 1 of 1" in message and "until" in message, message
         now = wait_for(rolled, "Stable")
         answers = streams.stop()
     assert now["stableRevision"] != old
@@ -100,7 +102,9 @@ def test_a_canary_that_breaks_is_rolled_back(
     until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
 
 
-def test_a_canary_that_never_starts_is_rolled_back(kubectl: Kubectl, rolled: Service) -> None:
+def test_a_canary_that_never_starts_is_rolled_back(
+    kubectl: Kubectl, rolled: Service, open_nodes: None
+) -> None:
     stable = {kubectl.uid("pod", name) for name in names(rolled.pods())}
     rolled.edit(image="ullage/no-such-image:0", rollout={"startDeadline": "30s"})
     wait_for(rolled, "RolledBack")

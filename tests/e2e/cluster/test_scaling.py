@@ -9,7 +9,7 @@ from ullage_cluster.service import Service, manifest
 AUTOSCALING = {
     "minReplicas": 0,
     "maxReplicas": 1,
-    "idleAfter": "20s",
+    "idleAfter": "10s",
     "scaleDown": {"window": "0s"},
 }
 

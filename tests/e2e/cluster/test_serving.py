@@ -1,7 +1,10 @@
 """A service from `kubectl apply` to an answer, and what kubectl shows of it."""
 
+import json
+from collections.abc import Callable
+
 from ullage_cluster.client import Client
-from ullage_cluster.kubectl import Kubectl, is_ready, names
+from ullage_cluster.kubectl import Kubectl, is_ready, names, until
 from ullage_cluster.service import KIND, Service
 
 
@@ -54,3 +57,40 @@ def test_pods_hold_no_token_and_run_unprivileged(kubectl: Kubectl, service: Serv
     reading = "import os; print(os.getuid(), os.path.exists('/var/run/secrets/kubernetes.io'))"
     name = service.pods()[0]["metadata"]["name"]
     assert kubectl("exec", name, "--", "python3", "-c", reading).split() == ["65532", "False"]
+
+
+NO_IMAGE = "ullage/no-such-image:0"
+"""Of engines that need not run."""
+
+
+def test_engines_that_ask_for_nothing_are_not_the_first_to_be_evicted(
+    make_service: Callable[..., Service],
+) -> None:
+    made = make_service("modest", image=NO_IMAGE, pools={"single": {"replicas": 1, "gpus": 1}})
+    [pod] = until(made.pods, "its engine is there", 60)
+    assert pod["status"]["qosClass"] == "Burstable"
+    [container] = pod["spec"]["containers"]
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+
+
+def test_values_of_the_environment_are_in_no_configmap(
+    kubectl: Kubectl, make_service: Callable[..., Service]
+) -> None:
+    value = "only-for-this-pod"
+    container = {"name": "engine", "env": [{"name": "TOKEN", "value": value}]}
+    pool = {"replicas": 1, "gpus": 1, "podTemplate": {"spec": {"containers": [container]}}}
+    made = make_service("discreet", image=NO_IMAGE, pools={"single": pool})
+    [pod] = until(made.pods, "its engine is there", 60)
+    assert value in json.dumps(pod["spec"])
+    kept = made.owned("configmaps")
+    assert len(kept) >= 3 and value not in json.dumps(kept)
+
+
+def test_a_service_may_have_the_large_pool_alone(make_service: Callable[..., Service]) -> None:
+    pool = {"replicas": 1, "resources": {"requests": {"cpu": "50m"}}}
+    made = make_service("group", image=NO_IMAGE, pools={"large": pool})
+    [pod] = until(made.pods, "its engine is there", 60)
+    assert pod["metadata"]["name"] == "group-large-0"
+    assert names(made.owned("statefulsets")) == ["group-large"]
+    pools = until(lambda: made.status().get("pools"), "its status has pools", 60)
+    assert pools.keys() == {"large"}

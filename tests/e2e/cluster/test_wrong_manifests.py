@@ -1,12 +1,13 @@
 """`kubectl apply` of a wrong manifest answers with the field and the reason."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 from ullage_cluster.kubectl import Kubectl, until
 from ullage_cluster.release import Release
-from ullage_cluster.service import manifest
+from ullage_cluster.service import Service, manifest
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "at most 1"),
@@ -59,7 +60,7 @@ def test_an_unknown_field_is_named(kubectl: Kubectl, release: Release) -> None:
 
 
 def test_a_missing_secret_is_named_within_a_minute(
-    kubectl: Kubectl, release: Release, make_service: Any
+    make_service: Callable[..., Service], open_nodes: None
 ) -> None:
     made = make_service("no-keys", tenants={"secretName": "nobody-made-it"})
     until(lambda: made.condition("Degraded").get("status") == "True", "it says so", 60)
@@ -70,7 +71,7 @@ def test_a_missing_secret_is_named_within_a_minute(
 
 
 def test_what_kubernetes_refuses_of_pods_names_the_pool(
-    kubectl: Kubectl, release: Release, make_service: Any
+    make_service: Callable[..., Service],
 ) -> None:
     pools = {"single": {"gpus": 1, "podTemplate": {"spec": {"dnsPolicy": "Sometimes"}}}}
     made = make_service("bad-dns", pools=pools)
@@ -90,7 +91,7 @@ def test_what_a_pod_template_may_not_say_is_named(
 
 
 def test_what_only_the_engine_can_know_is_told_in_the_status(
-    kubectl: Kubectl, release: Release, make_service: Any
+    kubectl: Kubectl, make_service: Callable[..., Service], open_nodes: None
 ) -> None:
     made = make_service("no-image", image="ullage/no-such-image:0")
     kubectl("wait", "--for=condition=Ready=False", f"llmservice/{made.name}", "--timeout=120s")

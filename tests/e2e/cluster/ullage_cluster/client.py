@@ -1,9 +1,11 @@
 """Asks services from a pod of the cluster, through kubectl exec."""
 
 import json
+import math
 import queue
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,3 +152,39 @@ def pod(image: str) -> dict[str, Any]:
         "terminationGracePeriodSeconds": 5,
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": POD}, "spec": spec}
+
+
+RESOLVED = "serving.ullage.dev/e2e-resolved"
+"""Label of pods that the measured name has the addresses of."""
+_LOOK_UP = """
+import socket, sys, time
+name, is_wanted = sys.argv[1], sys.argv[2] == "True"
+end, streak = time.monotonic() + 150, 0
+while streak < 20:
+    try:
+        is_there = bool(socket.getaddrinfo(name, 80))
+    except socket.gaierror:
+        is_there = False
+    streak = streak + 1 if is_there is is_wanted else 0
+    assert time.monotonic() < end, name
+    time.sleep(0.02)
+"""
+
+
+def dns_lag_s(kubectl: Kubectl) -> int:
+    """For how many seconds the cluster's DNS answers what it knew, measured from the client's pod.
+
+    A name must be gone from many answers in a row, for there may be several caches.
+    """
+    name = "e2e-dns"
+    spec = {"clusterIP": "None", "selector": {RESOLVED: "yes"}, "ports": [{"port": 80}]}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
+    look_up = ("exec", POD, "--", "python3", "-c", _LOOK_UP, name)
+    kubectl.apply(service)
+    kubectl("label", "pod", POD, f"{RESOLVED}=yes", "--overwrite")
+    kubectl(*look_up, "True")
+    began = time.monotonic()
+    kubectl("label", "pod", POD, f"{RESOLVED}-")
+    kubectl(*look_up, "False")
+    kubectl("delete", "service", name, "--wait=false")
+    return math.ceil(time.monotonic() - began)

@@ -1,12 +1,15 @@
 """The chart's release that the tests use, installed with helm."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
 from ullage_cluster.kubectl import Kubectl, Object
 
 ROOT = Path(__file__).parents[4]
@@ -14,6 +17,7 @@ CHART = ROOT / "charts" / "ullage"
 CRD = "llmservices.serving.ullage.dev"
 VALUES = Path(__file__).parents[1] / "values.yaml"
 NAME = "e2e"
+DNS_LAG = "ULLAGE_DNS_LAG"
 
 
 def helm_binary() -> str | None:
@@ -21,6 +25,23 @@ def helm_binary() -> str | None:
     beside = Path(sys.prefix, "bin", "helm")
     given = os.environ.get("ULLAGE_HELM")
     return given or (str(beside) if beside.exists() else shutil.which("helm"))
+
+
+def value_paths() -> list[str]:
+    given = os.environ.get("ULLAGE_E2E_VALUES")
+    return [path for path in (str(VALUES), given) if path]
+
+
+def value_files() -> list[str]:
+    return [part for path in value_paths() for part in ("--values", path)]
+
+
+def extra_env(path: str) -> list[dict[str, Any]]:
+    return list((yaml.safe_load(Path(path).read_text()) or {}).get("extraEnv", ()))
+
+
+def is_deployment(manifest: Object | None) -> bool:
+    return bool(manifest) and manifest["kind"] == "Deployment"
 
 
 @dataclass(frozen=True)
@@ -46,14 +67,28 @@ class Release:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{done.stdout}"
         return done.stdout
 
-    def install(self, *values: str) -> str:
-        """Installs or upgrades, and waits until the operator is available."""
-        given = os.environ.get("ULLAGE_E2E_VALUES")
-        files = [part for path in (str(VALUES), given) if path for part in ("--values", path)]
+    def image(self) -> str:
+        """The operator's image, which clients run in, too."""
+        text = self.run("template", NAME, str(CHART), *value_files())
+        [deployment] = [each for each in yaml.safe_load_all(text) if is_deployment(each)]
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        return str(container["image"])
+
+    def install(self, dns_lag_s: int, *values: str) -> str:
+        """Installs or upgrades, and waits until the operator is available.
+
+        Args:
+            dns_lag_s: for how long the cluster's DNS answers what it knew; what the values say of
+                that stays.
+        """
+        environment = [each for path in value_paths() for each in extra_env(path)]
+        if DNS_LAG not in (each["name"] for each in environment):
+            environment.append({"name": DNS_LAG, "value": str(dns_lag_s)})
         watched = f"watch.namespaces={{{self.kubectl.namespace}}}"
         sets = [part for value in (watched, *values) for part in ("--set", value)]
+        sets += ["--set-json", f"extraEnv={json.dumps(environment)}"]
         waiting = ["--wait", "--timeout", "300s"]
-        return self.run("upgrade", "--install", NAME, str(CHART), *files, *sets, *waiting)
+        return self.run("upgrade", "--install", NAME, str(CHART), *value_files(), *sets, *waiting)
 
     def has_made(self, obj: Object) -> bool:
         annotations = obj["metadata"].get("annotations", {})

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Runs the cluster's tests in lanes side by side, each with a service of its own: most of their time
+# they wait, for pods that end and for files that kubelets renew. The chart is installed once.
+#
+#   scripts/e2e.sh PYTHON                 every test
+#   scripts/e2e.sh PYTHON ARGUMENT ...    pytest with these arguments, in one lane
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+shift
+
+tests=tests/e2e/cluster
+if (($#)); then
+    exec "$python" -m pytest "$tests" -v "$@"
+fi
+
+lanes=(faults rollouts others)
+faults=(serving drift faults)
+rollouts=(rollout)
+others=(drain scaling lifecycle wrong_manifests)
+
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
+export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}
+
+# run NAME FILE ...: pytest with these files of tests
+run() {
+    local files=("${@:2}")
+    "$python" -m pytest -v -o cache_dir="$logs/$1" --durations=10 --durations-min=1 \
+        "${files[@]/#/$tests/test_}"
+}
+
+echo "the chart:"
+ULLAGE_E2E_KEEP=1 run chart install.py
+failed=$?
+export ULLAGE_E2E_INSTALLED=1
+if ((!failed)); then
+    pids=()
+    for lane in "${lanes[@]}"; do
+        declare -n names=$lane
+        ULLAGE_E2E_KEEP=1 ULLAGE_E2E_SERVICE=$lane run "$lane" "${names[@]/%/.py}" \
+            > "$logs/$lane.log" 2>&1 &
+        pids+=($!)
+    done
+    for index in "${!lanes[@]}"; do
+        wait "${pids[index]}" || failed=1
+        echo "lane ${lanes[index]}:"
+        cat "$logs/${lanes[index]}.log"
+    done
+fi
+echo "rights, and the end:"
+run end zero_denials.py || failed=1
+exit "$failed"
