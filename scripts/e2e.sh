@@ -17,7 +17,7 @@ fi
 lanes=(faults rollouts others)
 faults=(serving drift faults)
 rollouts=(rollout)
-others=(drain scaling lifecycle wrong_manifests)
+others=(wrong_manifests lifecycle scaling drain)
 
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
