@@ -53,9 +53,12 @@ class Service:
     def pods(self, component: str = "engine") -> list[Object]:
         return self.kubectl.listed("pods", self.selector(component))
 
+    def everything(self, kinds: str) -> list[Object]:
+        """What has its label, whoever owns it."""
+        return self.kubectl.listed(kinds, f"app.kubernetes.io/instance={self.name}")
+
     def owned(self, kinds: str) -> list[Object]:
-        everything = self.kubectl.listed(kinds, f"app.kubernetes.io/instance={self.name}")
-        return [obj for obj in everything if obj["metadata"].get("ownerReferences")]
+        return [obj for obj in self.everything(kinds) if obj["metadata"].get("ownerReferences")]
 
     def is_settled(self) -> bool:
         """Whether the present spec is served, and every workload is as it should be."""
@@ -68,8 +71,9 @@ class Service:
 
     def is_rolled(self) -> bool:
         """Whether every workload runs its newest template in as many pods as it should."""
-        workloads = self.owned("statefulsets,deployments")
-        pods = [*self.pods("engine"), *self.pods("router")]
+        listed = self.everything("statefulsets,deployments,pods")
+        pods = [obj for obj in listed if obj["kind"] == "Pod"]
+        workloads = [obj for obj in listed if obj["kind"] != "Pod"]
         wanted = sum(w["spec"]["replicas"] for w in workloads)
         return (
             bool(workloads)
