@@ -32,7 +32,7 @@ def test_a_wrong_request_is_answered_with_the_field(service: Service, client: Cl
 
 def test_kubectl_shows_the_state(kubectl: Kubectl, service: Service) -> None:
     header, row = kubectl("get", "llms", service.name).splitlines()
-    assert header.split()[0] == "NAME" and "READY" in header
+    assert header.split()[0] == "NAME" and {"READY", "ROLLOUT"} <= set(header.split())
     assert row.split()[0] == service.name and "True" in row
     status = service.status()
     conditions = {c["type"]: c for c in status["conditions"]}
