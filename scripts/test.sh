@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests in three lanes side by side, never more, so that two cores are always at work and
-# nobody waits long for them: what computes and then whole services, what talks over sockets and
-# then groups of processes, and the operator. Every test runs once: one that fails, fails the run.
+# nobody waits long for them: what computes and then whole services, what talks over sockets, and
+# the operator and then workers and groups of ranks. Every test runs once: one that fails, fails the
+# run.
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
 #   scripts/test.sh PYTHON fast            those that start no processes, within a minute
@@ -56,7 +57,11 @@ esac
 
 lane talking "${talking[@]}" > "$logs/talking.log" 2>&1 &
 talking_pid=$!
-lane operating "${operating[@]}" > "$logs/operating.log" 2>&1 &
+{
+    lane operating "${operating[@]}"
+    operating_status=$?
+    lane processes "${processes[@]}" && exit "$operating_status"
+} > "$logs/operating.log" 2>&1 &
 operating_pid=$!
 
 failed=0
@@ -64,8 +69,6 @@ echo "tests that compute:"
 lane computing "${computing[@]}" || failed=1
 echo "tests of whole services:"
 lane services "${services[@]}" || failed=1
-echo "tests of workers and groups of ranks:"
-lane processes "${processes[@]}" || failed=1
 for name in talking operating; do
     pid=${name}_pid
     wait "${!pid}" || failed=1
