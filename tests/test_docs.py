@@ -3,12 +3,17 @@
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
+
+from ullage_common.config.engine import EngineConfig
+from ullage_operator.api.schema import is_refused
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {"node_modules", "dist", "__pycache__"}
@@ -27,6 +32,20 @@ FIELD = re.compile(r"`((?:[a-z][A-Za-z]*)(?:\.[A-Za-z]+)+)`")
 OTHER_NAMES = {"tls.crt", "tls.key", "image.repository", "image.pullPolicy"}
 OTHER_NAMES |= {"tenants.keys.problems", "status.storedVersions"}
 """Files, values of the chart, parts of /stats and of the definition, which look like fields."""
+
+CODE = re.compile(r"`[^`\n]+`|^```yaml.*?^```", re.MULTILINE | re.DOTALL)
+SETTING = re.compile(r"\b([A-Za-z]+): \"?(\w+)")
+WORD = re.compile(r"`(\w+)`")
+QUEUE = ROOT / "dev" / "gpu-queue.md"
+OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md"]
+"""Pages about engines' own files, whose values are in lower case."""
+
+OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}
+"""How a definition's versions are converted."""
+
+OTHER_WORDS = {"auto", "none", "error", "info", "debug", "bfloat16", "cuda", "ullage"}
+OTHER_WORDS |= {"queue", "route", "reject", "true", "false", "in"}
+"""Values in small letters that are also words of requests, headers, logs and engines' files."""
 
 MENTIONED = re.compile(r"\b((?:docs|dev)/[\w/-]+\.md)\b")
 SOURCES = ["operator", "engine", "proto", "charts", "crds", "docker", "examples", "scripts"]
@@ -135,21 +154,27 @@ def place_of(package: str, room: str, page: str) -> int:
 
 
 def has_field(schema: dict[str, Any], path: str) -> bool:
-    """Whether a schema has the field, `NAME` standing for any key of a map."""
+    """Whether a schema has the field and takes it, `NAME` standing for any key of a map."""
     for part in path.split("."):
         while "items" in schema:
             schema = schema["items"]
         below = schema.get("properties", {}).get(part) or schema.get("additionalProperties")
-        if not isinstance(below, dict):
+        if not isinstance(below, dict) or is_refused(below):
             return False
         schema = below
     return True
 
 
-def test_every_field_of_the_api_that_a_page_names_exists() -> None:
+def definition() -> dict[str, Any]:
+    """The schema of LLMService."""
     crd = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
     versions = yaml.safe_load(crd.read_text(encoding="utf-8"))["spec"]["versions"]
-    service = versions[0]["schema"]["openAPIV3Schema"]
+    schema: dict[str, Any] = versions[0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def test_every_field_of_the_api_that_a_page_names_exists() -> None:
+    service = definition()
     sections = service["properties"]["spec"]["properties"]
     unknown = []
     for page in PAGES:
@@ -163,3 +188,71 @@ def test_every_field_of_the_api_that_a_page_names_exists() -> None:
             if not field.endswith(".py") and not has_field(service, full):
                 unknown.append(f"{page.relative_to(ROOT)}: {field}")
     assert not unknown, "\n".join(unknown)
+
+
+def enumerations(schema: dict[str, Any], name: str = "") -> Iterator[tuple[str, str]]:
+    """Each value of the enumerations below a field, with the name of its field."""
+    yield from ((name, value) for value in schema.get("enum", ()))
+    yield from enumerations(schema["items"], name) if "items" in schema else ()
+    for field, below in schema.get("properties", {}).items():
+        yield from enumerations(below, field)
+    if isinstance(below := schema.get("additionalProperties"), dict):
+        yield from enumerations(below)
+
+
+def test_values_are_spelt_as_in_the_definition() -> None:
+    values = {pair for pair in enumerations(definition()) if pair[0] != "status"}
+    fields = {field for field, _ in values}
+    spelt = {value.lower(): value for _, value in values if value.lower() not in OTHER_WORDS}
+    wrong = []
+    for page in PAGES:
+        if page in OF_ENGINES:
+            continue
+        code = "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
+        settings = {pair for pair in SETTING.findall(code) if pair[0] in fields} - OTHER_SETTINGS
+        words = {
+            word for word in WORD.findall(prose(page)) if spelt.get(word.lower(), word) != word
+        }
+        wrong += [f"{page.relative_to(ROOT)}: {each}" for each in {*(settings - values), *words}]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_that_wait_for_a_gpu_can_be_given() -> None:
+    """Files exist, programs have the options, and engines' files the settings with these values."""
+    wrong = []
+    for row in QUEUE.read_text(encoding="utf-8").splitlines():
+        wrong += [
+            path
+            for path in re.findall(r"(?:tests|benchmarks)/[\w/.]*\w", row)
+            if not (ROOT / path).exists()
+        ]
+        for script, options in re.findall(r"`python (benchmarks/\w+\.py)([^`]*)`", row):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            wrong += [
+                f"{script} {o}"
+                for o in re.findall(r"--[\w-]+", options)
+                if f'"{o}"' not in source and o != "--help"
+            ]
+        if "`ullage-engine --config`" in row:
+            wrong += [
+                given for given in re.findall(r"`(\w+: [^`]+)`", row) if not is_setting(given)
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_setting(given: str) -> bool:
+    """Whether an engine's file may have these settings."""
+    settings = yaml.safe_load(f"{{{given}}}")
+    model = {"source": "pkg://a/b", "name": "m"} | settings.get("model", {})
+    try:
+        config = msgspec.to_builtins(msgspec.convert(settings | {"model": model}, EngineConfig))
+    except msgspec.ValidationError:
+        return False
+    return contains(config, settings)
+
+
+def contains(whole: Any, part: Any) -> bool:
+    """Whether a mapping has another one's keys, and their values."""
+    if not isinstance(part, dict):
+        return bool(whole == part)
+    return all(key in whole and contains(whole[key], part[key]) for key in part)
