@@ -31,6 +31,7 @@ from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.prepare import (
     Calibration,
+    CalibrationError,
     PreparedForm,
     PreparedTensor,
     open_checkpoint,
@@ -85,6 +86,8 @@ class LoadedModel:
     """Bytes of the prepared file, which is what mapping or copying it takes."""
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
+    key: str = ""
+    """Key of the prepared content, the same wherever the same numbers are computed with."""
 
     def packed(self, name: str) -> Packed:
         """Returns a quantised matrix."""
@@ -129,7 +132,8 @@ def load_weights(
 
     On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
     the other. With `shard` only a rank's part is; the configuration and the size are the whole's.
-    `calibration` rounds to int4; without it every weight is rounded to the nearest number.
+    `calibration` rounds to int4; without it every weight is rounded to the nearest number. So is
+    every one, with a warning, where a layer cannot be calibrated; the next start tries again.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -138,8 +142,21 @@ def load_weights(
     form = PreparedForm(dtype, model.quantization, device)
     if form.quantization != "int4":
         calibration = None
-    path = weights_dir / f"{content_key(files, form, calibration)}.weights"
-    header = _attach(files, path, form, progress, calibration)
+    try:
+        path, header = _attach(files, weights_dir, form, progress, calibration)
+    except CalibrationError as error:
+        reason, remedy = str(error), error.remedy
+    else:
+        reason = ""
+    # Outside the handler: the exception's frames keep the layer's tensors alive.
+    if reason:
+        log.warning(
+            "int4 is rounded to the nearest numbers, uncalibrated, %s: %s; "
+            "the next start tries again",
+            remedy,
+            reason,
+        )
+        path, header = _attach(files, weights_dir, form, progress, None)
     progress(header.nbytes, header.nbytes)
     return _map(path, header, device, shard)
 
@@ -185,20 +202,21 @@ def _parse_header(file: BinaryIO, size: int) -> Header | None:
 
 def _attach(
     files: ModelFiles,
-    path: Path,
+    weights_dir: Path,
     form: PreparedForm,
     progress: Progress,
     calibration: Calibration | None,
-) -> Header:
-    """Returns the header of the prepared file, which is written first if need be."""
+) -> tuple[Path, Header]:
+    """Returns the prepared file, which is written first if need be, and its header."""
+    path = weights_dir / f"{content_key(files, form, calibration)}.weights"
     try:
         header = _verified_header(path, progress)
         if header is not None:
-            return header
+            return path, header
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, progress):
             header = _verified_header(path, progress)
-            return header or _prepare(files, path, form, progress, calibration)
+            return path, header or _prepare(files, path, form, progress, calibration)
     except OSError as error:
         raise WeightsError(
             f"server.weights_dir {path.parent}: {error.strerror or error}; "
@@ -409,7 +427,7 @@ def _map(path: Path, header: Header, device: torch.device, shard: ShardModel | N
         if part is not None:
             placed[stored.name] = part.to(device)
     encodings = header.encodings if own is None else own.encodings
-    return LoadedModel(header.model_config, placed, header.nbytes, encodings)
+    return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem)
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -147,6 +147,15 @@ RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
 one layer after another."""
 
 
+class CalibrationError(Exception):
+    """A layer cannot be calibrated, as for want of memory; one line with the layer and why."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        """`remedy`: what rounding to the nearest costs instead, and what to do about it."""
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class Calibration(Protocol):
     """A way of rounding matrices to int4 by the inputs that they get."""
 
@@ -164,7 +173,10 @@ class Calibration(Protocol):
         report: Callable[[], None],
     ) -> RoundLayer | None:
         """Begins with the first layer of a model, all of whose tensors are given; None where there
-        is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded."""
+        is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded.
+
+        What is returned raises CalibrationError where a layer cannot be calibrated.
+        """
         ...
 
 

@@ -1,6 +1,6 @@
 """Names and shapes of prepared tensors, and which checkpoint tensors each is made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,11 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
     if not model_config.tied:
         plans.append(_single("head", "lm_head.weight", vocab, hidden))
     return plans
+
+
+def fit_a_checkpoint(plans: Iterable[TensorPlan]) -> bool:
+    """Whether the tensors can be written as a checkpoint has them: none is rearranged from that."""
+    return not any(part.rearrange for plan in plans for part in plan.parts)
 
 
 class _LayerPlans:

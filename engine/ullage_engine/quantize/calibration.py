@@ -32,8 +32,9 @@ from ullage_engine.layers.linear import Linear, PlainLinear
 from ullage_engine.layers.moe import ExpertLinears
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.model_loader.prepare import PreparedTensor, RoundLayer
+from ullage_engine.model_loader.prepare import CalibrationError, PreparedTensor, RoundLayer
 from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.model_loader.tensor_plan import fit_a_checkpoint
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.quantization.formats import Quantized, stacked
 from ullage_engine.quantization.gptq import (
@@ -79,9 +80,11 @@ KEPT_BYTES = 256 << 20
 """What products work in and what the allocator keeps: by so much the estimates of two shapes, of
 135M and of 1B parameters, fell short of what was measured."""
 
+COST = "which may cost a fifth of the perplexity"
+
 REMEDY = (
-    "which may cost a fifth of the perplexity; quantise the model once with ullage quantize "
-    "--format int4, and name its folder in model.source, without model.quantization"
+    "; quantise the model once with ullage quantize --format int4, and name its folder in "
+    "model.source, without model.quantization"
 )
 
 
@@ -130,7 +133,7 @@ class Int4Calibration:
                 "int4 is rounded to the nearest numbers, uncalibrated, %s: calibrating takes about "
                 "%.0f T operations and %d MiB, and each pod would do it before it is ready; the "
                 "most is %.0f T and %d MiB on %s",
-                REMEDY,
+                _remedy(prepared),
                 cost.operations / 1e12,
                 cost.nbytes >> 20,
                 most.operations / 1e12,
@@ -141,7 +144,7 @@ class Int4Calibration:
         embedding = next(each for each in prepared if each.name == "embedding").weights()
         hidden = embedding[token_ids.flatten()].to(device)
         _log_begin(prepared, len(hidden))
-        return LayerCalibration(model_config, hidden, token_ids.shape[1], report)
+        return LayerCalibration(model_config, hidden, token_ids.shape[1], report, _remedy(prepared))
 
     def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
         """Cuts the text into sequences of one length."""
@@ -181,6 +184,11 @@ def estimated_cost(
     states = 4 * num_tokens * model_config.hidden * itemsize
     arena = step_arena(model_config, limits).nbytes
     return Cost(operations, most + states + arena + KEPT_BYTES)
+
+
+def _remedy(prepared: Sequence[PreparedTensor]) -> str:
+    """Returns what rounding to the nearest costs, and what to do where something can be done."""
+    return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
@@ -225,15 +233,17 @@ class LayerCalibration:
         hidden: torch.Tensor,
         window: int,
         report: Callable[[], None],
+        remedy: str,
     ) -> None:
-        """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each."""
+        """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each.
+        `remedy` is what a CalibrationError says of it."""
         self._model_config, self._hidden, self._report = model_config, hidden, report
+        self._remedy = remedy
         rows = len(hidden) // window
         self._limits = _step_limits(rows, window, hidden.itemsize)
         self._num_blocks = -(-window // BLOCK_TOKENS)
         self._plan = StepPlan([self._chunk(row, window) for row in range(rows)])
         self._started = time.monotonic()
-        self._has_failed = False
 
     def _chunk(self, row: int, window: int) -> Chunk:
         """Returns one sequence, whose token ids are the rows of its hidden states."""
@@ -253,26 +263,17 @@ class LayerCalibration:
     def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
         """Rounds the matrices of the next layer, all of whose tensors are given.
 
-        Where that fails, as for want of memory, this and all later layers are left to be rounded to
-        the nearest: without its output they have no inputs, and a start anew would fail again.
+        Raises:
+            CalibrationError: that failed, as for want of memory; later layers have no inputs.
         """
-        if self._has_failed:
-            return {}
         index = int(prepared[0].name.split(".")[1])
         try:
             return self._rounded(index, prepared)
         except (MemoryError, RuntimeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-        # Outside the handler: the exception's frames keep the layer's tensors alive.
-        self._has_failed = True
-        self._hidden = self._hidden.new_empty(0)
-        log.warning(
-            "int4: layers from %d on are rounded to the nearest numbers, %s: %s",
-            index,
-            REMEDY,
-            reason,
-        )
-        return {}
+            raise CalibrationError(
+                f"layer {index} cannot be calibrated: {reason}", self._remedy
+            ) from error
 
     def _rounded(self, index: int, prepared: Sequence[PreparedTensor]) -> dict[str, Quantized]:
         by_name = {each.name: each for each in prepared if each.is_calibrated}

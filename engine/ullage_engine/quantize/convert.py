@@ -33,6 +33,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.gguf import GgufReader
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.model_loader.prepare import (
+    CalibrationError,
     PreparedForm,
     is_matrix,
     open_checkpoint,
@@ -41,7 +42,7 @@ from ullage_engine.model_loader.prepare import (
 from ullage_engine.model_loader.quantized import own_tensors
 from ullage_engine.model_loader.safetensors import CheckpointReader, read_config
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
-from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, plan_tensors
+from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, fit_a_checkpoint, plan_tensors
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
     Format,
@@ -226,7 +227,8 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     """Writes the model; bytes of its safetensors.
 
     Raises:
-        WeightsError: the model, the text or the output folder cannot be used; one line.
+        WeightsError: the model, the text or the output folder cannot be used, or there is too
+            little memory to calibrate int4; one line.
     """
     files = resolve_source(conversion.model)
     reader = open_checkpoint(files)
@@ -237,6 +239,10 @@ def convert(conversion: Conversion, progress: Progress) -> int:
             maxima = _maxima(conversion, files, folder, progress)
             _write(conversion, files, reader, maxima, folder, progress)
             _publish(folder, conversion.output)
+    except CalibrationError as error:
+        raise WeightsError(
+            f"--format int4: {error}; free memory, or run it on a machine that has more"
+        ) from error
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise WeightsError(
@@ -272,7 +278,7 @@ def _check_model(conversion: Conversion, reader: CheckpointReader, files: ModelF
             f"--model {conversion.model}: its rotary factors have no place in config.json; "
             "name the model's directory of safetensors"
         )
-    if any(part.rearrange for plan in plan_tensors(reader.model_config) for part in plan.parts):
+    if not fit_a_checkpoint(plan_tensors(reader.model_config)):
         raise WeightsError(
             f"--model {conversion.model}: no checkpoint format holds the experts of "
             f"{reader.model_config.architecture} in {conversion.format}; serve the unquantised "
@@ -412,7 +418,7 @@ examples:
 
 Serve the result with model.source: file:///... and model.quantization: none.
 w8a8 needs a text of the kind that the model is used for; 16,384 tokens of it are read.
-exit status: 0 written, 2 wrong model, text or folder, 130 and 143 interrupted
+exit status: 0 written, 2 wrong model, text or folder, or too little memory, 130 and 143 interrupted
 """
 
 _REPORT_S = 1.0

@@ -95,6 +95,12 @@ class RankStartup:
         return self._whole
 
     @property
+    def weights_key(self) -> str:
+        """The key of the prepared weights, which all ranks of a group share."""
+        assert self._loaded is not None, "load comes first"
+        return self._loaded.key
+
+    @property
     def runner(self) -> ModelRunner:
         assert self._runner is not None, "allocate_arenas comes first"
         return self._runner

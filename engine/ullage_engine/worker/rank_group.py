@@ -82,6 +82,8 @@ class Stop(GroupMessage, frozen=True):
 class Done(GroupMessage, frozen=True, kw_only=True):
     """Answer: the command was carried out."""
 
+    weights_key: str = ""
+    """Key of the prepared weights, after loading."""
     num_blocks: int = 0
     """KV blocks that fit this rank, after `WarmUp`."""
     ledger: list[ReservationState] = []

@@ -97,7 +97,7 @@ class Reporter:
 def prepare(rank: RankStartup, link: Rank0Link) -> None:
     """Carries out the commands of the start, up to the one that ends it."""
     rank.load()
-    link.send(Done())
+    link.send(Done(weights_key=rank.weights_key))
     while True:
         match link.receive():
             case Join(store=store):

@@ -129,7 +129,9 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
     """Starts all ranks phase by phase; none begins a phase before all have ended the previous."""
     own.load()
-    processes.wait_done()
+    if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
+        # Calibrating int4 failed on one rank and not on another; the next start maps the latter's.
+        raise RankFailedError("ranks have prepared the weights differently", may_retry=True)
     store = group_path.with_name(group_path.name + ".store")
     store.unlink(missing_ok=True)  # of a group that was killed
     processes.broadcast(Join(str(store)))

@@ -26,6 +26,7 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.slices import Slicer, check_groups
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.quantization.formats import Encoding, Quantized, unpack
+from ullage_engine.quantize import convert
 from ullage_engine.quantize.calibration import (
     AT_LOAD,
     TEXT,
@@ -243,31 +244,81 @@ def test_a_pod_calibrates_what_it_can_before_its_deadline(
     assert {kind for kind, most in AT_LOAD.items() if cost.fits(most)} == fits
 
 
-def test_a_layer_that_cannot_be_calibrated_is_rounded_to_the_nearest(
-    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And all later ones, whose inputs would be the output of that; the start does not fail."""
-    folder = save("llama")
-    calibrated, nearest = load(folder, "int4", SHORT), load(folder, "int4")
-    compute, calls = ModelRunner.hidden, []
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Lets memory run out once, in the second layer; returns the plans that were computed."""
+    compute, plans = ModelRunner.hidden, list[StepPlan]()
 
     def hidden(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
-        calls.append(plan)
-        if len(calls) == 2:
+        plans.append(plan)
+        if len(plans) == 2:
             raise torch.OutOfMemoryError("no room")
         return compute(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "hidden", hidden)
+    return plans
+
+
+def test_a_passing_shortage_rounds_all_to_the_nearest_until_the_next_start(
+    save: Callable[..., Path], shortage: list[StepPlan], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save("llama")
     with caplog.at_level(logging.WARNING):
-        rounded = load(folder, "int4", SHORT, prepared="failed")
+        rounded = load(folder, "int4", SHORT)
     [warning] = caplog.messages
-    assert "layers from 1 on" in warning
-    assert "no room" in warning
+    assert "layer 1 cannot be calibrated: no room" in warning
     assert "ullage quantize --format int4" in warning
-    assert len(calls) == 2
-    for name, each in rounded.tensors.items():
-        wanted = calibrated if name.startswith("layers.0.") else nearest
-        assert torch.equal(each, wanted.tensors[name])
+    assert len(shortage) == 2
+    nearest = load(folder, "int4", prepared="nearest")
+    assert rounded.key == nearest.key
+    assert all(torch.equal(each, nearest.tensors[n]) for n, each in rounded.tensors.items())
+    # The next start, with room, calibrates.
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        again = load(folder, "int4", SHORT)
+    assert not caplog.messages
+    calibrated = load(folder, "int4", SHORT, prepared="calibrated")
+    assert all(torch.equal(each, calibrated.tensors[n]) for n, each in again.tensors.items())
+    for name in again.encodings:
+        assert not torch.equal(*(unpack(m.packed(name)).values for m in (again, nearest)))
+
+
+def test_an_offline_run_that_cannot_calibrate_writes_nothing(
+    save: Callable[..., Path], shortage: list[StepPlan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save("llama")
+    output = folder.parent / "int4"
+    arguments = ["--model", f"file://{folder}", "--format", "int4", "--output", str(output)]
+    assert convert.main(arguments) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "--format int4: layer 1 cannot be calibrated: no room; free memory" in error
+    assert len(shortage) == 2
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(("family", "has_remedy"), [("llama", True), ("gpt_oss", False)])
+@pytest.mark.parametrize("lacks", ["time", "memory"])
+def test_a_warning_names_no_remedy_that_the_model_cannot_take(
+    family: str,
+    has_remedy: bool,
+    lacks: str,
+    save: Callable[..., Path],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No checkpoint format holds the stacked experts of gpt-oss."""
+    if lacks == "time":
+        monkeypatch.setitem(AT_LOAD, "cpu", Cost(0.0, 0))
+    else:
+        request.getfixturevalue("shortage")
+    folder = save(family)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        load(folder, "int4", Int4Calibration(SHORT.text, SHORT.max_tokens, True))
+    [warning] = caplog.messages
+    assert "may cost a fifth of the perplexity" in warning
+    assert ("ullage quantize" in warning) == has_remedy
 
 
 def test_each_expert_is_reported(

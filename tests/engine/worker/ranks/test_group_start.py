@@ -25,20 +25,21 @@ LFM2 = {
     "conv_L_cache": 3,
     "block_auto_adjust_ff_dim": False,
 }
-# A real rank, one of whose methods fails.
+# A real rank, one of whose functions does something else.
 FOLLOWER = """
 import sys
+from ullage_engine.model_loader import loader
 from ullage_engine.worker.device import WorkerStartError
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_process import main
-def fail(*arguments):
-    raise {error}
-{method} = fail
+def other(*arguments):
+    {body}
+{function} = other
 sys.exit(main())
 """
 
-FAILED_BYTES = "WorkerStartError(str(arguments[0].ledger.total_bytes))"
+FAILED_BYTES = "raise WorkerStartError(str(arguments[0].ledger.total_bytes))"
 
 StartGroup = Callable[[str, str], Started]
 
@@ -79,11 +80,11 @@ def start_group(
     told: list[Loading],
     budgets: list[int],
 ) -> Iterator[StartGroup]:
-    """Starts a group whose other rank fails in the given method with the given error."""
+    """Starts a group in whose other rank the given function has the given body."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def begin(method: str, error: str) -> Started:
-        script = FOLLOWER.format(method=method, error=error)
+    def begin(function: str, body: str) -> Started:
+        script = FOLLOWER.format(function=function, body=body)
         base = [sys.executable, "-c", script, "--config", str(tmp_path / "engine.yaml")]
         base += ["--parent", str(os.getpid())]
 
@@ -106,7 +107,7 @@ def test_what_one_rank_cannot_have_is_the_reason_of_all(
     start_group: StartGroup, method: str
 ) -> None:
     with pytest.raises(WorkerStartError, match=r"^rank 1: memory\.deviceBytes: set 2Gi or more$"):
-        start_group(method, "WorkerStartError('memory.deviceBytes: set 2Gi or more')")
+        start_group(method, "raise WorkerStartError('memory.deviceBytes: set 2Gi or more')")
 
 
 @pytest.mark.parametrize("method", ["RankStartup.load", "ModelRunner.run_largest"])
@@ -117,12 +118,18 @@ def test_what_nobody_foresaw_is_told_and_may_be_tried_again(
     method: str,
 ) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1: RuntimeError: no kernel image$") as caught:
-        start_group(method, r"RuntimeError('no kernel image\nfor this device')")
+        start_group(method, r"raise RuntimeError('no kernel image\nfor this device')")
     assert caught.value.may_retry
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line[0] == "{"]
     assert [line["rank"] for line in lines if line["message"] == "the rank cannot start"] == [1]
     stages = {each.stage for each in told if each.rank == 1}
     assert stages == (set() if method.endswith("load") else {"weights", "arena"})
+
+
+def test_ranks_that_prepared_other_weights_start_again(start_group: StartGroup) -> None:
+    with pytest.raises(RankFailedError, match="prepared the weights differently") as caught:
+        start_group("loader.content_key", "return 'other'")
+    assert caught.value.may_retry
 
 
 def test_rank_0_decides_every_ranks_share(start_group: StartGroup, budgets: list[int]) -> None:
