@@ -396,7 +396,7 @@ def quantise_symmetric(weights: torch.Tensor, format: Format, dtype: torch.dtype
     |weight - dequantised| <= scale / 2, for scale = max|row| / 127.
     """
     limit = MAX_VALUE[format]
-    scales = _stored(weights.abs().amax(dim=1, keepdim=True) / limit, dtype)
+    scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / limit, dtype)
     values = (weights / scales.to(torch.float32)).round_().clamp_(-limit, limit)
     return Quantized(format, values.to(torch.int8), scales)
 
@@ -407,7 +407,7 @@ def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
     |weight - dequantised| <= max(|weight| / 16, scale / 1024): half of the last of 3 bits, and half
     of the smallest subnormal step 2^-9. Values beyond 448 scales are cut, by the scale's rounding.
     """
-    scales = _stored(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
+    scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / E4M3_MOST, dtype)
     values = (weights / scales.to(torch.float32)).clamp_(-E4M3_MOST, E4M3_MOST)
     return Quantized("fp8", values.to(torch.float8_e4m3fn), scales)
 
@@ -423,7 +423,7 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
     rows, columns = weights.shape
     grouped = weights.view(rows, columns // group, group)
     low, high = grouped.amin(dim=2).clamp_(max=0.0), grouped.amax(dim=2).clamp_(min=0.0)
-    scales = _stored((high - low) / 15, dtype)
+    scales = stored_scales((high - low) / 15, dtype)
     steps = scales.to(torch.float32)
     point = (-low / steps).round_().clamp_(0, 15) + MIN_VALUE["int4"]
     values = (grouped / steps.unsqueeze(2)).round_() + point.unsqueeze(2)
@@ -431,7 +431,7 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
     return Quantized("int4", values.flatten(1), scales, (-point * steps).to(dtype))
 
 
-def _stored(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns scales as they are stored, never zero."""
     smallest = max(_TINY, torch.finfo(dtype).tiny)
     return scales.clamp(min=smallest).to(dtype)

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ullage_engine.quantization.formats import MAX_VALUE, MIN_VALUE, Quantized, stacked
+from ullage_engine.quantization.formats import (
+    MAX_VALUE,
+    MIN_VALUE,
+    Quantized,
+    stacked,
+    stored_scales,
+)
 
 DAMPING = 0.01
 """Share of the mean diagonal of the Gram matrix that is added to it: inputs that calibration did
@@ -35,7 +41,7 @@ ROW_ELEMENTS = 1 << 24
 
 _LOW, _HIGH = MIN_VALUE["int4"], MAX_VALUE["int4"]
 _LEAST = 1e-9
-"""Least scale, relative to which weights of zero are exact."""
+"""Least weight of an error, and least spread and scale of a regression: none of them is zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +87,11 @@ def fit_grid(
     fit = _Fit(grouped, weight)
     best = torch.full_like(low, float("inf"))
     scales, zeros = torch.zeros_like(low, dtype=dtype), torch.zeros_like(low, dtype=dtype)
-    # In float16 the least scale would be 0, by which nothing can be divided.
-    least_scale = max(_LEAST, torch.finfo(dtype).tiny)
     for ratio in RATIOS:
         scale = (high - low) * (ratio / (_HIGH - _LOW))
         zero = (high + low) / 2 - scale * ((_HIGH + _LOW) / 2)
         for refit in range(REFITS + 1):
-            stored = Grid(scale.clamp(min=least_scale).to(dtype), zero.to(dtype))
+            stored = Grid(stored_scales(scale, dtype), zero.to(dtype))
             values = stored.round(weights).view_as(grouped)
             error = fit.error(values, stored)
             is_better = error < best
