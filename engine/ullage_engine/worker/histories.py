@@ -28,9 +28,6 @@ class _Recent(Generic[T]):
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
         """With the number of the plan; the one used last is last."""
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def begin_plan(self) -> None:
         """Counts a plan, and forgets what none of the latest has used."""
         self._num_plans += 1
@@ -50,16 +47,20 @@ class SentHistories:
     """What rank 0 has sent of the histories."""
 
     def __init__(self, max_requests: int) -> None:
-        self.recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
+        self._recent: _Recent[tuple[list[int], int]] = _Recent(max_requests)
         """History of each request, and the number of its tokens that were sent."""
+
+    def begin_plan(self) -> None:
+        """Forgets requests of old plans; called once before the chunks of each plan."""
+        self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
         """Returns a chunk with what is new of its history: all of it where it is another list than
         in the request's last chunk."""
-        history, start = self.recent.pop(chunk.request_id, ([], 0))
+        history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
             start = 0
-        self.recent.keep(chunk.request_id, (chunk.history, len(chunk.history)))
+        self._recent.keep(chunk.request_id, (chunk.history, len(chunk.history)))
         return replace(chunk, history=chunk.history[start:], history_start=start)
 
 
@@ -67,11 +68,15 @@ class ReceivedHistories:
     """The histories that the rank which samples has received."""
 
     def __init__(self, max_requests: int) -> None:
-        self.recent: _Recent[list[int]] = _Recent(max_requests)
+        self._recent: _Recent[list[int]] = _Recent(max_requests)
+
+    def begin_plan(self) -> None:
+        """Forgets what the sender does; called once before the chunks of each plan."""
+        self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
         """Returns a chunk with its whole history, the same list in each of a request's steps."""
-        history = self.recent.pop(chunk.request_id, [])
+        history = self._recent.pop(chunk.request_id, [])
         if chunk.history_start == 0:
             history = []
         if len(history) != chunk.history_start:
@@ -80,5 +85,5 @@ class ReceivedHistories:
                 f"not {chunk.history_start}"
             )
         history += chunk.history
-        self.recent.keep(chunk.request_id, history)
+        self._recent.keep(chunk.request_id, history)
         return replace(chunk, history=history, history_start=0)

@@ -116,7 +116,7 @@ def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
     `sent`: what the rank has of histories; None where it does not sample.
     """
     if sent is not None:
-        sent.recent.begin_plan()
+        sent.begin_plan()
     return StepPlan([_as_read(chunk, sent) for chunk in plan.chunks])
 
 

@@ -136,7 +136,7 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
     """Returns the plan with the whole history of every request whose penalties read it."""
-    received.recent.begin_plan()
+    received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)
 

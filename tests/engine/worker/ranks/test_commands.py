@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import msgspec
+import pytest
 import torch
 
 from ullage_engine.protocol.messages import SamplingParams
@@ -92,12 +93,15 @@ def test_histories_of_requests_that_ended_are_forgotten_on_both_ranks() -> None:
         return len(crossing.chunks[0].history)
 
     assert cross("ended") == len(TEXT)
-    assert [cross("r") for _ in range(KEPT_PLANS - 1)] == [len(TEXT)] + [0] * (KEPT_PLANS - 2)
-    assert len(sent.recent) == len(at_rank.recent) == 2
-    assert cross("r") == 0
-    assert len(sent.recent) == len(at_rank.recent) == 1
+    assert [cross("r") for _ in range(KEPT_PLANS - 2)] == [len(TEXT)] + [0] * (KEPT_PLANS - 3)
+    assert cross("ended") == 0
+    assert [cross("r") for _ in range(KEPT_PLANS)] == [0] * KEPT_PLANS
+    more = replace(penalised("ended", []), history_start=len(TEXT))
+    with pytest.raises(RuntimeError, match="ended: 0 tokens of its history are here"):
+        at_rank.complete(more)
     # One that waited so long crosses again.
     assert cross("ended") == len(TEXT)
+    assert at_rank.complete(more).history == TEXT
 
 
 def test_a_mask_crosses_only_to_the_rank_that_samples() -> None:
