@@ -2,13 +2,14 @@
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ullage_common.process.config_file import ConfigError
 
-_PLACE = ("physical_package_id", "core_id")
-"""Files that tell physical cores apart."""
+_THREADS = ("core_cpus_list", "thread_siblings_list")
+"""Files that list the threads of a physical core; Linux before 5.3 has only the second."""
 
 
 def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -24,17 +25,27 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 def physical_cores(
     cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
 ) -> list[list[int]]:
-    """Groups logical cores by the physical core whose threads they are, neighbours together; each
+    """Groups logical cores by the physical core whose threads they are, a package's together; each
     stands alone where the kernel says nothing."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
         topology = root / f"cpu{core}/topology"
+        threads = _read(topology, _THREADS) or str(core)
+        package = _read(topology, ["physical_package_id"])
+        place = (int(package) if package else sys.maxsize, threads)
+        groups.setdefault(place, []).append(core)
+    # By the first thread within a package, since numbers of cores are unique within a die only.
+    return [groups[place] for place in sorted(groups, key=lambda place: place[0])]
+
+
+def _read(folder: Path, names: Sequence[str]) -> str:
+    """Returns the text of the first of these files that can be read; empty if none can."""
+    for name in names:
         try:
-            place = [int((topology / name).read_text()) for name in _PLACE]
-        except (OSError, ValueError):
-            place = []
-        groups.setdefault((0, *place) if place else (1, core), []).append(core)
-    return [groups[place] for place in sorted(groups)]
+            return (folder / name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+    return ""
 
 
 def is_pinned() -> bool:

@@ -29,15 +29,19 @@ def test_the_first_version_has_a_file_each(tmp_path: Path, quota: str, cores: in
     assert usable_cores(tmp_path) == cores
 
 
-def test_threads_of_a_physical_core_are_one_group(tmp_path: Path) -> None:
-    """On two sockets, whose cores have the same numbers; what has no number stands alone."""
-    for core, (package, number) in enumerate([(0, 0), (1, 0), (0, 4), (1, 4)] * 2):
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_threads_of_a_physical_core_are_one_group(tmp_path: Path, name: str) -> None:
+    """On two sockets with two dies each, whose cores have the same number; what the kernel does not
+    describe stands alone."""
+    for core, (package, threads) in enumerate([(0, "0,4"), (1, "1,5"), (0, "2,6"), (1, "3,7")] * 2):
         topology = tmp_path / f"cpu{core}/topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{package}\n")
-        (topology / "core_id").write_text(f"{number}\n")
+        (topology / "core_id").write_text("0\n")
+        (topology / name).write_text(f"{threads}\n")
     groups = [[0, 4], [2, 6], [1, 5], [3, 7]]
     assert physical_cores([*range(10)], tmp_path) == [*groups, [8], [9]]
+    assert physical_cores([4, 5, 6], tmp_path) == [[4], [6], [5]]
 
 
 def test_without_a_cgroup_the_affinity_counts(tmp_path: Path) -> None:

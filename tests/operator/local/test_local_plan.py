@@ -226,7 +226,9 @@ def test_several_engines_get_their_own_cores_where_these_suffice(
         topology = tmp_path / f"cpu{core}/topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text("0\n")
-        (topology / "core_id").write_text(f"{core % (num_cores // num_threads)}\n")
+        num_physical = num_cores // num_threads
+        threads = range(core % num_physical, num_cores, num_physical)
+        (topology / "core_cpus_list").write_text(",".join(map(str, threads)) + "\n")
     by_core = partial(physical_cores, root=tmp_path)
     monkeypatch.setattr("ullage_operator.local.plan.physical_cores", by_core)
     scaling = {"replicas": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 3}}
