@@ -1,9 +1,12 @@
-"""Keys of tickets, changed while they are in use."""
+"""Keys of tickets, changed while they are in use, and how often tickets were used."""
 
 import asyncio
 from pathlib import Path
 
-from ullage_common.tickets.tickets import Claims, TicketKeys, engine_tag, verify
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage_common.tickets.tickets import Claims, TicketKeys, TicketUses, engine_tag, verify
 
 ENOUGH_S = 20.0
 
@@ -27,3 +30,27 @@ def test_a_new_key_signs_and_the_old_one_verifies_still(tmp_path: Path) -> None:
             assert verify(ticket, keys.all, claims.engine, 9.0) == claims
 
     asyncio.run(scenario())
+
+
+@given(
+    capacity=st.integers(1, 4),
+    steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 3))),
+)
+def test_uses_count_until_their_time(capacity: int, steps: list[tuple[int, int, int]]) -> None:
+    """Each step lets time pass and uses a ticket, as far as there is room for it."""
+    uses, now = TicketUses(capacity), 0
+    added: dict[int, tuple[int, int]] = {}
+    for ticket, lasts, passed in steps:
+        now += passed
+        uses.forget(now)
+        while added and (first := next(iter(added))) and added[first][1] < now:
+            del added[first]
+        if uses.has_room_for(ticket + 1):
+            count, until = added.get(ticket + 1, (0, now + lasts))
+            added[ticket + 1] = (count + 1, until)
+            uses.add(ticket + 1, now + lasts)
+        else:
+            assert len(added) == capacity
+            assert ticket + 1 not in added
+        assert len(uses) == len(added) <= capacity
+        assert all(uses.count(ticket) == count for ticket, (count, _) in added.items())

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -15,6 +14,7 @@ from ullage_common.tickets.tickets import (
     Claims,
     TicketError,
     TicketKeys,
+    TicketUses,
     engine_tag,
     narrowed_salt,
     verify,
@@ -23,15 +23,6 @@ from ullage_common.wire.errors import ServiceError
 
 MAX_REMEMBERED = 200_000
 """Number of tickets remembered until they expire."""
-
-
-@dataclass(slots=True)
-class _TicketUse:
-    """How often a ticket was used, and until when it counts."""
-
-    until: float
-    """Unix time in seconds at which the ticket expires."""
-    count: int = 0
 
 
 class TicketVerifier:
@@ -56,8 +47,8 @@ class TicketVerifier:
         self._is_required = bool(section and section.required)
         self._tag = engine_tag(engine_id)
         self._clock = clock
-        self._uses: dict[int, _TicketUse] = {}
-        """Tickets in the order of their first use. Nothing is awaited between a look and a use."""
+        self._uses = TicketUses(MAX_REMEMBERED)
+        """Nothing is awaited between a look and a use."""
 
     def start(self) -> None:
         if self._keys:
@@ -95,29 +86,17 @@ class TicketVerifier:
             claims = verify(ticket, self._keys.all, self._tag, now)
         except TicketError as error:
             raise _refused(error.reason, str(error)) from error
-        self._forget(now)
+        self._uses.forget(now)
         self._count(claims)
         _hold(request, claims)
 
     def _count(self, claims: Claims) -> None:
         """Counts one more use of a ticket."""
-        use = self._uses.get(claims.id)
-        if use is None:
-            if len(self._uses) >= MAX_REMEMBERED:
-                raise _too_many()
-            use = _TicketUse(claims.expires_ms / 1000 + CLOCK_SKEW_S)
-            self._uses[claims.id] = use
-        if use.count >= max(1, claims.uses):  # older routers leave it out
+        if not self._uses.has_room_for(claims.id):
+            raise _too_many()
+        if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave it out
             raise _refused("TICKET_USED", "the ticket was used; pick again")
-        use.count += 1
-
-    def _forget(self, now: float) -> None:
-        """Drops expired tickets; one behind a longer-lived one waits for that."""
-        while self._uses:
-            first = next(iter(self._uses))
-            if self._uses[first].until >= now:
-                return
-            del self._uses[first]
+        self._uses.add(claims.id, claims.expires_ms / 1000 + CLOCK_SKEW_S)
 
 
 def _hold(request: pb.GenerateRequest, claims: Claims) -> None:

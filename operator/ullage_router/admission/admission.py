@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
@@ -355,9 +355,9 @@ class Admission:
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
         """Shortens the prompt as decided, and marks one that cannot be shortened as tried."""
         call, prompt = request.call, request.prompt
-        call.decision = changed(call.decision, action="shrink", reason=shrink.reason)
+        call.decision = replace(call.decision, action="shrink", reason=shrink.reason)
         keep, most = self.policy.rungs.shrink_context.keep_turns, shrink.prompt_tokens
-        request.prompt = changed(prompt, is_spent=True)
+        request.prompt = replace(prompt, is_spent=True)
         try:
             result = await self._threads.run(
                 weight(prompt.turns),
@@ -368,10 +368,10 @@ class Admission:
         is_short = len(result.token_ids) <= most or shrink.reason == "CONTEXT_TOO_LONG"
         if is_short and len(result.token_ids) >= shrink.fewest:
             turns = tuple(result.turns)
-            request.prompt = changed(request.prompt, token_ids=result.token_ids, turns=turns)
+            request.prompt = replace(request.prompt, token_ids=result.token_ids, turns=turns)
             request.cache_key = self._cache_key(call, request.prompt)
             degraded = (*call.decision.degraded, *result.degraded)
-            call.decision = changed(
+            call.decision = replace(
                 call.decision.after("shrinkContext", shrink.reason), degraded=degraded
             )
         _log(call, logging.INFO)
@@ -401,7 +401,7 @@ class Admission:
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
         finally:
             queued_s = call.decision.queued_s + time.monotonic() - started
-            call.decision = changed(call.decision, queued_s=queued_s)
+            call.decision = replace(call.decision, queued_s=queued_s)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
         """Returns the request's place in the pool's line, kept while the pool stays the same."""
@@ -410,7 +410,7 @@ class Admission:
         request.leave_queue()
         request.entry = self._queue.join(wait.pool, _waiter(request, wait))
         call = request.call
-        call.decision = changed(
+        call.decision = replace(
             call.decision.after("queue", wait.reason),
             action="queue",
             reason=wait.reason,
@@ -423,7 +423,7 @@ class Admission:
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
         call, demand = request.call, refuse.demand
-        call.decision = changed(
+        call.decision = replace(
             call.decision.after("reject", refuse.reason),
             action="reject",
             reason=refuse.reason,
@@ -457,7 +457,7 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     if run.action == "shrink" or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
     action = "route4" if run.action == "route4" else "queue" if before.queued_s else ""
-    return changed(
+    return replace(
         before,
         action=action or ("shrink" if degraded else "accept"),
         pool=run.pool,

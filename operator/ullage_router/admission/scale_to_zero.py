@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from ullage_common.config.router import LARGE_POOL, RouterConfig, WakeSection
 from ullage_common.wire.errors import ServiceError
@@ -300,13 +300,13 @@ class ScaleToZero:
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]
         return [
-            changed(view, standing=EngineState.RECOVERING, available=view.capacity)
+            replace(view, standing=EngineState.RECOVERING, available=view.capacity)
             for view in views
             if view
         ]
 
     async def _hold(self, pool: str, size: int, call: Call) -> None:
-        call.decision = changed(
+        call.decision = replace(
             call.decision.after("hold", "ASLEEP"), action="queue", reason="ASLEEP"
         )
         with call.deadline.paused():

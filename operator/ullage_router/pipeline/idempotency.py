@@ -75,6 +75,8 @@ class IdempotencyKeys:
         self._section = section
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
+        self._generating: set[SharedGeneration] = set()
+        """Also those that nobody can join any more."""
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
         """The first one expires first."""
         self._size = 0
@@ -110,7 +112,7 @@ class IdempotencyKeys:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self._running:  # noqa: ASYNC110 - asked once, at the end
+                while self._generating:  # noqa: ASYNC110 - asked once, at the end
                     await asyncio.sleep(DRAIN_INTERVAL_S)
 
     def _find(self, name: _Name, call: Call, proceed: Handler) -> SharedGeneration:
@@ -124,6 +126,7 @@ class IdempotencyKeys:
             return entry.generation
         own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
+        self._generating.add(own.generation)
         if self._folder:
             proceed = partial(self._among_processes, self._folder, name, own, proceed)
         own.generation.run(proceed, lambda: self._on_end(name, own))
@@ -161,10 +164,11 @@ class IdempotencyKeys:
         return ReplayedAnswer(accepted, reader)
 
     def _on_end(self, name: _Name, entry: _Entry) -> None:
+        generation = entry.generation
+        self._generating.discard(generation)
         if self._running.get(name) is not entry:
             return
         del self._running[name]
-        generation = entry.generation
         if self._folder or not (generation.is_finished and generation.is_joinable):
             return
         entry.size = generation.size

@@ -89,6 +89,8 @@ class AnswerFolder:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
+        self.most_bytes = min(MAX_ANSWER_BYTES, max_bytes)
+        """Bytes of the longest answer that is kept."""
         self._kept: OrderedDict[Path, _Kept] = OrderedDict()
         """The first to end first."""
         self.size = 0
@@ -147,7 +149,7 @@ class AnswerFolder:
             return None
 
     def keep(self, path: Path, file: int) -> None:
-        """Keeps an answer that this process has finished."""
+        """Keeps an answer that this process has finished, of at most `most_bytes`."""
         if path in self._kept:
             self.size -= self._kept.pop(path).size
         self._keep_until(path, file, self._clock() + self._ttl_s)
@@ -225,7 +227,7 @@ class AnswerWriter:
         self._add(_END)
         if self._file is None:
             return
-        if os.fstat(self._file).st_size <= MAX_ANSWER_BYTES:
+        if os.fstat(self._file).st_size <= self._folder.most_bytes:
             self._folder.keep(self._path, self._file)
         else:
             _remove(self._path)

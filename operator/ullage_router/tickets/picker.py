@@ -500,8 +500,8 @@ class TicketIssuer:
         )
         request = pb.GenerateRequest(priority=priced.priority)
         mine.open_request(request, self._config.model, max(1, count))
-        mine.charge(priced.prompt_tokens, output)
         pick.entered, pick.priority = max(1, count), request.priority
+        mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
         """Grants one ticket, for as many requests as fit where one fits."""

@@ -5,7 +5,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.inference.v1 import inference_pb2
@@ -16,6 +15,7 @@ from ullage_common.tickets.tickets import (
     Claims,
     TicketError,
     TicketKeys,
+    TicketUses,
     cache_salt,
     engine_tag,
     read,
@@ -105,15 +105,6 @@ MAX_RESUMED = 100_000
 """Tickets that are remembered because their answers went on elsewhere."""
 
 
-@dataclass(slots=True)
-class _Resumed:
-    """How often answers of one ticket went on elsewhere."""
-
-    until: float
-    """Unix time after which they must have ended."""
-    count: int = 0
-
-
 class PaidTickets:
     """Recognises the tickets with which answers were paid for that go on elsewhere.
 
@@ -132,7 +123,7 @@ class PaidTickets:
         self._keys = keys
         self._request_s = request_s
         self._clock = clock
-        self._resumed: dict[int, _Resumed] = {}
+        self._resumed = TicketUses(MAX_RESUMED)
 
     def find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
         """Returns the claims of a ticket that paid for a request; None where none did.
@@ -147,30 +138,18 @@ class PaidTickets:
         except TicketError:
             return None
         now = self._clock()
-        self._forget(now)
+        self._resumed.forget(now)
         paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
         is_covered = all(0 < asked <= most for asked, most in zip(size, paid, strict=True))
         is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
-        used = self._resumed.get(claims.id)
-        if used is None:
-            is_left = len(self._resumed) < MAX_RESUMED
-        else:
-            is_left = used.count < RESUMES_A_USE * max(1, claims.uses)
+        most = RESUMES_A_USE * max(1, claims.uses)
+        is_left = self._resumed.has_room_for(claims.id) and self._resumed.count(claims.id) < most
         is_running = now <= self._until(claims)
         return claims if is_covered and is_own and is_left and is_running else None
 
     def on_resumed(self, claims: Claims) -> None:
         """Counts that an answer of the ticket went on elsewhere."""
-        used = self._resumed.setdefault(claims.id, _Resumed(self._until(claims)))
-        used.count += 1
+        self._resumed.add(claims.id, self._until(claims))
 
     def _until(self, claims: Claims) -> float:
         return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s
-
-    def _forget(self, now: float) -> None:
-        """Forgets tickets whose answers must have ended; in the order of their first loss."""
-        while self._resumed:
-            first = next(iter(self._resumed))
-            if self._resumed[first].until >= now:
-                return
-            del self._resumed[first]

@@ -169,6 +169,43 @@ def load_keys(folder: Path) -> tuple[bytes, ...]:
     return tuple(key for _, key in keys)
 
 
+class TicketUses:
+    """Counts how often each ticket was used, for as long as that counts.
+
+    Args:
+        capacity: tickets that are remembered at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._counts: dict[int, tuple[int, float]] = {}
+        """Uses by the ticket's id, and the Unix time in seconds until which they count; in the
+        order of the first use."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def has_room_for(self, ticket_id: int) -> bool:
+        """Whether a use of the ticket can be remembered."""
+        return ticket_id in self._counts or len(self._counts) < self._capacity
+
+    def count(self, ticket_id: int) -> int:
+        return self._counts.get(ticket_id, (0, 0.0))[0]
+
+    def add(self, ticket_id: int, until_s: float) -> None:
+        """Counts one use more; the time of the first one holds."""
+        count, until_s = self._counts.get(ticket_id, (0, until_s))
+        self._counts[ticket_id] = (count + 1, until_s)
+
+    def forget(self, now_s: float) -> None:
+        """Forgets tickets whose time is over; one behind a longer-lived one waits for that."""
+        while self._counts:
+            ticket_id, (_, until_s) = next(iter(self._counts.items()))
+            if until_s >= now_s:
+                return
+            del self._counts[ticket_id]
+
+
 log = logging.getLogger(__name__)
 
 

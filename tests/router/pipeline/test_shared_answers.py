@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_the_oldest_answers_go_when_there_are_too_many(tmp_path: Path) -> None:
     assert 0 < both.one.size <= 250
     reading(both.other, key="3")
     written(both.other, key="0")
+
+
+@pytest.mark.parametrize("max_bytes", [0, 60])
+def test_an_answer_that_is_larger_than_all_that_is_kept_is_not_kept(
+    tmp_path: Path, max_bytes: int
+) -> None:
+    both = Processes(tmp_path, max_bytes)
+    writer = written(both.one, b"x" * 70)
+    ended = threading.Thread(target=writer.finish, daemon=True)
+    ended.start()
+    ended.join(GUARD_S)
+    assert not ended.is_alive(), "it waits for a lock that it has itself"
+    assert both.one.size == 0
+    assert not files(tmp_path)
 
 
 def test_a_full_disk_ends_the_sharing_and_not_the_answer(

@@ -13,6 +13,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import RouterTickets
 from ullage_common.tickets.tickets import CLOCK_SKEW_S, engine_tag, read, verify
 from ullage_common.wire.errors import from_rpc_error
+from ullage_router.tenants import TenantSession
 from ullage_router.tickets.signing import RESUMES_A_USE, TicketSigner
 
 if TYPE_CHECKING:
@@ -103,6 +104,29 @@ def test_like_picks_are_charged_one_by_one(
             await service.grpc.Pick(pb.PickRequest(ended=ids), metadata=PROOF)
             assert (await usage(service))["active"] == 0
             assert service.router.service.issuer.open == 0
+
+    asyncio.run(scenario())
+
+
+def test_picks_that_another_process_left_no_tokens_for_are_over(
+    start_service: "StartService",
+    tenants: Any,
+    tickets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        rules = tenants(concurrency=5, tokens_per_minute=100, max_tokens=20)
+        async with start_service(tenants=rules, tickets=tickets) as service:
+            priced = pb.PricedRequest(prompt_tokens=10)
+            await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+            # As where the other one takes them after this one has looked.
+            monkeypatch.setattr(TenantSession, "num_allowed", lambda *_: 4)
+            priced.count = 4
+            answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]), metadata=PROOF)
+            [refused] = answer.placed
+            assert (refused.count, refused.refusal.reason) == (4, "RATE_LIMIT_EXCEEDED")
+            assert (await usage(service))["active"] == 1
+            assert await refusals(service) == 4
 
     asyncio.run(scenario())
 
