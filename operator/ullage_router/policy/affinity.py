@@ -51,17 +51,22 @@ class HashRing:
     share of the requests."""
 
     def __init__(self, engines: Iterable[str]) -> None:
-        self._points = sorted(point for engine in engines for point in _engine_points(engine))
+        ring = sorted(point for engine in engines for point in _engine_points(engine))
+        self._points = [point for point, _ in ring]
+        self._nearest: list[tuple[str, ...]] = [()] * len(ring)
+        """The engine at each point, and the next other one if there is one."""
+        nearest: tuple[str, ...] = ()
+        for i in reversed(range(2 * len(ring))):  # once around to know the next one at the end
+            engine = ring[i % len(ring)][1]
+            if engine not in nearest[:1]:
+                nearest = (engine, *nearest[:1])
+            self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
         """Returns the first engine from the point on, and the next other one if there is one."""
-        points, start = self._points, bisect_left(self._points, (point, ""))
-        nearest: dict[str, None] = {}
-        for i in range(len(points)):
-            nearest[points[(start + i) % len(points)][1]] = None
-            if len(nearest) == 2:
-                break
-        return tuple(nearest)
+        if not self._points:
+            return ()
+        return self._nearest[bisect_left(self._points, point) % len(self._points)]
 
 
 def _point(text: str) -> int:

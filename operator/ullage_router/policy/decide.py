@@ -499,8 +499,8 @@ def _draw(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineVie
     ordered = sorted(fits, key=lambda e: e.id)
     first = draw % len(ordered)
     second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
-    pair = (ordered[first], ordered[second])
-    return max(pair, key=lambda e: _rank(e, mlp_products))
+    one, other = ordered[first], ordered[second]
+    return other if _rank(other, mlp_products) > _rank(one, mlp_products) else one
 
 
 def _rank(engine: EngineView, mlp_products: int) -> tuple[bool, int, float, int]:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from ullage_common.config.router import IdempotencySection, RouterConfig
+from ullage_common.process.logs import MORE_FIELDS
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
@@ -260,7 +261,7 @@ class RouterService:
         if log.isEnabledFor(logging.INFO):
             decision = record.decision
             more = {"pred_kv_mb": decision.predicted_mib, "admission_action": decision.action}
-            log.info("answered", extra=record.as_json() | more)
+            log.info("answered", extra={MORE_FIELDS: record.as_json() | more})
 
     def _watch(self) -> None:
         watch = self.metrics.watch

@@ -23,6 +23,15 @@ async def ask(service: "Service", key: str | None, **more: Any) -> Any:
     return await service.http.post("/v1/completions", json=SAMPLED | more, headers=headers)
 
 
+async def leave(service: "Service", asked: "asyncio.Future[Any]") -> None:
+    """As a client that goes while it waits for its answer."""
+    pipeline = service.router.service.pipeline
+    await service.until(lambda: pipeline.inflight)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await service.until(lambda: not pipeline.inflight)
+
+
 def text(answer: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
@@ -84,9 +93,7 @@ def test_what_was_left_runs_anew(start_service: "StartService") -> None:
             engine.script.hold = asyncio.Event()
             left = asyncio.ensure_future(ask(service, "k"))
             await service.until(lambda: len(engine.requests) == 1)
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
-            await service.until(lambda: not service.router.service.pipeline.inflight)
+            await leave(service, left)
             engine.script.hold.set()
             assert (await ask(service, "k", prompt="x")).status_code == 200
             assert len(engine.requests) == 2
@@ -105,13 +112,8 @@ def test_a_router_that_stops_waits_for_answers_that_only_others_read(
             await service.until(lambda: len(engine.requests) == 1)
             (generation,) = keys._generating
             generation.is_read_elsewhere = lambda: True
-            second = None
-            for asked in (first, second):
-                asked = asked or asyncio.ensure_future(ask(service, "k"))
-                await service.until(lambda: service.router.service.pipeline.inflight)
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
-                await service.until(lambda: not service.router.service.pipeline.inflight)
+            await leave(service, first)
+            await leave(service, asyncio.ensure_future(ask(service, "k")))
             stopping = asyncio.ensure_future(keys.drain(60.0))
             await asyncio.sleep(0)
             engine.script.hold.set()

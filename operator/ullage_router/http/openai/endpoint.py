@@ -100,20 +100,16 @@ class Writer:
         await self._body(200, _encode(answer), later)
 
     def wait_for_stream(self) -> None:
-        """Begins the stream with a comment when nothing else does for too long: balancers would cut
-        the connection."""
+        """Sends comments, the first of which begins the stream, whenever nothing else is sent for
+        too long: balancers would cut the connection."""
         if self._keepalive_s:
-            self._timer = self._loop.call_later(self._keepalive_s, self._start_early)
-
-    def _start_early(self) -> None:
-        self.start_stream()
-        self._reply.nudge(KEEPALIVE)
+            self._sent_at = self._loop.time()
+            self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def start_stream(self) -> None:
         """Begins the stream, if it has not begun."""
         if self._is_streaming:
             return
-        self.stop()
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -122,9 +118,6 @@ class Writer:
         ]
         self._reply.start(200, headers)
         self._is_streaming = True
-        if self._keepalive_s:
-            self._sent_at = self._loop.time()
-            self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def stop(self) -> None:
         """Stops keep-alives: nothing more is sent unless somebody asks for it."""
@@ -133,9 +126,10 @@ class Writer:
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Sends a comment where nothing was sent for long enough."""
+        """Sends a comment where nothing was sent for long enough, and looks again."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
+            self.start_stream()
             self._reply.nudge(KEEPALIVE)
             self._sent_at = now
         due = self._sent_at + self._keepalive_s
