@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
 from ullage_common.wire.errors import ServiceError
-from ullage_router.admission.load_balancer import LoadBalancer
+from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
 from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
 from ullage_router.call import Call, asked_tokens, num_samples
 from ullage_router.engines.engine import Engine
@@ -167,8 +167,7 @@ class AdmissionRequest:
     prompt: Prompt
     """The prompt, as far as it has been shortened."""
     cache_key: CacheKey
-    preferred: str = ""
-    """Address of the engine whose caches have most of the prompt's beginning."""
+    preferred: Preferred = NO_PREFERENCE
     entry: QueueEntry | None = None
     """The request's place in the queue; None while it is in none."""
     queue_state: QueueState = QueueState.OPEN
@@ -288,7 +287,7 @@ class Admission:
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
             waiting=waiting,
             limits=self._limits(call),
-            preferred=request.preferred if request else "",
+            preferred=request.preferred.engine if request else "",
             draw=random.getrandbits(30),
         )
 

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ullage_common.config.router import PlacementSection
 from ullage_router.engines.engine import Engine
@@ -11,6 +12,18 @@ from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import Affinity, CacheKey
 from ullage_router.policy.decision import Side
 from ullage_router.policy.retry import RetryBudget
+
+
+class Preferred(NamedTuple):
+    """The engine that a request should go to for its caches."""
+
+    engine: str = ""
+    """The engine's key; empty when none is known."""
+    is_remembered: bool = False
+    """Whether this process placed a request with the same beginning there."""
+
+
+NO_PREFERENCE = Preferred()
 
 
 class LoadBalancer:
@@ -34,18 +47,19 @@ class LoadBalancer:
         """Returns the key by which a request's beginning is looked up in the caches of engines."""
         return self._affinity.cache_key(session, token_ids, tenant)
 
-    def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> str:
-        """Returns the key of the engine with most of the key in its caches; empty when none of
-        that side is known.
+    def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
+        """Returns the engine with most of the key in its caches.
 
         Where this process remembers none, another one may: all of them take the same of two
         engines, for a session the first while it is not much busier than the second, for a block
         of a prompt the one with less to do, if it has no prompts to compute.
         """
         if not (cache_key.session or cache_key.prefixes):
-            return ""
+            return NO_PREFERENCE
         remembered = self._affinity.find(cache_key, partial(self._is_usable, side))
-        return remembered or self._nearest(cache_key, side)
+        if remembered:
+            return Preferred(remembered, is_remembered=True)
+        return Preferred(self._nearest(cache_key, side))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
         point = cache_key.point
@@ -61,11 +75,10 @@ class LoadBalancer:
         engine = self._engines.get(key)
         return engine is not None and engine.side is side and engine.state == "ready"
 
-    def on_placed(self, cache_key: CacheKey, preferred: str, engine: Engine) -> None:
+    def on_placed(self, cache_key: CacheKey, preferred: Preferred, engine: Engine) -> None:
         """Records that a request goes to this engine."""
-        is_remembered = preferred and self._affinity.find(cache_key, preferred.__eq__)
-        choice = "kept" if preferred == engine.key else "yielded"
-        self.choices[choice if is_remembered else "none"] += 1
+        choice = "kept" if preferred.engine == engine.key else "yielded"
+        self.choices[choice if preferred.is_remembered else "none"] += 1
         self._affinity.on_placed(cache_key, engine.key)
 
     def may_retry(self) -> bool:

@@ -39,6 +39,10 @@ class CacheKey(msgspec.Struct, frozen=True):
     tenant: str = ""
 
     @property
+    def session_hashes(self) -> tuple[int, ...]:
+        return (hash(self.session),) if self.session else ()
+
+    @property
     def point(self) -> int | None:
         """Where the request is on the ring; None where it has neither a session nor a block."""
         if self.session:
@@ -90,21 +94,32 @@ class Table:
     def __len__(self) -> int:
         return self._len
 
-    def get(self, tenant: str, key: int) -> str | None:
+    def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
+        """Returns the engine of the first key that has a usable one; empty where none has."""
         engines = self._tenants.get(tenant)
-        engine = engines.get(key) if engines else None
-        if engines and engine is not None:
-            engines.move_to_end(key)
-        return engine
+        if engines:
+            for key in keys:
+                engine = engines.get(key)
+                if engine is not None:
+                    engines.move_to_end(key)
+                    if is_usable(engine):
+                        return engine
+        return ""
 
-    def put(self, tenant: str, key: int, engine: str) -> None:
+    def put(self, tenant: str, keys: Sequence[int], engine: str) -> None:
+        """Gives the keys this engine; the last of them is the one used last."""
+        if not keys:
+            return
         engines = self._tenants.get(tenant)
         if engines is None:
             engines = self._tenants[tenant] = OrderedDict()
-        self._len += key not in engines
-        engines[key] = engine
-        engines.move_to_end(key)
-        if self._len > self._size:
+        for key in keys:
+            if key in engines:
+                engines.move_to_end(key)
+            else:
+                self._len += 1
+            engines[key] = engine
+        while self._len > self._size:
             self._make_room()
 
     def _make_room(self) -> None:
@@ -162,22 +177,15 @@ class Affinity:
             is_usable: whether an engine takes requests; one that does not is passed over, and its
                 shorter matches elsewhere count.
         """
-        if cache_key.session:
-            engine = self._sessions.get(cache_key.tenant, hash(cache_key.session))
-            if engine and is_usable(engine):
-                return engine
-        for prefix in reversed(cache_key.prefixes):
-            engine = self._prefixes.get(cache_key.tenant, prefix)
-            if engine and is_usable(engine):
-                return engine
-        return ""
+        tenant, sessions = cache_key.tenant, cache_key.session_hashes
+        engine = self._sessions.first(tenant, sessions, is_usable) if sessions else ""
+        return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
     def on_placed(self, cache_key: CacheKey, engine: str) -> None:
         """The request's beginning is now in that engine's caches."""
-        if cache_key.session:
-            self._sessions.put(cache_key.tenant, hash(cache_key.session), engine)
-        for prefix in reversed(cache_key.prefixes):  # the shortest is shared by most: newest
-            self._prefixes.put(cache_key.tenant, prefix, engine)
+        self._sessions.put(cache_key.tenant, cache_key.session_hashes, engine)
+        # The shortest is shared by most: newest.
+        self._prefixes.put(cache_key.tenant, cache_key.prefixes[::-1], engine)
 
     def forget(self, engine: str) -> None:
         """The engine lost its caches."""

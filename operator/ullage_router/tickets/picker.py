@@ -544,14 +544,14 @@ class TicketIssuer:
             if has_cache_key
             else NO_CACHE_KEY
         )
-        preferred = balancer.preferred(cache_key) if has_cache_key else ""
+        preferred = balancer.preferred(cache_key)
         avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
         limit, samples = self._most(pick.session), priced.samples or 1
         ask = Ask(
             priced.prompt_tokens,
             priced.max_tokens,
             samples,
-            preferred,
+            preferred.engine,
             avoid,
             limit,
             priced.comes_at_end,
