@@ -69,7 +69,8 @@ class JsonFormatter(logging.Formatter):
         }
         fields = vars(record)
         line.update({name: fields[name] for name in fields.keys() - _STANDARD})
-        line.update(line.pop(MORE_FIELDS, {}))
+        more: Any = line.pop(MORE_FIELDS, {})
+        line.update(more)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _ENCODER.encode(line).decode()
