@@ -26,6 +26,7 @@ from ullage_operator.rollout.analysis import (
 )
 from ullage_operator.rollout.stages import (
     PAUSED,
+    RENEWALS,
     ROLLING_OUT,
     TRYING,
     WAITING,
@@ -367,7 +368,8 @@ def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
         "weight": plan.weight,
         "stableRevision": progress.stable,
         **({"since": timestamp(progress.since)} if plan.is_known else {}),
-        "message": progress.message,
+        # A renewal's own: the message that is kept is that of the rollback before it.
+        "message": RENEWALS[progress.renewal] if is_renewing else progress.message,
         **({"revision": progress.canary} if progress.canary else {}),
         **({"failedRevision": progress.failed} if progress.failed else {}),
     }
