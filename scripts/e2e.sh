@@ -20,8 +20,8 @@ rollouts=(rollout)
 others=(wrong_manifests lifecycle scaling drain)
 
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
 export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}
+source scripts/lanes.sh
 
 # run NAME FILE ...: pytest with these files of tests
 run() {
@@ -30,24 +30,32 @@ run() {
         "${files[@]/#/$tests/test_}"
 }
 
+# Removes what the first step installs, also where a step was interrupted.
+finish() {
+    local status=$?
+    echo "rights, and the end:"
+    ULLAGE_E2E_INSTALLED=1 start run end zero_denials.py
+    join $! || ((status)) || status=1
+    rm -rf "$logs"
+    exit "$status"
+}
+trap finish EXIT
+
 echo "the chart:"
-ULLAGE_E2E_KEEP=1 run chart install.py
-failed=$?
+ULLAGE_E2E_KEEP=1 start run chart install.py
+join $! || exit
 export ULLAGE_E2E_INSTALLED=1
-if ((!failed)); then
-    pids=()
-    for lane in "${lanes[@]}"; do
-        declare -n names=$lane
-        ULLAGE_E2E_KEEP=1 ULLAGE_E2E_SERVICE=$lane run "$lane" "${names[@]/%/.py}" \
-            > "$logs/$lane.log" 2>&1 &
-        pids+=($!)
-    done
-    for index in "${!lanes[@]}"; do
-        wait "${pids[index]}" || failed=1
-        echo "lane ${lanes[index]}:"
-        cat "$logs/${lanes[index]}.log"
-    done
-fi
-echo "rights, and the end:"
-run end zero_denials.py || failed=1
+failed=0
+pids=()
+for lane in "${lanes[@]}"; do
+    declare -n names=$lane
+    ULLAGE_E2E_KEEP=1 ULLAGE_E2E_SERVICE=$lane start run "$lane" "${names[@]/%/.py}" \
+        > "$logs/$lane.log" 2>&1
+    pids+=($!)
+done
+for index in "${!lanes[@]}"; do
+    join "${pids[index]}" || failed=1
+    echo "lane ${lanes[index]}:"
+    cat "$logs/${lanes[index]}.log"
+done
 exit "$failed"

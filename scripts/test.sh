@@ -17,7 +17,7 @@ engine=tests/engine
 fast_operator=(
     tests/test_*.py tests/operator/{api,conditions,manifests,rollout}
     tests/operator/controller/test_{plan,rolls}.py
-    --ignore=tests/operator/api/test_wrong_manifests.py
+    --ignore=tests/operator/api/test_wrong_manifests.py --ignore=tests/test_lanes.py
 )
 fast_rest=(
     tests/router/policy tests/router/prompts/test_*.py
@@ -31,7 +31,8 @@ elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}")
 computing=("${elsewhere[@]/#/--ignore=}")
 
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
+trap 'rm -rf "$logs"' EXIT
+source scripts/lanes.sh
 export ULLAGE_TEST_WEIGHTS=$logs/weights # every model is prepared once for all lanes
 mkdir "$ULLAGE_TEST_WEIGHTS"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
@@ -41,13 +42,22 @@ lane() {
     "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
 }
 
+operating() {
+    local status
+    lane operating "${operating[@]}"
+    status=$?
+    lane processes "${processes[@]}" && return "$status"
+}
+
 case "${1:-}" in
     "") ;;
     fast)
-        lane operator "${fast_operator[@]}" > "$logs/operator.log" 2>&1 &
-        lane rest "${fast_rest[@]}"
+        start lane operator "${fast_operator[@]}" > "$logs/operator.log" 2>&1
+        operator=$!
+        start lane rest "${fast_rest[@]}"
+        join $!
         status=$?
-        wait "$!" || status=1
+        join "$operator" || status=1
         cat "$logs/operator.log"
         exit "$status"
         ;;
@@ -55,23 +65,21 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-lane talking "${talking[@]}" > "$logs/talking.log" 2>&1 &
+start lane talking "${talking[@]}" > "$logs/talking.log" 2>&1
 talking_pid=$!
-{
-    lane operating "${operating[@]}"
-    operating_status=$?
-    lane processes "${processes[@]}" && exit "$operating_status"
-} > "$logs/operating.log" 2>&1 &
+start operating > "$logs/operating.log" 2>&1
 operating_pid=$!
 
 failed=0
 echo "tests that compute:"
-lane computing "${computing[@]}" || failed=1
+start lane computing "${computing[@]}"
+join $! || failed=1
 echo "tests of whole services:"
-lane services "${services[@]}" || failed=1
+start lane services "${services[@]}"
+join $! || failed=1
 for name in talking operating; do
     pid=${name}_pid
-    wait "${!pid}" || failed=1
+    join "${!pid}" || failed=1
     echo "tests of the lane $name:"
     cat "$logs/$name.log"
 done
