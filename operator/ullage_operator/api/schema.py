@@ -206,10 +206,11 @@ def is_positive(schema: Schema) -> bool:
 
 def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """What the CEL rules refuse."""
-    for rule in schema.get("x-kubernetes-validations", ()):
-        if "oldSelf" in rule["rule"]:
-            continue  # about changes, which only the API server sees
-        if not holds(rule["rule"], typed(schema, value)):
+    # A rule about changes is for the API server, which alone sees them.
+    checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
+    text = json.dumps(typed(schema, value)) if checked else ""
+    for rule in checked:
+        if not holds(rule["rule"], text):
             where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
             yield Problem(where, str(rule["message"]))
     if isinstance(value, list):
@@ -231,16 +232,18 @@ def typed(schema: Schema, value: Any) -> Any:
     return float(value) if schema.get("type") == "number" else value
 
 
-def holds(rule: str, value: Any) -> bool:
-    return answer(rule, json.dumps(value))
-
-
 @functools.lru_cache(maxsize=2048)
-def answer(rule: str, text: str) -> bool:
+def holds(rule: str, text: str) -> bool:
     """What a rule says of a value in JSON; kept, since most sections of most services are equal."""
+    return bool(compiled(rule).evaluate({"self": cel_value(text)}))
+
+
+@functools.lru_cache(maxsize=1)
+def cel_value(text: str) -> Any:
+    """A value in JSON as CEL reads it, for all rules of one section."""
     from celpy.adapter import json_to_cel
 
-    return bool(compiled(rule).evaluate({"self": json_to_cel(json.loads(text))}))
+    return json_to_cel(json.loads(text))
 
 
 @functools.cache
