@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests in three lanes side by side, never more, so that two cores are always at work and
-# nobody waits long for them: what computes and then whole services, what talks over sockets, and
-# the operator and then workers and groups of ranks. Every test runs once: one that fails, fails the
-# run.
+# nobody waits long for them: what computes and then whole services; what talks over sockets and
+# then those services that no others share; the operator and then workers and groups of ranks. Every
+# test runs once: one that fails, fails the run.
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
 #   scripts/test.sh PYTHON fast            those that start no processes, within a minute
@@ -26,9 +26,11 @@ fast_rest=(
 talking=(tests/router tests/common "$engine/server")
 operating=(tests/operator tests/kubeapi tests/charts)
 services=(tests/e2e tests/benchmarks)
+unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
 elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}")
 computing=("${elsewhere[@]/#/--ignore=}")
+services+=("${unshared[@]/#/--ignore=}")
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
@@ -40,6 +42,13 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same mod
 # lane NAME PYTEST-ARGUMENT ...
 lane() {
     "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
+}
+
+talking() {
+    local status
+    lane talking "${talking[@]}"
+    status=$?
+    lane unshared "${unshared[@]}" && return "$status"
 }
 
 operating() {
@@ -65,7 +74,7 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-start lane talking "${talking[@]}" > "$logs/talking.log" 2>&1
+start talking > "$logs/talking.log" 2>&1
 talking_pid=$!
 start operating > "$logs/operating.log" 2>&1
 operating_pid=$!

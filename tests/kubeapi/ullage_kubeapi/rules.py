@@ -5,6 +5,7 @@ Kubernetes' own CEL functions beyond the standard ones are given as far as quant
 """
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -84,11 +85,13 @@ def violations(
     if old is not _ABSENT and _is_unchanged(value, old, schema):
         return
     asked = schema.get("x-kubernetes-validations", ())
-    names = _names(value, old, schema) if asked else {}
+    texts = _texts(value, old, schema) if asked else ()
     for rule in asked:
         if "oldSelf" in rule["rule"] and old is _ABSENT and not rule.get("optionalOldSelf"):
             continue
-        message = _broken(rule, names)
+        message = _broken(
+            rule["rule"], rule.get("message", ""), rule.get("messageExpression", ""), texts
+        )
         if message:
             at = f"{path}{rule['fieldPath']}" if "fieldPath" in rule else path
             kind = "object" if isinstance(value, Mapping) else value
@@ -128,23 +131,29 @@ def _schema_of(name: str, schema: Schema) -> Schema | None:
     return below or (extra if isinstance(extra, Mapping) else None)
 
 
-def _names(value: Any, old: Any, schema: Schema) -> dict[str, Any]:
-    """What the rules of one value may read."""
-    names = {"self": celpy.json_to_cel(_typed(value, schema))}
-    if old is not _ABSENT:
-        names["oldSelf"] = celpy.json_to_cel(_typed(old, schema))
-    return names
+def _texts(value: Any, old: Any, schema: Schema) -> tuple[str, ...]:
+    """What the rules of one value may read, in JSON: the value, and the old one if there is one."""
+    values = (value,) if old is _ABSENT else (value, old)
+    return tuple(json.dumps(_typed(each, schema)) for each in values)
 
 
-def _broken(rule: Mapping[str, str], names: dict[str, Any]) -> str:
+@functools.lru_cache(maxsize=8)
+def _cel_value(text: str) -> Any:
+    return celpy.json_to_cel(json.loads(text))
+
+
+@functools.lru_cache(maxsize=8192)
+def _broken(rule: str, message: str, expression: str, texts: tuple[str, ...]) -> str:
+    """What to say of a broken rule, else nothing; kept, since most writes leave most as it was."""
+    names = dict(zip(("self", "oldSelf"), map(_cel_value, texts), strict=False))
     try:
-        if _program(rule["rule"]).evaluate(names):
+        if _program(rule).evaluate(names):
             return ""
-        if "messageExpression" in rule:
-            return str(_program(rule["messageExpression"]).evaluate(names))
+        if expression:
+            return str(_program(expression).evaluate(names))
     except celpy.CELEvalError as error:
-        return f"{rule.get('message', 'rule error')}: {rule['rule']}: {error.args[0]}"
-    return rule.get("message") or f"failed rule: {rule['rule']}"
+        return f"{message or 'rule error'}: {rule}: {error.args[0]}"
+    return message or f"failed rule: {rule}"
 
 
 def _typed(value: Any, schema: Schema) -> Any:
