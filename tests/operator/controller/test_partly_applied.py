@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from copy import deepcopy
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
+from ullage_kubeapi import checks
 from ullage_kubeapi.trial import converged, relist, until
 
 from ullage_operator.api.errors import ClusterDenied, ClusterPostponed, ClusterRefused
 from ullage_operator.api.naming import CONFIG_MAP, SERVICE, WATCHED
 from ullage_operator.api.spec import Settings
+from ullage_operator.conditions.pod_problems import MOUNTING_S
 from ullage_operator.controller.apply import Applier, ApplyResult
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer, StreamTimes
@@ -76,7 +78,7 @@ def test_what_kubernetes_refuses_of_pods_is_told_with_the_part_of_the_manifest()
     assert problem.message.endswith("its pods are made of spec.pools.large: correct it")
 
 
-def test_a_missing_secret_is_named_by_the_pods_events(world, played, start) -> None:
+def test_a_missing_secret_is_named_by_the_pods_events(world, played, start, monkeypatch) -> None:
     start()
     world.create(router={"replicas": 1})
     owned = converged(world)
@@ -87,7 +89,11 @@ def test_a_missing_secret_is_named_by_the_pods_events(world, played, start) -> N
         "spec": {"nodeName": "node-a", "containers": [container]},
     }
     pods = world.path("pods", "")
-    made = world.client.post(pods, json=body).json()
+    # Some of the time that pods have for mounting has passed, and the operator waits for the rest.
+    created = datetime.now(UTC) - timedelta(seconds=MOUNTING_S - 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "now", lambda: created.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        made = world.client.post(pods, json=body).json()
     state = {"waiting": {"reason": "ContainerCreating"}}
     status = {
         "conditions": [{"type": "PodReadyToStartContainers", "status": "False"}],
