@@ -2,12 +2,15 @@
 """Requests/s, added latency, streams and memory of the router, beside other routers in one run.
 
 usage: router.py [--quick] [--engines 1,8,64] [--rounds 3] [--seconds 3] [--requests 100000]
-                 [--peers DIR [--production-stack SOURCE]]
+                 [--interval-ms 5 --connections 256] [--peers DIR [--production-stack SOURCE]]
 
 Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
 and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
 machine, and routers take turns within each round, so ratios hold where absolute figures depend on
 what else the machine does. CPU is that of the router's processes for each request.
+
+With --interval-ms engines stream a token at a time, as real ones do: at once is the best case of a
+proxy, which relays all of a stream's bytes in one piece. It takes more --connections then.
 
 With --engines all is measured once before each of these numbers of engines, a decision alone as
 well (router_decide.py).
@@ -284,8 +287,9 @@ def streams(machine: Machine, count: int) -> None:
 
 def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:
     """Prints one table; returns what was measured."""
-    http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http")
-    grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines)
+    pace = ["--interval-ms", str(options.interval_ms)]
+    http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http", *pace)
+    grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines, *pace)
     for port in http_ports:
         wait_ready(port, "/v1/models")
     print(f"{num_engines} engines: a decision takes {decision_us(grpc_ports):.0f} us", flush=True)
@@ -324,6 +328,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")
     parser.add_argument("--rate", type=float, default=300.0)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=100_000)

@@ -8,8 +8,8 @@ Prints the ports as a JSON list when all of them listen; each 0 is any free one.
 Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
 the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
 joins them. Each port is an engine of its own. With --http OpenAI's chat endpoint, for routers that
-are proxies, one event a token and all in one piece. Answers are made ahead: what is measured beside
-it is the router.
+are proxies, one event a token, all in one piece unless there is an interval. Answers are made
+ahead: what is measured beside it is the router.
 """
 
 import argparse
@@ -64,9 +64,13 @@ class Engine(
     async def Generate(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        for response in self._responses:
+        accepted, first, *others, finished = self._responses
+        yield accepted
+        yield first
+        for response in others:
+            await asyncio.sleep(until_step(self._interval_s, self._name))
             yield response
-            await asyncio.sleep(self._interval_s)
+        yield finished
 
     async def Multiplex(self, requests: object, context: Any) -> None:
         if self._interval_s:
@@ -141,7 +145,8 @@ def _model() -> pb.GetModelResponse:
 class OpenAIEngine(asyncio.Protocol):
     """One connection of a client that sends a request and waits for its answer."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, interval_s: float) -> None:
+        self._interval_s = interval_s
         base = {"id": "chatcmpl-1", "created": 1, "model": MODEL}
         message = {"role": "assistant", "content": "word " * tokens}
         usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
@@ -153,7 +158,9 @@ class OpenAIEngine(asyncio.Protocol):
         models = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 1}]}
         self._whole, self._models = _http(json.dumps(answer)), _http(json.dumps(models))
         done = _chunk(b"data: [DONE]\n\n")
-        self._stream = STREAM_HEAD + _chunk(event) * tokens + done + b"0\r\n\r\n"
+        self._events = [STREAM_HEAD + _chunk(event), *[_chunk(event)] * (tokens - 1)]
+        self._events[-1] += done + b"0\r\n\r\n"
+        self._stream = b"".join(self._events)
         self._read = b""
 
     def connection_made(self, transport: Any) -> None:
@@ -170,9 +177,33 @@ class OpenAIEngine(asyncio.Protocol):
         self._read = b""
         if head.startswith(b"POST"):
             is_streamed = b'"stream":true' in rest.replace(b" ", b"")
-            self._transport.write(self._stream if is_streamed else self._whole)
+            whole = self._stream if is_streamed else self._whole
+            if not self._interval_s:
+                self._transport.write(whole)
+            elif is_streamed:
+                self._send(0)
+            else:
+                duration_s = self._interval_s * (len(self._events) - 1)
+                asyncio.get_running_loop().call_later(duration_s, self._transport.write, whole)
         else:
             self._transport.write(self._models)
+
+    def _send(self, number: int) -> None:
+        """One event after the other."""
+        self._transport.write(self._events[number])
+        if number + 1 < len(self._events):
+            loop, local = asyncio.get_running_loop(), self._transport.get_extra_info("sockname")
+            loop.call_later(until_step(self._interval_s, local), self._send, number + 1)
+
+
+def until_step(interval_s: float, engine: object) -> float:
+    """Seconds until the engine's next step, which gives a token to each of its requests."""
+    if not interval_s:
+        return 0.0
+    shift_s = interval_s * (hash(engine) % 16) / 16
+    passed_s = (asyncio.get_running_loop().time() + shift_s) % interval_s
+    # Timers are not exact: just before a step it is the one that has been.
+    return interval_s - passed_s if passed_s < interval_s / 2 else 2 * interval_s - passed_s
 
 
 STREAM_HEAD = (
@@ -189,11 +220,11 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def serve_http(ports: Sequence[int], tokens: int) -> None:
+async def serve_http(ports: Sequence[int], tokens: int, interval_s: float) -> None:
     loop, listening = asyncio.get_running_loop(), []
     for port in ports:
         server = await loop.create_server(
-            lambda: OpenAIEngine(tokens), "127.0.0.1", port, backlog=2048
+            lambda: OpenAIEngine(tokens, interval_s), "127.0.0.1", port, backlog=2048
         )
         listening.append(server.sockets[0].getsockname()[1])
     print(json.dumps(listening), flush=True)
@@ -221,7 +252,7 @@ def main() -> None:
     parser.add_argument("--http", action="store_true")
     options = parser.parse_args()
     if options.http:
-        uvloop.run(serve_http(options.ports, options.tokens))
+        uvloop.run(serve_http(options.ports, options.tokens, options.interval_ms / 1000))
     else:
         uvloop.run(serve(options.ports, options.tokens, options.interval_ms / 1000))
 

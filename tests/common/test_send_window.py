@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.wire.flow_control import SendWindow, merge_deltas
+from ullage_common.wire.flow_control import SendWindow, merge_deltas, next_tick
 
-NEVER_MS = 3_600_000
+NEVER_MS = (1 << 32) - 1
+"""No machine has been up for so long."""
 ACCEPTED = pb.GenerateResponse(accepted=pb.Accepted(engine="e"))
 FINISHED = pb.GenerateResponse(finished=pb.Finished())
 DELTAS = st.lists(
@@ -117,6 +118,16 @@ def test_what_waits_leaves_when_the_pause_is_over() -> None:
                 await asyncio.sleep(0.005)
 
     run(scenario)
+
+
+@given(st.floats(0.0, 1e7), st.floats(0.0, 1e7), st.floats(0.001, 1.0))
+def test_ticks_are_the_same_for_all_calls(one: float, other: float, pause_s: float) -> None:
+    for now in (one, other):
+        assert now < next_tick(now, pause_s) + 1e-6
+        assert next_tick(now, pause_s) - now <= pause_s + 1e-6
+    between = (next_tick(one, pause_s) - next_tick(other, pause_s)) / pause_s
+    assert abs(between - round(between)) < 1e-3
+    assert next_tick(one, 0.0) == one, "without a pause nothing waits"
 
 
 def test_what_is_due_while_the_window_is_shut_leaves_when_it_opens() -> None:

@@ -1,9 +1,8 @@
 """What is between an engine that sends and a client that reads: bounded, coalesced, paced.
 
 A source may be `window` tokens ahead of the reader and no further. Tokens that come faster than
-a client needs them leave together: a reader gets news at once when it has had none for
-`coalesce_s`, and earlier when `coalesce_tokens` have come or the answer has ended. So the first
-token never waits, nor do those of an engine that is slower than that anyway.
+a client needs them leave together: the source waits for others (`ullage_common.wire.flow_control`),
+and a reader gets what is there at once, as much of it as may leave together, unless it is paced.
 
 A watchdog ends the streams of an engine that has fallen silent.
 """
@@ -33,7 +32,7 @@ class FlowControl:
     coalesce_tokens: int = 4
     """Most tokens that leave together, unless the engine sent more in one."""
     coalesce_s: float = 0.02
-    """Seconds for which tokens wait for others; 0: not at all."""
+    """Seconds for which tokens wait for others at their source; 0: not at all."""
     pace: float = 0.0
     """Most tokens a second; 0: as fast as they come."""
     stall_s: float = math.inf
@@ -115,12 +114,11 @@ class ReceiveBuffer:
         self._loop = asyncio.get_running_loop()
         self._events: list[tuple[Event, inference_pb2.Delta | None]] = []
         """Buffered events, each with its delta if it is one."""
-        self._tokens = 0
         self._taken = 0
         self._error: ServiceError | None = None
         self._has_ended = False
         self._due = 0.0
-        """Time at which tokens may leave, on the event loop's clock."""
+        """Time at which tokens of a paced answer may leave, on the event loop's clock."""
         self._reader: asyncio.Future[None] | None = None
         """The reader that waits for a response; None once it was woken."""
         self._waiting_since = math.inf
@@ -137,9 +135,7 @@ class ReceiveBuffer:
         """The next response, which has the field `kind`."""
         self._waiting_since = math.inf
         if kind == "delta":
-            delta = event.delta
-            self._events.append((event, delta))
-            self._tokens += delta.num_tokens
+            self._events.append((event, event.delta))
         else:
             self._events.append((event, None))
             self._has_ended = self._has_ended or kind == "finished"
@@ -204,19 +200,7 @@ class ReceiveBuffer:
             return 0.0 if self._has_ended else None
         if self._events[0][1] is None:
             return 0.0
-        is_enough = self._has_ended or self._tokens >= self._flow.coalesce_tokens
-        if (is_enough or self._is_waiting_in_vain) and not self._flow.pace:
-            return 0.0
-        return max(0.0, self._due - self._loop.time())
-
-    @property
-    def _is_waiting_in_vain(self) -> bool:
-        """Nothing can be joined to the first: the source may send no more, or another's follows."""
-        if len(self._events) + self._taken >= self._window:
-            return True
-        (_, first), *_ = self._events
-        following = self._events[1][1] if len(self._events) > 1 else first
-        return first is None or following is None or following.sample != first.sample
+        return max(0.0, self._due - self._loop.time()) if self._flow.pace else 0.0
 
     def _take(self) -> Event:
         event, delta = self._events.pop(0)  # of a list no longer than the window
@@ -245,15 +229,9 @@ class ReceiveBuffer:
                 break
         del self._events[: len(merged) - 1]
         self._taken += len(merged) - 1
-        self._tokens -= tokens
-        self._set_due(tokens)
-        return merge_deltas(merged)
-
-    def _set_due(self, tokens: int) -> None:
-        pause_s = self._flow.coalesce_s
         if self._flow.pace:
-            pause_s = max(pause_s, tokens / self._flow.pace)
-        self._due = self._loop.time() + pause_s
+            self._due = self._loop.time() + tokens / self._flow.pace
+        return merge_deltas(merged)
 
 
 CHECK_INTERVAL_S = 1.0

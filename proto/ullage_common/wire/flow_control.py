@@ -1,7 +1,9 @@
 """What one call of a stream sends: never more than its window, and tokens merged.
 
-Each message costs the reader more than the tokens in it. A first token leaves at once; those that
-come within the pause after it, up to as many as the reader wants together, leave as one delta.
+Each message costs the reader more than the tokens in it. A first token leaves at once, and so does
+any that comes a pause after the last one left. Those that come earlier wait for the next tick, up
+to as many as the reader wants together, and leave as one delta. Ticks are a pause apart and the
+same for all calls, so that what many of them have to say shares a message.
 """
 
 import asyncio
@@ -116,8 +118,13 @@ class SendWindow:
         self.is_finished = response.HasField("finished")
         if response.HasField("delta"):
             pending = self._samples.setdefault(response.delta.sample, _Pending())
-            pending.due = self._loop.time() + self._pause_s
+            pending.due = next_tick(self._loop.time(), self._pause_s)
         self._send(response)
+
+
+def next_tick(now: float, pause_s: float) -> float:
+    """Returns the next of the times that are so many seconds apart, on the clock of `now`."""
+    return (now // pause_s + 1) * pause_s if pause_s else now
 
 
 def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:

@@ -81,38 +81,24 @@ def test_a_buffer_loses_nothing_and_holds_no_more_than_its_window(
     asyncio.run(scenario())
 
 
-def test_tokens_wait_for_others_but_never_the_first() -> None:
+def test_what_is_there_leaves_together_and_at_once() -> None:
+    """Its source has waited for it already."""
+
     async def scenario() -> None:
         buffer = ReceiveBuffer(
             FlowControl(coalesce_tokens=3, coalesce_s=3600.0), 64, lambda _: None
         )
-        put(buffer, delta("a"))
-        assert (await buffer.read()).delta.text == "a"
-        put(buffer, delta("b"))
+        for texts, expected in (("a", ["a"]), ("bcde", ["bcd", "e"])):
+            for text in texts:
+                put(buffer, delta(text))
+            assert [(await buffer.read()).delta.text for _ in expected] == expected
         reading = asyncio.create_task(buffer.read())
-        await asyncio.sleep(0.05)
-        assert not reading.done()
-        put(buffer, delta("c"))
-        put(buffer, delta("d"))
-        assert (await reading).delta.text == "bcd"
-        put(buffer, delta("e"))
+        await asyncio.sleep(0)
+        put(buffer, delta("f"))
+        assert (await reading).delta.text == "f"
         put(buffer, FINISHED)
-        assert (await buffer.read()).delta.text == "e"
         assert (await buffer.read()).HasField("finished")
         assert await buffer.read() is None
-
-    asyncio.run(scenario())
-
-
-def test_tokens_leave_when_the_window_is_over() -> None:
-    async def scenario() -> None:
-        buffer = ReceiveBuffer(
-            FlowControl(coalesce_tokens=100, coalesce_s=0.02), 64, lambda _: None
-        )
-        for text in ("a", "b"):
-            put(buffer, delta(text))
-            async with asyncio.timeout(WAIT_S):
-                assert (await buffer.read()).delta.text == text
 
     asyncio.run(scenario())
 
