@@ -133,7 +133,8 @@ def load_weights(
     On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
     the other. With `shard` only a rank's part is; the configuration and the size are the whole's.
     `calibration` rounds to int4; without it every weight is rounded to the nearest number. So is
-    every one, with a warning, where a layer cannot be calibrated; the next start tries again.
+    every one, with a warning, where a layer cannot be calibrated; `weights_dir` then keeps these
+    weights, so that a worker that starts again computes what streams began with, and at once.
 
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
@@ -142,21 +143,7 @@ def load_weights(
     form = PreparedForm(dtype, model.quantization, device)
     if form.quantization != "int4":
         calibration = None
-    try:
-        path, header = _attach(files, weights_dir, form, progress, calibration)
-    except CalibrationError as error:
-        reason, remedy = str(error), error.remedy
-    else:
-        reason = ""
-    # Outside the handler: the exception's frames keep the layer's tensors alive.
-    if reason:
-        log.warning(
-            "int4 is rounded to the nearest numbers, uncalibrated, %s: %s; "
-            "the next start tries again",
-            remedy,
-            reason,
-        )
-        path, header = _attach(files, weights_dir, form, progress, None)
+    path, header = _attach(files, weights_dir, form, progress, calibration)
     progress(header.nbytes, header.nbytes)
     return _map(path, header, device, shard)
 
@@ -208,20 +195,67 @@ def _attach(
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
     """Returns the prepared file, which is written first if need be, and its header."""
-    path = weights_dir / f"{content_key(files, form, calibration)}.weights"
+    keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
+    paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
-        header = _verified_header(path, progress)
-        if header is not None:
-            return path, header
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path, progress):
-            header = _verified_header(path, progress)
-            return path, header or _prepare(files, path, form, progress, calibration)
+        attached = _find(paths, progress)
+        if attached is None:
+            weights_dir.mkdir(parents=True, exist_ok=True)
+            with _lock(paths, progress):
+                attached = _find(paths, progress)
+                if attached is None:
+                    attached = _prepare_either(files, paths[0], form, progress, calibration)
+        return attached
     except OSError as error:
         raise WeightsError(
-            f"server.weights_dir {path.parent}: {error.strerror or error}; "
+            f"server.weights_dir {weights_dir}: {error.strerror or error}; "
             "name a writable folder with room for the weights"
         ) from error
+
+
+def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
+    """Returns the first file that is whole, and its header; None if there is none.
+
+    A second path is that of int4 rounded to the nearest, which was written for want of the first.
+    """
+    for path in paths:
+        header = _verified_header(path, progress)
+        if header is None:
+            continue
+        if path != paths[0]:
+            log.warning(
+                "int4 is rounded to the nearest numbers, uncalibrated, as when %s was written; "
+                "the next start with an empty weights folder tries again",
+                path,
+            )
+        return path, header
+    return None
+
+
+def _prepare_either(
+    files: ModelFiles,
+    path: Path,
+    form: PreparedForm,
+    progress: Progress,
+    calibration: Calibration | None,
+) -> tuple[Path, Header]:
+    """Writes `path`, or, where a layer cannot be calibrated, the file rounded to the nearest.
+
+    The lock of `path` is held all the while, so that whoever waits for it finds either.
+    """
+    try:
+        return path, _prepare(files, path, form, progress, calibration)
+    except CalibrationError as error:
+        reason, remedy = str(error), error.remedy
+    # Outside the handler: the exception's frames keep the layer's tensors alive.
+    log.warning(
+        "int4 is rounded to the nearest numbers, uncalibrated, %s: %s; "
+        "the next start with an empty weights folder (%s) tries again",
+        remedy,
+        reason,
+        path.parent,
+    )
+    return _attach(files, path.parent, form, progress, None)
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
@@ -279,29 +313,29 @@ def _mark_verified(path: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds the right to prepare `path`; while another engine does, reports that one's progress.
+def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
+    """Holds the right to prepare one of `paths`; while another engine does, reports its progress.
 
     The kernel drops the lock of a process that dies.
     """
-    with path.with_suffix(".lock").open("wb") as file:
+    with paths[0].with_suffix(".lock").open("wb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                progress(*_others_progress(path))
+                progress(*_others_progress(paths))
                 time.sleep(LOCK_POLL_S)
         yield
 
 
-def _others_progress(path: Path) -> tuple[int, int]:
-    try:
-        status = path.with_suffix(".partial").stat()
-    except FileNotFoundError:
-        return 0, 0
-    # The file has its full size from the start; blocks written so far tell how far it is.
-    return min(status.st_blocks * 512, status.st_size), status.st_size
+def _others_progress(paths: list[Path]) -> tuple[int, int]:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.with_suffix(".partial").stat()
+            # The file has its full size from the start; blocks written tell how far it is.
+            return min(status.st_blocks * 512, status.st_size), status.st_size
+    return 0, 0
 
 
 def _prepare(

@@ -148,7 +148,7 @@ one layer after another."""
 
 
 class CalibrationError(Exception):
-    """A layer cannot be calibrated, as for want of memory; one line with the layer and why."""
+    """A model or a layer cannot be calibrated, as for want of memory; one line with why."""
 
     def __init__(self, message: str, remedy: str) -> None:
         """`remedy`: what rounding to the nearest costs instead, and what to do about it."""
@@ -175,7 +175,7 @@ class Calibration(Protocol):
         """Begins with the first layer of a model, all of whose tensors are given; None where there
         is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded.
 
-        What is returned raises CalibrationError where a layer cannot be calibrated.
+        It raises CalibrationError, and so does what is returned, where that fails.
         """
         ...
 

@@ -18,7 +18,8 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -114,7 +115,11 @@ class Int4Calibration:
         report: Callable[[], None],
     ) -> RoundLayer | None:
         """Begins with the first layer; None where no matrix is calibrated, or, with a warning,
-        where the model cannot read a text or it would take too much."""
+        where the model cannot read a text or it would take too much.
+
+        Raises:
+            CalibrationError: the text cannot be embedded, as for want of memory.
+        """
         if not any(each.is_calibrated for each in prepared):
             return None
         try:
@@ -141,10 +146,12 @@ class Int4Calibration:
                 device.type,
             )
             return None
-        embedding = next(each for each in prepared if each.name == "embedding").weights()
-        hidden = embedding[token_ids.flatten()].to(device)
+        remedy = _remedy(prepared)
+        with _calibration_errors("the model", remedy):
+            embedding = next(each for each in prepared if each.name == "embedding").weights()
+            hidden = embedding[token_ids.flatten()].to(device)
         _log_begin(prepared, len(hidden))
-        return LayerCalibration(model_config, hidden, token_ids.shape[1], report, _remedy(prepared))
+        return LayerCalibration(model_config, hidden, token_ids.shape[1], report, remedy)
 
     def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
         """Cuts the text into sequences of one length."""
@@ -184,6 +191,16 @@ def estimated_cost(
     states = 4 * num_tokens * model_config.hidden * itemsize
     arena = step_arena(model_config, limits).nbytes
     return Cost(operations, most + states + arena + KEPT_BYTES)
+
+
+@contextmanager
+def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
+    """Raises CalibrationError of a subject for what a device or its memory refuses."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CalibrationError(f"{subject} cannot be calibrated: {reason}", remedy) from error
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
@@ -267,13 +284,8 @@ class LayerCalibration:
             CalibrationError: that failed, as for want of memory; later layers have no inputs.
         """
         index = int(prepared[0].name.split(".")[1])
-        try:
+        with _calibration_errors(f"layer {index}", self._remedy):
             return self._rounded(index, prepared)
-        except (MemoryError, RuntimeError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise CalibrationError(
-                f"layer {index} cannot be calibrated: {reason}", self._remedy
-            ) from error
 
     def _rounded(self, index: int, prepared: Sequence[PreparedTensor]) -> dict[str, Quantized]:
         by_name = {each.name: each for each in prepared if each.is_calibrated}

@@ -130,7 +130,7 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
     """Starts all ranks phase by phase; none begins a phase before all have ended the previous."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
-        # Calibrating int4 failed on one rank and not on another; the next start maps the latter's.
+        # As when the source changed meanwhile; the next start maps one file for all.
         raise RankFailedError("ranks have prepared the weights differently", may_retry=True)
     store = group_path.with_name(group_path.name + ".store")
     store.unlink(missing_ok=True)  # of a group that was killed

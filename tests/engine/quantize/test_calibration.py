@@ -1,7 +1,9 @@
 """Every matrix of small random models is rounded to int4 for the inputs that it gets, once."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -90,6 +92,7 @@ def load(
     calibration: Int4Calibration | None = None,
     shard: Callable[[ModelConfig, dict[str, Encoding]], Slicer] | None = None,
     prepared: str = "prepared",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
     section = ModelSection(source=f"file://{folder}", name="t", quantization=quantization)  # type: ignore[arg-type]
     return load_weights(
@@ -97,7 +100,7 @@ def load(
         CPU,
         torch.float32,
         folder / prepared,
-        lambda done, total: None,
+        progress,
         shard,
         calibration,
     )
@@ -186,7 +189,7 @@ def test_what_a_pod_cannot_afford_is_rounded_to_the_nearest(
     assert "ullage quantize --format int4" in warning
     nearest = load(folder, "int4")
     assert all(torch.equal(each, nearest.tensors[n]) for n, each in rounded.tensors.items())
-    ahead = load(folder, "int4", SHORT)
+    ahead = load(folder, "int4", SHORT, prepared="ahead")
     assert any(not torch.equal(each, ahead.tensors[n]) for n, each in rounded.tensors.items())
 
 
@@ -259,7 +262,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return plans
 
 
-def test_a_passing_shortage_rounds_all_to_the_nearest_until_the_next_start(
+def test_a_passing_shortage_rounds_all_to_the_nearest_in_its_weights_folder(
     save: Callable[..., Path], shortage: list[StepPlan], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = save("llama")
@@ -268,19 +271,93 @@ def test_a_passing_shortage_rounds_all_to_the_nearest_until_the_next_start(
     [warning] = caplog.messages
     assert "layer 1 cannot be calibrated: no room" in warning
     assert "ullage quantize --format int4" in warning
+    assert f"the next start with an empty weights folder ({folder / 'prepared'})" in warning
     assert len(shortage) == 2
     nearest = load(folder, "int4", prepared="nearest")
     assert rounded.key == nearest.key
     assert all(torch.equal(each, nearest.tensors[n]) for n, each in rounded.tensors.items())
-    # The next start, with room, calibrates.
+    # A worker that starts again, though there is room now.
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        again = load(folder, "int4", SHORT)
+        again = load(folder, "int4", Never(max_tokens=SHORT.max_tokens))
+    assert again.key == rounded.key
+    [warning] = caplog.messages
+    assert "uncalibrated" in warning
+    assert f"{folder / 'prepared' / rounded.key}.weights" in warning
+    # The next pod, with room, calibrates.
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        calibrated = load(folder, "int4", SHORT, prepared="calibrated")
     assert not caplog.messages
-    calibrated = load(folder, "int4", SHORT, prepared="calibrated")
-    assert all(torch.equal(each, calibrated.tensors[n]) for n, each in again.tensors.items())
-    for name in again.encodings:
-        assert not torch.equal(*(unpack(m.packed(name)).values for m in (again, nearest)))
+    for name in calibrated.encodings:
+        assert not torch.equal(*(unpack(m.packed(name)).values for m in (calibrated, nearest)))
+
+
+def test_who_waits_for_a_calibration_that_fails_maps_what_comes_of_it(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one group share a weights folder, and must compute with the same numbers."""
+    folder, waits = save("llama"), threading.Event()
+    others = list[Future[LoadedModel]]()
+
+    def hidden(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        never = Never(max_tokens=SHORT.max_tokens)
+        # Its first report is that of its waiting, since there is no file to read.
+        others.append(
+            threads.submit(load, folder, "int4", never, progress=lambda done, total: waits.set())
+        )
+        assert waits.wait(60)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(ModelRunner, "hidden", hidden)
+    with ThreadPoolExecutor(1) as threads:
+        rounded = load(folder, "int4", SHORT)
+        [other] = [each.result(60) for each in others]
+    assert other.key == rounded.key
+
+
+class Outsized(torch.Tensor):
+    """A tensor that no device has room for."""
+
+    def to(self, *arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.fixture
+def text_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the device no room for the embedded text."""
+    read = PreparedTensor.weights
+
+    def weights(prepared: PreparedTensor) -> torch.Tensor:
+        tensor = read(prepared)
+        return tensor.as_subclass(Outsized) if prepared.name == "embedding" else tensor
+
+    monkeypatch.setattr(PreparedTensor, "weights", weights)
+
+
+@pytest.mark.usefixtures("text_shortage")
+def test_a_text_that_has_no_room_rounds_all_to_the_nearest(
+    save: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save("llama")
+    with caplog.at_level(logging.WARNING):
+        rounded = load(folder, "int4", SHORT)
+    [warning] = caplog.messages
+    assert "the model cannot be calibrated: no room" in warning
+    assert rounded.key == load(folder, "int4", prepared="nearest").key
+
+
+@pytest.mark.usefixtures("text_shortage")
+def test_an_offline_run_that_has_no_room_for_the_text_writes_nothing(
+    save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save("llama")
+    output = folder.parent / "int4"
+    arguments = ["--model", f"file://{folder}", "--format", "int4", "--output", str(output)]
+    assert convert.main(arguments) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "--format int4: the model cannot be calibrated: no room; free memory" in error
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_an_offline_run_that_cannot_calibrate_writes_nothing(
