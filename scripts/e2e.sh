@@ -5,6 +5,7 @@
 #   scripts/e2e.sh PYTHON                 every test
 #   scripts/e2e.sh PYTHON ARGUMENT ...    pytest with these arguments, in one lane
 set -uo pipefail
+source "$(dirname "$0")/lanes.sh"
 cd "$(dirname "$0")/.."
 python=$1
 shift
@@ -21,7 +22,6 @@ others=(wrong_manifests lifecycle scaling drain)
 
 logs=$(mktemp -d)
 export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}
-source scripts/lanes.sh
 
 # run NAME FILE ...: pytest with these files of tests
 run() {
@@ -34,8 +34,10 @@ run() {
 finish() {
     local status=$?
     echo "rights, and the end:"
-    ULLAGE_E2E_INSTALLED=1 start run end zero_denials.py
+    # Into a file: output that nobody reads any more would end it.
+    ULLAGE_E2E_INSTALLED=1 start run end zero_denials.py > "$logs/end.log" 2>&1
     join $! || ((status)) || status=1
+    cat "$logs/end.log"
     rm -rf "$logs"
     exit "$status"
 }

@@ -1,6 +1,9 @@
 # Sourced by scripts that run commands side by side, each in a process group of its own. A signal
 # interrupts all of them, as Ctrl-C does one command; then the script exits, by its trap on EXIT.
 
+# Another script's background ignores SIGINT, and no trap changes that: begins anew without.
+[[ -z $(trap -p INT) ]] || exec env --default-signal=INT bash "$0" "$@"
+
 # start COMMAND ...: runs it in the background; $! is its process group
 start() {
     # With job control it has a group, and SIGINT, which commands in the background else ignore.
@@ -16,8 +19,8 @@ start() {
 # join GROUP: waits for its command and returns how that ended
 join() {
     local status
-    # A signal ends the waiting, not the command.
-    while wait "$1"; status=$?; kill -0 "$1" 2> /dev/null; do :; done
+    # A signal ends the waiting, not the command; after another end the number may be anybody's.
+    while wait "$1"; status=$?; ((status > 128)) && kill -0 "$1" 2> /dev/null; do :; done
     return "$status"
 }
 
@@ -32,3 +35,4 @@ interrupt() {
 trap 'interrupt 130' INT
 trap 'interrupt 143' TERM
 trap 'interrupt 129' HUP
+trap '' PIPE # who read the output may have gone before the work ends

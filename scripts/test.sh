@@ -9,6 +9,7 @@
 #   scripts/test.sh PYTHON slow            those marked slow, with new examples in each run
 #   scripts/test.sh PYTHON ARGUMENT ...    pytest with these arguments
 set -uo pipefail
+source "$(dirname "$0")/lanes.sh"
 cd "$(dirname "$0")/.."
 python=$1
 shift
@@ -34,7 +35,6 @@ services+=("${unshared[@]/#/--ignore=}")
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-source scripts/lanes.sh
 export ULLAGE_TEST_WEIGHTS=$logs/weights # every model is prepared once for all lanes
 mkdir "$ULLAGE_TEST_WEIGHTS"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
@@ -44,18 +44,13 @@ lane() {
     "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
 }
 
-talking() {
+# pair FIRST SECOND: runs the tests of these names, one after the other
+pair() {
     local status
-    lane talking "${talking[@]}"
+    local -n first=$1 second=$2
+    lane "$1" "${first[@]}"
     status=$?
-    lane unshared "${unshared[@]}" && return "$status"
-}
-
-operating() {
-    local status
-    lane operating "${operating[@]}"
-    status=$?
-    lane processes "${processes[@]}" && return "$status"
+    lane "$2" "${second[@]}" && return "$status"
 }
 
 case "${1:-}" in
@@ -74,9 +69,9 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-start talking > "$logs/talking.log" 2>&1
+start pair talking unshared > "$logs/talking.log" 2>&1
 talking_pid=$!
-start operating > "$logs/operating.log" 2>&1
+start pair operating processes > "$logs/operating.log" 2>&1
 operating_pid=$!
 
 failed=0

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,18 +13,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0
-# Instead of a Python with pytest: notes whom it runs for, and sleeps but where it ends at once.
+# Instead of a Python with pytest: prints and notes whom it runs for, and sleeps or ends at once.
 STUB = """#!/usr/bin/env python3
 import os, re, signal, sys
 lane = re.search(r"cache_dir=\\S*/(\\w+)", " ".join(sys.argv)).group(1)
 notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND)
 def note(word):
+    print(word, flush=True)
     flags = [name for name in ("KEEP", "INSTALLED") if os.environ.get(f"ULLAGE_E2E_{name}")]
     os.write(notes, f"{word} {lane} {os.getpid()} {'+'.join(flags)}\\n".encode())
 def interrupted(number, frame):
     note("interrupted")
     sys.exit(2)
-signal.signal(signal.SIGINT, interrupted) if signal.getsignal(signal.SIGINT) else None
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, interrupted)
 note("began")
 while lane not in ("chart", "end"):
     signal.pause()
@@ -34,17 +37,21 @@ note("ended")
 class Script:
     """A script under way whose Python is the stub."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, folder: Path, *command: str) -> None:
         self._notes = folder / "notes"
         self._notes.touch()
         stub = folder / "python"
         stub.write_text(STUB)
         stub.chmod(0o755)
-        # A shell that was begun with SIGINT ignored could not catch it.
-        command = ["env", "--default-signal=INT", f"scripts/{name}", str(stub)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ULLAGE_E2E_")}
         environment |= {"NOTES": str(self._notes), "TMPDIR": str(folder)}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            [*command, str(stub)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def notes(self) -> list[list[str]]:
         """Lists words, lanes, process ids and what is set, in their order."""
@@ -59,11 +66,17 @@ class Script:
             assert time.monotonic() < deadline and self.process.poll() is None, self.notes()
             time.sleep(0.02)
 
+    def stop_reading(self) -> None:
+        assert self.process.stdout
+        self.process.stdout.close()
+
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pid in self.running():
-            os.kill(pid, signal.SIGKILL)
+        # Lanes have groups of their own within its session. Oldest first: nothing starts another.
+        with self.process:
+            for pid in psutil.pids():
+                with suppress(ProcessLookupError):
+                    if os.getsid(pid) == self.process.pid:
+                        os.kill(pid, signal.SIGKILL)
 
     def running(self) -> list[int]:
         pids = {int(pid) for word, _, pid, _ in self.notes() if word == "began"}
@@ -71,11 +84,11 @@ class Script:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Script]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     scripts = list[Script]()
 
-    def begin(name: str) -> Script:
-        scripts.append(Script(name, tmp_path))
+    def begin(*command: str) -> Script:
+        scripts.append(Script(tmp_path, *command))
         return scripts[-1]
 
     yield begin
@@ -84,13 +97,26 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Script]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "status", "prefix", "is_read"),
+    [
+        (signal.SIGINT, 130, [], True),
+        (signal.SIGINT, 130, [], False),  # as where Ctrl-C ends the other side of a pipe too
+        (signal.SIGTERM, 143, ["env", "--ignore-signal=INT"], True),  # as in a script's background
+        (signal.SIGHUP, 129, [], True),
+    ],
 )
 def test_an_interrupted_run_on_a_cluster_ends_its_lanes_and_then_removes_everything(
-    start: Callable[[str], Script], tmp_path: Path, number: signal.Signals, status: int
+    start: Callable[..., Script],
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+    prefix: list[str],
+    is_read: bool,
 ) -> None:
-    script = start("e2e.sh")
+    script = start(*prefix, "scripts/e2e.sh")
     script.wait_begun({"faults", "rollouts", "others"})
+    if not is_read:
+        script.stop_reading()
     os.kill(script.process.pid, number)
     assert script.process.wait(PATIENCE_S) == status
     assert not script.running()
@@ -103,9 +129,9 @@ def test_an_interrupted_run_on_a_cluster_ends_its_lanes_and_then_removes_everyth
 
 
 def test_an_interrupted_run_of_all_tests_begins_no_further_lane(
-    start: Callable[[str], Script], tmp_path: Path
+    start: Callable[..., Script], tmp_path: Path
 ) -> None:
-    script = start("test.sh")
+    script = start("scripts/test.sh")
     script.wait_begun({"talking", "operating", "computing"})
     # As a terminal does: everything in the script's process group gets it.
     os.killpg(script.process.pid, signal.SIGINT)

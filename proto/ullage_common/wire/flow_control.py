@@ -1,9 +1,9 @@
 """What one call of a stream sends: never more than its window, and tokens merged.
 
 Each message costs the reader more than the tokens in it. A first token leaves at once, and so does
-any that comes a pause after the last one left. Those that come earlier wait for the next tick, up
-to as many as the reader wants together, and leave as one delta. Ticks are a pause apart and the
-same for all calls, so that what many of them have to say shares a message.
+any that comes after the tick behind the last one that left. Those that come earlier wait for that
+tick, up to as many as the reader wants together, and leave as one delta. Ticks are a pause apart
+and the same for all calls, so that what many of them have to say shares a message.
 """
 
 import asyncio
