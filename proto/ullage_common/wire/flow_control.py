@@ -124,7 +124,10 @@ class SendWindow:
 
 def next_tick(now: float, pause_s: float) -> float:
     """Returns the next of the times that are so many seconds apart, on the clock of `now`."""
-    return (now // pause_s + 1) * pause_s if pause_s else now
+    if not pause_s:
+        return now
+    tick = (now // pause_s + 1) * pause_s
+    return tick if tick > now else tick + pause_s  # 1000.0 // 0.01 is 99999.0
 
 
 def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:

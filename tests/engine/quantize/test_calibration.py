@@ -347,29 +347,23 @@ def test_a_text_that_has_no_room_rounds_all_to_the_nearest(
     assert rounded.key == load(folder, "int4", prepared="nearest").key
 
 
-@pytest.mark.usefixtures("text_shortage")
-def test_an_offline_run_that_has_no_room_for_the_text_writes_nothing(
-    save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save("llama")
-    output = folder.parent / "int4"
-    arguments = ["--model", f"file://{folder}", "--format", "int4", "--output", str(output)]
-    assert convert.main(arguments) == 2
-    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "--format int4: the model cannot be calibrated: no room; free memory" in error
-    assert list(folder.parent.iterdir()) == [folder]
-
-
+@pytest.mark.parametrize(
+    ("lack", "what"), [("text_shortage", "the model"), ("shortage", "layer 1")]
+)
 def test_an_offline_run_that_cannot_calibrate_writes_nothing(
-    save: Callable[..., Path], shortage: list[StepPlan], capsys: pytest.CaptureFixture[str]
+    save: Callable[..., Path],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    lack: str,
+    what: str,
 ) -> None:
+    request.getfixturevalue(lack)
     folder = save("llama")
     output = folder.parent / "int4"
     arguments = ["--model", f"file://{folder}", "--format", "int4", "--output", str(output)]
     assert convert.main(arguments) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "--format int4: layer 1 cannot be calibrated: no room; free memory" in error
-    assert len(shortage) == 2
+    assert f"--format int4: {what} cannot be calibrated: no room; free memory" in error
     assert list(folder.parent.iterdir()) == [folder]
 
 
