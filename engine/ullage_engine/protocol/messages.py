@@ -75,6 +75,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Grammar that the output must match, in llguidance's form; empty: any text."""
     beam: BeamParams | None = None
     """Parameters of a beam search that replaces sampling."""
+    adapter: str = ""
+    """Name of the LoRA adapter that it is computed with; empty: none."""
 
     @property
     def session_key(self) -> str:

@@ -52,6 +52,8 @@ log = logging.getLogger("ullage.engine.worker")
 _STAGING_BYTES = 16 << 20
 """Bytes for messages, token lists and queues, which come and go with requests."""
 
+_PREFILL_CHUNK_TOKENS = 512
+"""Most prompt tokens of one step where the configuration says nothing."""
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
 them."""
@@ -121,7 +123,9 @@ class RankStartup:
 
     @cached_property
     def limits(self) -> SchedulerLimits:
-        batching, chunk = self.config.batching, self.config.batching.prefill_chunk_tokens
+        batching = self.config.batching
+        chunk = batching.prefill_chunk_tokens
+        chunk = _PREFILL_CHUNK_TOKENS if chunk is None else chunk
         return SchedulerLimits(
             max_model_len=self.max_model_len,
             max_sequences=batching.max_sequences,

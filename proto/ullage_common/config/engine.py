@@ -1,6 +1,6 @@
 """The engine's configuration: one YAML or JSON file, read once, never changed."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from ullage_common.process.config_file import (
 )
 
 Device = Literal["auto", "cpu", "cuda"]
+EngineKind = Literal["auto", "native", "vllm"]
 
 # Routers read these three, too.
 
@@ -73,6 +74,23 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     deterministic: bool = False
 
 
+class AdapterSection(Strict, frozen=True, kw_only=True):
+    """A LoRA adapter of the model, which clients choose by its name."""
+
+    name: Text
+    source: str
+    """URI of the adapter's folder, as a model's."""
+    rank: Positive
+    """Rank of its matrices; memory is reserved for the largest of all adapters."""
+
+
+class VllmSection(Strict, frozen=True, kw_only=True):
+    """What only workers with vLLM read."""
+
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of `vllm.EngineArgs` that this configuration has no field for."""
+
+
 class RankGrid(Strict, frozen=True, kw_only=True):
     """How the devices of an engine divide a model."""
 
@@ -113,8 +131,9 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     decode_max_batch_tokens: int = 8192
     """Most sequences that one step decodes, a token each. How much KV they read together is bounded
     by what was measured at the start."""
-    prefill_chunk_tokens: int = 512
-    """Most prompt tokens computed in one step; 0 turns chunking off."""
+    prefill_chunk_tokens: int | None = None
+    """Most prompt tokens computed in one step; 0 turns chunking off. None is 512, or with vLLM what
+    vLLM takes for the device."""
     max_sequences: int = 64
 
 
@@ -179,7 +198,11 @@ class TicketsSection(TicketFolder, frozen=True, kw_only=True):
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
+    engine: EngineKind = "auto"
+    """What computes: the native engine or vLLM; see `choose_engine` for auto."""
     model: ModelSection
+    adapters: tuple[AdapterSection, ...] = ()
+    vllm: VllmSection = VllmSection()
     device: Device = "auto"
     gpus: Positive = 1
     """Number of GPUs, or of worker processes on a CPU."""
@@ -192,3 +215,24 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     """Settings of tickets. Unset: whoever reaches this engine may use it, and tickets are not
     looked at."""
     server: ServerSection = ServerSection()
+
+
+def choose_engine(
+    kind: EngineKind, *, on_cuda: bool, has_vllm: bool, native_refusal: str = ""
+) -> tuple[Literal["native", "vllm"], str]:
+    """Returns the engine that computes, and why.
+
+    Args:
+        on_cuda: whether the device is a CUDA GPU.
+        has_vllm: whether vLLM is installed, or the image has it.
+        native_refusal: why the native engine does not serve the model; empty: it does.
+    """
+    if kind != "auto":
+        return kind, f"engine is {kind}"
+    if not has_vllm:
+        return "native", "vLLM is not installed"
+    if on_cuda:
+        return "vllm", "vLLM is installed and the device is a CUDA GPU"
+    if native_refusal:
+        return "vllm", f"the native engine does not serve the model: {native_refusal}"
+    return "native", "the device is a CPU and the native engine serves the model"
