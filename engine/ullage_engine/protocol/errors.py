@@ -1,6 +1,7 @@
 """Errors that cross rooms of the engine.
 
 WeightsError      the model cannot be loaded
+WorkerStartError  the worker cannot serve with this configuration
 LayoutError       the model cannot be shared out as asked (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
 GroupLostError    another rank is gone
@@ -9,6 +10,10 @@ GroupLostError    another rank is gone
 
 class WeightsError(Exception):
     """The weights cannot be used; one line naming the file or tensor, what is wrong, what to do."""
+
+
+class WorkerStartError(Exception):
+    """The worker cannot serve with this configuration; the message is one line naming the field."""
 
 
 class RankFailedError(Exception):

@@ -1,12 +1,5 @@
-"""The device of a rank: which one it is, and how much of its memory may be and is used.
+"""The device of a rank: which one it is, and how much of its memory may be and is used."""
 
-Also ends a process whose parent has ended.
-"""
-
-import ctypes
-import os
-import signal
-import sys
 from collections.abc import Iterable
 
 import msgspec
@@ -18,10 +11,7 @@ from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
 from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
-
-
-class WorkerStartError(Exception):
-    """The worker cannot serve with this configuration; the message is one line naming the field."""
+from ullage_engine.protocol.errors import WorkerStartError
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
@@ -146,13 +136,3 @@ def give_back_freed() -> None:
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when `parent` ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        sys.exit(0)

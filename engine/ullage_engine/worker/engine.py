@@ -2,7 +2,7 @@
 
 One step, from the worker's loop to the tensor operations and back:
 
-    Worker.run                              worker/main.py
+    Worker.run                              worker/loop.py
       _take_messages                          Submit and Cancel from the server, by ZeroMQ
       EngineCore.submit_group               worker/engine.py
         Scheduler.submit_group                scheduler/scheduler.py
@@ -35,7 +35,7 @@ One step, from the worker's loop to the tensor operations and back:
           sample                                runner/sampler.py: penalties, masks, filters, noise
         Scheduler.commit                      scheduler/scheduler.py: tokens appended, blocks cached
         BeamSearches.filter_outputs           scheduler/beam_search.py
-      Link.send(StepDone)                   worker/main.py: tokens to the server
+      Link.send(StepDone)                   worker/loop.py: tokens to the server
       _report                               the worker's state, at most ten times a second
 """
 
@@ -132,6 +132,24 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether the next step gives a running sequence its next token."""
+        return self.scheduler.has_decodes
+
+    @property
+    def num_steps(self) -> int:
+        """Steps with work that were committed."""
+        return self.scheduler.num_steps
+
+    def is_compiled(self, request: EngineRequest) -> bool:
+        """Whether a request's grammar is compiled; if not, begins to compile it."""
+        return self.grammars.compile(request.grammar).done()
+
+    def set_batch_share(self, share: float) -> None:
+        """Limits the batch; see `Scheduler.set_batch_share`."""
+        self.scheduler.set_batch_share(share)
 
     def submit(
         self, request: EngineRequest, *, resumed: bool = False

@@ -31,6 +31,7 @@ from ullage_engine.parallel.layout import (
 )
 from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
 from ullage_engine.parallel.slices import Slicer, check_groups
+from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
@@ -38,7 +39,6 @@ from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
     MemoryMeter,
-    WorkerStartError,
     check_pinned,
     give_back_freed,
     open_ledger,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
@@ -18,12 +19,11 @@ from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.parallel.layout import device_map, group_state_bytes
-from ullage_engine.protocol.errors import RankFailedError, WeightsError
-from ullage_engine.protocol.messages import RankPlace
+from ullage_engine.protocol.errors import RankFailedError, WeightsError, WorkerStartError
+from ullage_engine.protocol.messages import RankPlace, Ready, WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
-from ullage_engine.worker.device import WorkerStartError
 from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
 from ullage_engine.worker.rank import RankStartup
@@ -62,14 +62,62 @@ class Started:
     """Bandwidth to host memory measured at start; 0 without host memory for KV."""
     free_memory: FreeMemoryMonitor
     """What other processes took of rank 0's device."""
-    stop: Callable[[], None]
+    stop_ranks: Callable[[], None]
     """Ends the other ranks."""
     throughput: ThroughputEstimator
     profile: MemoryProfile
     max_model_len: int
     vocab_size: int
     dtype: str
+    name: str
+    """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+
+    def state(self) -> WorkerState:
+        """Measures memory and load; ends idle sessions and withholds KV that others took."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        missing = self.free_memory.missing_bytes()
+        scheduler.end_idle_sessions()
+        scheduler.withhold(missing)
+        return WorkerState(
+            **msgspec.structs.asdict(scheduler.stats()),
+            total_bytes=self.ledger.total_bytes,
+            threshold=self.ledger.threshold,
+            decode_tokens_per_second=self.throughput.decode_tokens_per_second,
+            prefill_tokens_per_second=self.throughput.prefill_tokens_per_second,
+            step_seconds=self.throughput.step_seconds,
+            num_oom_events=engine.num_oom_events,
+            num_nonfinite_logits=engine.num_nonfinite_logits,
+            num_overlapped_steps=engine.num_overlapped_steps,
+            releases=scheduler.releases(),
+            ledger=self.ledger.states(),
+            rss_bytes=self.used_bytes(),
+            swap_seconds=self.swap_seconds(),
+            swap_bytes_per_second=self.swap_bytes_per_second,
+            kv_withheld_bytes=missing,
+        )
+
+    def ready(self, state: WorkerState) -> Ready:
+        """Returns the message that says what is served, with the first state."""
+        return Ready(
+            profile=self.profile,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            ranks=self.ranks,
+            state=state,
+        )
+
+    def log_start(self) -> None:
+        """Writes the device map and what is served to the log."""
+        for place in self.ranks:
+            log.info("%s", place)
+        facts = {"dtype": self.dtype, "max_model_len": self.max_model_len}
+        log.info("worker serves %s", self.name, extra=facts)
+
+    def stop(self) -> None:
+        """Ends the other ranks."""
+        self.stop_ranks()
 
 
 def start(
@@ -190,12 +238,13 @@ def _started(
         swap_seconds=lambda: own.runner.swap_seconds,
         swap_bytes_per_second=own.swap_bytes_per_second,
         free_memory=FreeMemoryMonitor(own.meter.free_bytes, memory.safety_reserve, time.monotonic),
-        stop=stop,
+        stop_ranks=stop,
         throughput=throughput,
         profile=profile,
         max_model_len=own.max_model_len,
         vocab_size=own.model_config.vocab,
         dtype=dtype_name(own.dtype),
+        name=own.config.model.name,
         ranks=device_map(own.model_config, own.layout, own.device.type),
     )
 

@@ -18,10 +18,9 @@ from ullage_common.config.engine import (
 )
 from ullage_engine.kernels.arena import mxfp4_scratch_bytes
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.quantize.smoothquant import TextPass
 from ullage_engine.runner.model_runner import ModelRunner
-from ullage_engine.worker.device import WorkerStartError
 from ullage_engine.worker.rank import RankStartup
 
 Load = Callable[..., LoadedModel]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ullage_common.config.engine import EngineConfig, ModelSection, ServerSection
-from ullage_engine.worker.device import WorkerStartError, check_pinned, prepare_device
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.worker.device import check_pinned, prepare_device
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from ullage_engine.protocol.messages import (
     Submit,
     ToWorker,
 )
-from ullage_engine.worker.main import Link, Worker
-from ullage_engine.worker.startup import Started
+from ullage_engine.worker.loop import Link, StartedEngine, Worker
 
 
 class FakeEngine:
@@ -23,7 +22,7 @@ class FakeEngine:
 
     def __init__(self, has_work: bool, has_decodes: bool) -> None:
         self.has_work = has_work
-        self.scheduler = SimpleNamespace(has_decodes=has_decodes)
+        self.has_decodes = has_decodes
 
     def submit_group(self, requests: list[EngineRequest], *, resumed: bool) -> list[object]:
         return []
@@ -79,7 +78,7 @@ def test_more_requests_are_waited_for_only_where_no_decode_is_due(
     num_requests: int, has_work: bool, has_decodes: bool, window_s: float
 ) -> None:
     link = FakeLink(num_requests)
-    started = cast(Started, SimpleNamespace(engine=FakeEngine(has_work, has_decodes)))
+    started = cast(StartedEngine, SimpleNamespace(engine=FakeEngine(has_work, has_decodes)))
     pressure = PressureController(DegradeSection())
     windows = BatchingSection(prefill_window=60.0, decode_window=30.0)
     worker = Worker(started, windows, cast(Link, link), pressure)

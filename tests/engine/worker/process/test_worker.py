@@ -12,9 +12,8 @@ import pytest
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import ConfigError, read_file
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Cancel, EngineRequest, Fault, StartFailed
-from ullage_engine.worker.device import WorkerStartError
 from ullage_engine.worker.startup import start
 
 StartWorker = Callable[..., Any]
@@ -145,7 +144,7 @@ import sys
 from ullage_engine.worker import main as worker
 def fail(*arguments):
     raise RuntimeError("no kernel image\\nfor this device")
-worker.start = fail
+worker._start = fail
 sys.exit(worker.main(sys.argv[4:]))
 """
     worker = launch_worker(prefix=[sys.executable, "-c", script])

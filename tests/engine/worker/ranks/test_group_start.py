@@ -13,9 +13,8 @@ from torch import distributed
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
-from ullage_engine.protocol.errors import RankFailedError
+from ullage_engine.protocol.errors import RankFailedError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.worker.device import WorkerStartError
 from ullage_engine.worker.startup import Started, start
 
 LFM2 = {
@@ -29,7 +28,7 @@ LFM2 = {
 FOLLOWER = """
 import sys
 from ullage_engine.model_loader import loader
-from ullage_engine.worker.device import WorkerStartError
+from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_process import main

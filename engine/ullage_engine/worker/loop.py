@@ -1,0 +1,357 @@
+"""What all workers do, whatever computes: the link to the server, the loop, and their command.
+
+A worker connects to the server's socket, loads, says Ready, and steps as long as it has work. It
+ends with the server: by Shutdown, or killed by the kernel when the server is gone.
+
+exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
+configuration or model
+"""
+
+import argparse
+import ctypes
+import gc
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from ullage_common.config.engine import BatchingSection, EngineConfig
+from ullage_common.process import logs
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_engine.memory.ledger import Ledger, LedgerError
+from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
+from ullage_engine.protocol.messages import (
+    Admitted,
+    Cancel,
+    EngineRequest,
+    Fault,
+    Loading,
+    Ready,
+    Rejected,
+    RequestFailed,
+    Shutdown,
+    StartFailed,
+    StateReport,
+    StepDone,
+    Submit,
+    TokenOutput,
+    ToServer,
+    ToWorker,
+    WorkerState,
+)
+
+log = logging.getLogger("ullage.engine.worker")
+
+_SEND_TIMEOUT_MS = 30_000
+_MAX_UNSENT = 10_000
+"""Number of unsent messages at which a server that reads none for the time above is gone."""
+_STATE_INTERVAL_S = 0.1
+_HEARTBEAT_S = 0.5
+_COMPILED_S = 0.005
+"""Seconds between an idle worker's looks whether a grammar is compiled."""
+_EMPTY_STEP_S = 0.005
+"""Seconds to sleep after a step in which nothing could be computed."""
+
+
+class ServerGoneError(Exception):
+    """The server no longer reads what the worker sends."""
+
+
+class Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(_MAX_UNSENT)
+        self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        # Time for the last words, such as StartFailed, to leave before the process does.
+        self._socket.setsockopt(zmq.LINGER, 2_000)
+        self._socket.connect(endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+    def send(self, message: ToServer) -> None:
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except zmq.Again as error:
+            raise ServerGoneError from error
+
+    def receive(self, timeout_s: float) -> ToWorker | None:
+        """Returns the next message; None if none came in time."""
+        if not self._socket.poll(math.ceil(timeout_s * 1000)):
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class WorkerEngine(Protocol):
+    """What computes, as the loop sees it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether the next step gives a running sequence its next token."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps with work that were computed."""
+
+    def is_compiled(self, request: EngineRequest) -> bool:
+        """Whether a request's grammar is compiled; if not, begins to compile it."""
+
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt together, or refuses them all; returns the output of those
+        of which nothing is left to produce."""
+
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """Drops a request; an unknown id is no error."""
+
+    def inject_out_of_memory(self, after_steps: int) -> None:
+        """Makes one step run out of memory when `after_steps` more have been computed."""
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step."""
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Returns the requests given up since the last call."""
+
+    def set_batch_share(self, share: float) -> None:
+        """Limits the batch to a share of `batching.max_sequences`, 0 to 1."""
+
+
+class StartedEngine(Protocol):
+    """An engine that is loaded, with its memory."""
+
+    @property
+    def engine(self) -> WorkerEngine: ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """Reservations of all ranks together."""
+
+    def state(self) -> WorkerState:
+        """Measures memory and load; ends what has been idle for too long."""
+
+    def ready(self, state: WorkerState) -> Ready:
+        """Returns the message that says what is served, with the first state."""
+
+    def log_start(self) -> None:
+        """Writes what was started to the log."""
+
+    def stop(self) -> None:
+        """Ends what computes in other processes."""
+
+
+class Worker:
+    """Serves one server until it gets a Shutdown."""
+
+    def __init__(
+        self,
+        started: StartedEngine,
+        batching: BatchingSection,
+        link: Link,
+        pressure: PressureController,
+    ) -> None:
+        self._started = started
+        self._engine = started.engine
+        self._batching = batching
+        self._link = link
+        self._pressure = pressure
+        self._compiling: list[Submit] = []
+        """Requests whose grammars are not compiled yet."""
+        self._is_stopping = False
+        self._is_changed = False
+        self._reported_at = time.monotonic()
+
+    def run(self) -> None:
+        parent = os.getppid()
+        # Nothing loaded so far ever becomes garbage; leave it out of every collection.
+        gc.freeze()
+        self._link.send(self._started.ready(self._judged()))
+        while not self._is_stopping and os.getppid() == parent:
+            self._take_messages()
+            self._submit_compiled()
+            if self._engine.has_work:
+                self._step()
+            self._report()
+
+    def _step(self) -> None:
+        num_steps = self._engine.num_steps
+        outputs = self._engine.step()
+        if self._engine.num_steps == num_steps:
+            time.sleep(_EMPTY_STEP_S)
+        if outputs:
+            self._link.send(StepDone(outputs=outputs))
+        self._send_failed()
+        self._is_changed = True
+
+    def _send_failed(self) -> None:
+        for failed in self._engine.take_failed():
+            self._link.send(failed)
+
+    def _take_messages(self) -> None:
+        """Takes all messages there are; waits for one only when there is nothing to compute.
+
+        A lone request starts at once. When two or more came together more are likely on their way,
+        and a step shared with them is cheaper than a step before them: so wait for the rest, at
+        most the prefill window, or the shorter decode window while prompts are being computed.
+        Decodes wait for nobody: what comes meanwhile is in their next step.
+        """
+        timeout = 0.0 if self._engine.has_work else self._until_report()
+        timeout = min(timeout, _COMPILED_S) if self._compiling else timeout
+        is_busy = self._engine.has_work
+        num_submitted = self._drain(timeout)
+        if num_submitted < 2 or self._engine.has_decodes:
+            return
+        window = self._batching.decode_window if is_busy else self._batching.prefill_window
+        deadline = time.monotonic() + window
+        while (remaining_s := deadline - time.monotonic()) > 0 and self._drain(remaining_s):
+            pass
+
+    def _drain(self, timeout_s: float) -> int:
+        """Takes messages until none is there, waiting for the first; returns how many were
+        requests."""
+        num_submitted = 0
+        while (message := self._link.receive(timeout_s)) is not None:
+            timeout_s = 0.0
+            num_submitted += isinstance(message, Submit)
+            self._take(message)
+        return num_submitted
+
+    def _take(self, message: ToWorker) -> None:
+        self._is_changed = True
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(request_id=request_id, is_answered=is_answered):
+                self._compiling = [each for m in self._compiling for each in _left(m, request_id)]
+                self._engine.cancel(request_id, is_answered=is_answered)
+            case Fault(after_steps=after_steps):
+                self._engine.inject_out_of_memory(after_steps)
+            case Shutdown():
+                self._is_stopping = True
+
+    def _submit(self, message: Submit) -> None:
+        """Submits requests, or keeps them until their grammar is compiled, beside the steps."""
+        first = message.requests[0]
+        if first.grammar and not self._engine.is_compiled(first):
+            self._compiling.append(message)
+        else:
+            self._submit_now(message)
+
+    def _submit_compiled(self) -> None:
+        waiting, self._compiling = self._compiling, []
+        for message in waiting:
+            self._submit(message)
+
+    def _submit_now(self, message: Submit) -> None:
+        answer = self._engine.submit_group(message.requests, resumed=message.resumed)
+        if isinstance(answer, Rejected):
+            self._link.send(answer)
+            return
+        for request in message.requests:
+            self._link.send(Admitted(request_id=request.request_id))
+        if answer:
+            self._link.send(StepDone(outputs=answer))
+        self._send_failed()
+
+    def _until_report(self) -> float:
+        interval = _STATE_INTERVAL_S if self._is_changed else _HEARTBEAT_S
+        return max(0.0, self._reported_at + interval - time.monotonic())
+
+    def _report(self) -> None:
+        if self._until_report() > 0:
+            return
+        self._reported_at = time.monotonic()
+        self._is_changed = False
+        self._link.send(StateReport(state=self._judged()))
+
+    def _judged(self) -> WorkerState:
+        """Returns the present state with its pressure level, which the batch size follows."""
+        state = self._pressure.judge(self._started.state())
+        self._engine.set_batch_share(self._pressure.batch_share)
+        return state
+
+
+def _left(message: Submit, cancelled: str) -> list[Submit]:
+    """Returns the message without a cancelled request; empty if that was all of it."""
+    requests = [request for request in message.requests if request.request_id != cancelled]
+    return [msgspec.structs.replace(message, requests=requests)] if requests else []
+
+
+Report = Callable[[Loading], None]
+"""Tells the server how far a start is."""
+
+Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
+"""Loads the model of a configuration; gets the command's options, too."""
+
+
+def run(parser: argparse.ArgumentParser, start: Start, arguments: Sequence[str] | None) -> int:
+    """Runs a worker whose command has the options of `parser` and those of every worker; returns
+    the exit status."""
+    parent = os.getppid()
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--endpoint", required=True, help="ZeroMQ address of the server")
+    options = parser.parse_args(arguments)
+    die_with_parent(parent)
+    # Ctrl-C reaches the whole group; the server decides when the worker ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Link(context, options.endpoint)
+    try:
+        return _serve(options, link, start)
+    except ServerGoneError:
+        return 0
+    finally:
+        link.close()
+        context.term()
+
+
+def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
+    try:
+        config = read_file(options.config, EngineConfig)
+        logs.configure(config.server.log_level, fields={"rank": 0} if config.gpus > 1 else {})
+        started = start(config, link.send, options)
+    except (ConfigError, WorkerStartError, LedgerError, WeightsError) as error:
+        link.send(StartFailed(error=str(error)))
+        return 2
+    except ServerGoneError:
+        raise
+    except Exception as error:
+        log.exception("the worker cannot start")
+        link.send(StartFailed(error=one_line(error), may_retry=True))
+        return 1
+    started.log_start()
+    for line in started.ledger.table():
+        log.info(line)
+    try:
+        Worker(started, config.batching, link, PressureController(config.degrade)).run()
+    finally:
+        started.stop()
+    return 0
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when `parent` ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        sys.exit(0)
