@@ -126,6 +126,7 @@ _API_WORDS = {
     "fp8": "FP8",
     "keda": "KEDA",
     "off": "None",
+    "vllm": "VLLM",
     "w8a8": "W8A8",
 }
 

@@ -13,12 +13,15 @@ from typing import Any, Literal
 import msgspec
 
 from ullage_common.config.engine import (
+    AdapterSection,
     BatchingSection,
     DegradeSection,
     Device,
+    EngineKind,
     LimitsSection,
     MemorySection,
     ModelSection,
+    VllmSection,
 )
 from ullage_common.config.router import (
     Anonymous,
@@ -174,6 +177,9 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
     device: Device
+    engine: EngineKind
+    vllm: VllmSection
+    adapters: tuple[AdapterSection, ...] = ()
     image: str | None = None
     allow_fault_injection: bool
     service_account: ServiceAccount
@@ -196,6 +202,11 @@ class Spec(Strict, frozen=True, kw_only=True):
     rollout: RolloutSpec
     slo: SLOSpec
     observability: ObservabilitySpec
+
+    @property
+    def sources(self) -> list[str]:
+        """URIs of the model and its adapters."""
+        return [self.model.source, *(adapter.source for adapter in self.adapters)]
 
 
 _read_spec = section_reader(Spec)
@@ -256,6 +267,8 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 
 def _refusal(error: msgspec.ValidationError) -> InvalidManifest:
     text, _, where = str(error).partition(" - at `$")
+    # Arguments of vLLM keep their names, fields are called as the API has them.
+    text = re.sub(r"(?<!args\.)\b[a-z]+(?:_[a-z]+)+\b", lambda match: camel(match[0]), text)
     path = "spec" + re.sub(r"\w+", lambda match: camel(match[0]), where.rstrip("`"))
     if missing := re.search("missing required field `(.+)`", text):
         problem = Problem(

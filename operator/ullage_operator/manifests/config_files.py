@@ -51,7 +51,10 @@ def engine_config(
     if spec.tickets:
         tickets = engine.TicketsSection(keys_dir=naming.TICKETS_DIR, required=spec.tickets.required)
     return EngineConfig(
+        engine=spec.engine,
         model=spec.model,
+        adapters=spec.adapters,
+        vllm=spec.vllm,
         device=device_of(spec.device, settings),
         gpus=pool.gpus,
         parallelism=ParallelismSection(

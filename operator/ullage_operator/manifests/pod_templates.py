@@ -134,22 +134,30 @@ def scratch_volume(name: str) -> Manifest:
     return {"name": name, "emptyDir": {}}
 
 
-def claim_of(service: Service) -> str:
-    """The claim of a `pvc://claim/path` source, or nothing."""
-    scheme, _, rest = service.spec.model.source.partition("://")
-    return rest.partition("/")[0] if scheme == "pvc" else ""
+def claims_of(service: Service) -> list[str]:
+    """The claims of `pvc://claim/path` sources, the model's first; each once."""
+    sources = (source.partition("://") for source in service.spec.sources)
+    claims = (path.partition("/")[0] for scheme, _, path in sources if scheme == "pvc")
+    return list(dict.fromkeys(claims))
+
+
+def claim_volume_names(service: Service) -> dict[str, str]:
+    """Returns the names of the volumes by the claims."""
+    return {claim: f"models-{i}" if i else "models" for i, claim in enumerate(claims_of(service))}
 
 
 def claim_volumes(service: Service) -> list[Manifest]:
-    claim = claim_of(service)
-    volume = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-    return [volume] if claim else []
+    return [
+        {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        for claim, name in claim_volume_names(service).items()
+    ]
 
 
 def claim_mounts(service: Service) -> list[Manifest]:
-    claim = claim_of(service)
-    mount = {"name": "models", "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
-    return [mount] if claim else []
+    return [
+        {"name": name, "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
+        for claim, name in claim_volume_names(service).items()
+    ]
 
 
 USER = 65532

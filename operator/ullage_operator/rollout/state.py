@@ -35,6 +35,9 @@ Release = dict[str, Any]
 
 SECTIONS = (
     "image",
+    "engine",
+    "vllm",
+    "adapters",
     "model",
     "device",
     "memory",
@@ -46,7 +49,7 @@ SECTIONS = (
 """Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
 SAME_ANSWERS = ("batching", "limits")
 """Sections that say how fast and how much engines answer, and not what."""
-_MERGED = ("model", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
+_MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 """Sections with fields of the API; other maps are filled by people."""
 NOT_OF_A_POOL = ("replicas", "autoscaling")
 

@@ -1,5 +1,8 @@
 """The engine's configuration: one YAML or JSON file, read once, never changed."""
 
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -84,11 +87,73 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
     """Rank of its matrices; memory is reserved for the largest of all adapters."""
 
 
+_SERVED_BY_ULLAGE = "nothing: requests come by Ullage's own server"
+_ADAPTERS = "adapters, each with its rank"
+_REVISION = "model.source, as hf://org/name@revision"
+_NODES = "nodes of the pool"
+OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "model.source",
+        "model_weights": "model.source",
+        "tokenizer": "model.source, whose tokenizer is used",
+        "skip_tokenizer_init": "nothing",
+        "revision": _REVISION,
+        "code_revision": _REVISION,
+        "tokenizer_revision": _REVISION,
+        "download_dir": "the pool's modelCache, or HF_HOME",
+        "served_model_name": "model.name",
+        "dtype": "model.dtype",
+        "quantization": "model.quantization",
+        "kv_cache_dtype": "model.kv_dtype",
+        "max_model_len": "model.max_model_len",
+        "seed": "the field seed of a request",
+        "tensor_parallel_size": "parallelism.tensor",
+        "pipeline_parallel_size": "parallelism.pipeline",
+        "data_parallel_size": "replicas of the pool",
+        "data_parallel_size_local": "replicas of the pool",
+        "data_parallel_backend": "replicas of the pool",
+        "distributed_executor_backend": "parallelism and nodes of the pool",
+        "nnodes": _NODES,
+        "node_rank": _NODES,
+        "master_addr": _NODES,
+        "master_port": _NODES,
+        "gpu_memory_utilization": "memory.threshold and memory.safety_reserve",
+        "kv_cache_memory_bytes": "memory.max_kv",
+        "num_gpu_blocks_override": "memory.max_kv",
+        "enable_prefix_caching": "memory.prefix_cache",
+        "max_num_seqs": "batching.max_sequences",
+        "max_num_batched_tokens": "batching.prefill_chunk_tokens",
+        "enable_chunked_prefill": "batching.prefill_chunk_tokens",
+        "scheduling_policy": "the field priority of a request",
+        "scheduler_cls": "nothing: admission counts on vLLM's own scheduler",
+        "worker_cls": "nothing: admission counts on vLLM's own worker",
+        "enable_lora": _ADAPTERS,
+        "max_lora_rank": _ADAPTERS,
+        "lora_modules": _ADAPTERS,
+        "host": _SERVED_BY_ULLAGE,
+        "port": _SERVED_BY_ULLAGE,
+        "api_key": _SERVED_BY_ULLAGE,
+    }
+)
+"""What to set instead of the arguments of vLLM that are Ullage's to set, by the argument's name."""
+_ARGUMENT = re.compile(r"[a-z][a-z0-9_]*")
+
+
 class VllmSection(Strict, frozen=True, kw_only=True):
     """What only workers with vLLM read."""
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of `vllm.EngineArgs` that this configuration has no field for."""
+
+    def __post_init__(self) -> None:
+        for name in self.args:
+            if not _ARGUMENT.fullmatch(name):
+                raise ValueError(
+                    f"args.{name} is no argument of vLLM; write it as vllm.EngineArgs does, with "
+                    "lower-case letters, digits and underscores"
+                )
+            if instead := OWNED_VLLM_ARGS.get(name):
+                raise ValueError(f"args.{name} is not yours to set; set {instead} instead")
 
 
 class RankGrid(Strict, frozen=True, kw_only=True):

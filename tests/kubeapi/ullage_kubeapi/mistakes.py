@@ -71,11 +71,12 @@ STEP = {"service": "small"}
 PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
+ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
-    form("gpus", 4, "unknown field; the fields here are allowFaultInjection"),
+    form("gpus", 4, "unknown field; the fields here are adapters, allow"),
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
     form("model.quantisation", "int8", "unknown field; did you mean quantization?"),
     form("pools.single.replica", 1, "unknown field; did you mean replicas?"),
@@ -86,6 +87,12 @@ UNKNOWN = [
 ]
 
 FORMS = [
+    form("engine", "vllm", "must be one of Auto, Native, VLLM, not 'vllm'; write VLLM"),
+    Wrong(
+        {"adapters": [{"name": "a", "source": "file:///a"}]},
+        "spec.adapters[0].rank",
+        "required field is missing. Rank of its matrices",
+    ),
     form("model.name", None, "required field is missing. Name that clients put"),
     form("model.source", None, "required field is missing. Where the model is"),
     form("model.name", "a b", "must match"),
@@ -279,6 +286,14 @@ RULES = [
         "model.deterministic",
         "sums over more than 2 tensor ranks",
         {"model.deterministic": True, "pools.large": {"gpus": 4, "parallelism": {"tensor": 4}}},
+    ),
+    rule("adapters", "native engine serves no", {"engine": "Native", "adapters": [ADAPTER]}),
+    rule("adapters", "another name than the model", value=[ADAPTER | {"name": "m"}]),
+    rule("adapters", "two adapters have one name", value=[ADAPTER, ADAPTER]),
+    rule(
+        "adapters[0].source",
+        "source must be hf://",
+        {"adapters": [ADAPTER | {"source": "/a"}]},
     ),
     rule("memory.threshold", "threshold is a share of the device", value=0),
     rule(

@@ -138,6 +138,9 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"batching": {"maxSequences": 7}, "rollout": {"strategy": "Canary"}},
         {"image": "two", "batching": {"maxSequences": 7}},
         {"memory": {"threshold": 0.5}},
+        {"engine": "Native"},
+        {"vllm": {"args": {"enforce_eager": True}}},
+        {"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]},
         {"pools": {"single": {"replicas": 3, "podTemplate": {"spec": {"hostIPC": True}}}}},
     ],
 )
