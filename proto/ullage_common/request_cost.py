@@ -1,25 +1,31 @@
 """What a request will hold in device memory, from the profile that its engine publishes.
 
 The router decides with this price, the engine's admission charges it and its allocator hands it
-out. For s samples of p prompt and o output tokens
+out. A sequence has a block table in each cache group, and all groups take blocks of one size from
+one pool. Of s samples of p prompt and o output tokens a group that grows with the sequence holds
 
     shared = floor((p - 1) / block)
     blocks = shared + s * (ceil((p + o) / block) - shared) + (1 if s > 1 and p > 1)
-    bytes = blocks * block * bytes per token
 
 because samples share the whole blocks of their prompt before its last token, which each computes
 for what follows it, and write to copies of the block with it, whose original is there until all
-have copied it. What an engine finds in its prefix cache costs nothing and is known only there.
+have copied it. Engines that compute that block again for each sample have no original
+(`copies_shared_block`). What an engine finds in its prefix cache costs nothing and is known only
+there.
 
-Layers whose attention sees a sliding window are a cache group of their own, with a block table of
-its own. Blocks of both groups are of one size and come from one pool. A sequence returns a block
-when the last window has slid past it, so of w tokens and chunks of c tokens the group holds at most
+A group whose attention sees a sliding window returns a block when the last window has slid past it,
+so of w tokens and chunks of c tokens it holds at most
 
     ceil((w - 1 + c) / block) + 1
 
 blocks at a time. Samples share blocks of that group too, but each comes to hold as many of its own
-once its window has slid past the prompt, and is charged for them. Convolution states and
-activations are not priced: engines reserve them for all that may run before they serve.
+once its window has slid past the prompt, and is charged for them. A group of recurrent states holds
+`state_blocks` of each sample, however long it is.
+
+    bytes = blocks of all groups * bytes of a block
+
+Convolution states outside the blocks and activations are not priced: engines reserve them for all
+that may run before they serve.
 """
 
 import bisect
@@ -27,14 +33,24 @@ from functools import cached_property
 
 import msgspec
 
+UNBOUNDED_TOKENS = (1 << 31) - 1
+"""Length of a sequence that memory does not bound; the model's length does."""
+
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Attention layers whose KV is kept in the same way."""
+    """Layers whose KV or states are kept in the same way: it grows, or has a window, or states."""
 
     bytes_per_token: int
-    """Bytes of one token over all layers and ranks of the group."""
+    """Bytes of one token over all layers and ranks of the group; of states, a block's share."""
     window_tokens: int = 0
-    """Length of the sliding window in tokens; 0 for a group that grows with the sequence."""
+    """Length of the sliding window in tokens; 0 for a group without one."""
+    state_blocks: int = 0
+    """Blocks that each sequence takes for its states, whatever its length; 0 for attention."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether it takes blocks as long as the sequence grows."""
+        return not self.window_tokens and not self.state_blocks
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
@@ -52,6 +68,8 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     kv_pool_bytes: int = 0
     session_kv_bytes: int = 0
     """Most KV of one session; 0: no bound of its own."""
+    copies_shared_block: bool = True
+    """Whether samples copy the block in which they part; else each computes its own."""
 
     @cached_property
     def block_bytes(self) -> int:
@@ -59,16 +77,32 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         return self.block_tokens * max((group.bytes_per_token for group in self.groups), default=0)
 
     @cached_property
-    def window_blocks(self) -> int | None:
-        """Most blocks that a sequence holds of its window's group; None without such a group."""
-        window = max((group.window_tokens for group in self.groups), default=0)
-        if not window:
-            return None
-        return -(-(window - 1 + self.prefill_chunk_tokens) // self.block_tokens) + 1
+    def num_growing(self) -> int:
+        """Number of groups that take blocks as long as the sequence grows."""
+        return sum(group.grows for group in self.groups)
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Of each group with a window its length in tokens and the most blocks of a sequence."""
+        return tuple(
+            (window, -(-(window - 1 + self.prefill_chunk_tokens) // self.block_tokens) + 1)
+            for window in (group.window_tokens for group in self.groups)
+            if window
+        )
+
+    @cached_property
+    def state_blocks(self) -> int:
+        """Blocks that each sequence takes for states, whatever its length."""
+        return sum(group.state_blocks for group in self.groups)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all layers keep all their KV in one group, whose samples copy blocks."""
+        return self.num_growing == len(self.groups) == 1 and self.copies_shared_block
 
     @cached_property
     def window_tokens(self) -> int:
-        """Length of the sliding window; 0 where all layers keep all their KV."""
+        """Length of the longest sliding window; 0 without one."""
         return max((group.window_tokens for group in self.groups), default=0)
 
     def decode_read_bytes(self, num_tokens: int) -> int:
@@ -76,12 +110,13 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
         return sum(
             group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.groups
+            if not group.state_blocks
         )
 
     @property
     def growing_bytes_per_token(self) -> int:
-        """Bytes of a token in the groups without a window, which alone grow without end."""
-        return sum(group.bytes_per_token for group in self.groups if not group.window_tokens)
+        """Bytes of a token in the groups that grow with the sequence."""
+        return sum(group.bytes_per_token for group in self.groups if group.grows)
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -116,9 +151,10 @@ def request_blocks(
     profile: MemoryProfile, prompt_tokens: int, num_tokens: int, samples: int = 1
 ) -> int:
     """Blocks of `samples` sequences of `num_tokens` tokens that begin with the same prompt."""
+    if samples == 1:
+        return sample_blocks(profile, num_tokens)
     shared_tokens = max(0, prompt_tokens - 1)
-    leads = samples > 1 and shared_tokens > 0
-    first = sample_blocks(profile, num_tokens, leads=leads)
+    first = sample_blocks(profile, num_tokens, leads=shared_tokens > 0)
     other = sample_blocks(profile, num_tokens, shared_tokens=shared_tokens)
     return first + (samples - 1) * other
 
@@ -133,13 +169,16 @@ def sample_blocks(
     more, which the leader is charged.
     """
     size = profile.block_tokens
-    own = -(-num_tokens // size) - shared_tokens // size + leads
-    most = profile.window_blocks
-    if most is None:
-        return own
-    # A window that never slides shares as much as the other group does.
-    slides = num_tokens > profile.window_tokens
-    return own + (min(most, -(-num_tokens // size)) + leads if slides else own)
+    if profile.is_plain:
+        return -(-num_tokens // size) - shared_tokens // size + leads
+    whole = -(-num_tokens // size)
+    original = leads and profile.copies_shared_block
+    own = whole - shared_tokens // size + original
+    blocks = profile.num_growing * own + profile.state_blocks
+    for window_tokens, most in profile.windows:
+        # A window that never slides shares as much as a group that grows.
+        blocks += min(most, whole) + original if num_tokens > window_tokens else own
+    return blocks
 
 
 def most_tokens(
@@ -147,15 +186,18 @@ def most_tokens(
 ) -> int:
     """The longest sequence, prompt included, whose predicted bytes are at most `available`.
 
-    All samples get as long; less than `prompt_tokens` when not even the prompt fits.
+    All samples get as long; less than `prompt_tokens` when not even the prompt fits, and
+    `UNBOUNDED_TOKENS` when a sequence of any length fits.
     """
     if not profile.block_bytes:
-        return 0
+        return UNBOUNDED_TOKENS
     blocks = max(0, available // profile.block_bytes)
-    if profile.window_blocks is not None:
-        return _most_windowed(profile, blocks, prompt_tokens, samples)
+    if not profile.is_plain:
+        if profile.windows or not profile.num_growing:
+            return _most_windowed(profile, blocks, prompt_tokens, samples)
+        blocks = (blocks - samples * profile.state_blocks) // profile.num_growing
     shared_tokens = max(0, prompt_tokens - 1)
-    original = 1 if samples > 1 and shared_tokens > 0 else 0
+    original = 1 if samples > 1 and shared_tokens > 0 and profile.copies_shared_block else 0
     shared = shared_tokens // profile.block_tokens
     blocks = max(0, blocks - original)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
@@ -168,4 +210,12 @@ def _most_windowed(profile: MemoryProfile, blocks: int, prompt_tokens: int, samp
     def price(num_blocks: int) -> int:
         return request_blocks(profile, prompt_tokens, num_blocks * size, samples)
 
-    return (bisect.bisect_right(range(blocks + 1), blocks, key=price) - 1) * size
+    longest = blocks
+    if not profile.num_growing:
+        # The price grows until every window slides and holds all that it ever does.
+        longest = max(
+            (max(most, window // size + 1) for window, most in profile.windows), default=0
+        )
+        if price(longest) <= blocks:
+            return UNBOUNDED_TOKENS
+    return max(0, bisect.bisect_right(range(longest + 1), blocks, key=price) - 1) * size

@@ -1,9 +1,12 @@
 """What a request is priced: whole blocks, shared where samples share them."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_common.request_cost import (
+    UNBOUNDED_TOKENS,
     CacheGroup,
     MemoryProfile,
     charged_output,
@@ -15,12 +18,24 @@ from ullage_common.wire import memory_profile
 
 SMOLLM2 = MemoryProfile(16, (CacheGroup(23_040),))
 sizes = st.integers(0, 1 << 30)
-groups = st.builds(CacheGroup, st.integers(1, 1 << 20), st.sampled_from((0, 128, 4096)))
-profiles = st.builds(
-    MemoryProfile,
-    st.integers(1, 64),
-    st.lists(groups, min_size=1, max_size=3).map(tuple),
-    *[sizes] * 6,
+token_bytes = st.integers(1, 1 << 20)
+growing = st.builds(CacheGroup, token_bytes)
+sliding = st.builds(CacheGroup, token_bytes, st.sampled_from((128, 4096)))
+states = st.builds(CacheGroup, token_bytes, state_blocks=st.integers(1, 4))
+
+
+def profiles_of(groups: st.SearchStrategy[list[CacheGroup]]) -> st.SearchStrategy[MemoryProfile]:
+    return st.builds(MemoryProfile, st.integers(1, 64), groups.map(tuple), *[sizes] * 6)
+
+
+native_profiles = profiles_of(
+    st.builds(lambda group, windows: [group, *windows], growing, st.lists(sliding, max_size=1))
+)
+"""Of the engine's own models: one group that grows, and at most one that slides."""
+profiles = native_profiles | st.builds(
+    replace,
+    profiles_of(st.lists(growing | sliding | states, min_size=1, max_size=6)),
+    copies_shared_block=st.booleans(),
 )
 tokens = st.integers(1, 100_000)
 samples = st.integers(1, 16)
@@ -74,15 +89,74 @@ def test_samples_have_windows_of_their_own() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(profiles, tokens, tokens, tokens)
+@given(native_profiles, tokens, tokens, tokens)
 def test_a_demand_is_whole_blocks_and_no_block_too_many(
     profile: MemoryProfile, prompt: int, most: int, expected: int
 ) -> None:
     demand = predict(profile, prompt, most, expected)
     blocks, rest = divmod(demand.kv_bytes, profile.block_bytes)
     assert rest == 0
-    blocks -= min(profile.window_blocks or 0, blocks // 2)
+    blocks -= min(sum(most for _, most in profile.windows), blocks // 2)
     assert (blocks - 1) * profile.block_tokens < demand.tokens <= blocks * profile.block_tokens
+
+
+@settings(max_examples=80, deadline=None)
+@given(native_profiles, tokens, tokens, samples)
+def test_the_price_is_that_of_one_growing_and_one_sliding_table(
+    profile: MemoryProfile, prompt: int, output: int, samples: int
+) -> None:
+    """The formula of the module's docstring, written out."""
+    size, chunk = profile.block_tokens, profile.prefill_chunk_tokens
+    length, shared = prompt + output, (prompt - 1) // size
+    original = 1 if samples > 1 and prompt > 1 else 0
+    grown = shared + samples * (-(-length // size) - shared) + original
+    sliding = 0
+    for window in (group.window_tokens for group in profile.groups if group.window_tokens):
+        most = -(-(window - 1 + chunk) // size) + 1
+        slid = samples * min(most, -(-length // size)) + original
+        sliding = slid if length > window else grown
+    assert request_blocks(profile, prompt, length, samples) == grown + sliding
+
+
+@settings(max_examples=80, deadline=None)
+@given(profiles, tokens, tokens, samples)
+def test_every_group_takes_blocks_of_the_pool(
+    profile: MemoryProfile, prompt: int, output: int, samples: int
+) -> None:
+    alone = [
+        request_blocks(replace(profile, groups=(group,)), prompt, prompt + output, samples)
+        for group in profile.groups
+    ]
+    assert request_blocks(profile, prompt, prompt + output, samples) == sum(alone)
+
+
+def test_five_sliding_groups_and_states_beside_one_that_grows() -> None:
+    """Sequences of 1,100 tokens: 69 blocks of one group, 41 of each that slides, 2 of states."""
+    sliding = (CacheGroup(HALF, window_tokens=128),) * 5
+    profile = MemoryProfile(
+        16,
+        (CacheGroup(HALF), *sliding, CacheGroup(0, state_blocks=2)),
+        prefill_chunk_tokens=512,
+        copies_shared_block=False,
+    )
+    assert request_blocks(profile, 1000, 1100) == 69 + 5 * 41 + 2
+    # 7 blocks of its own behind those of the prompt, and no original of a copied block.
+    assert request_blocks(profile, 1000, 1100, 2) == 69 + 7 + 2 * (5 * 41 + 2)
+    assert profile.growing_bytes_per_token == HALF
+
+
+@pytest.mark.parametrize(
+    "groups", [(), (CacheGroup(64, state_blocks=3),), (CacheGroup(64, window_tokens=128),)]
+)
+def test_a_sequence_without_a_growing_group_is_bounded_by_what_it_always_holds(
+    groups: tuple[CacheGroup, ...],
+) -> None:
+    profile = MemoryProfile(16, groups, prefill_chunk_tokens=96)
+    whole = request_blocks(profile, 1, 100_000) * profile.block_bytes
+    assert request_blocks(profile, 1, 1_000_000) * profile.block_bytes == whole
+    assert most_tokens(profile, whole) == UNBOUNDED_TOKENS
+    if whole:
+        assert most_tokens(profile, whole - 1) < 1000
 
 
 @settings(max_examples=80, deadline=None)
@@ -90,9 +164,12 @@ def test_a_demand_is_whole_blocks_and_no_block_too_many(
 def test_most_tokens_is_the_inverse(
     profile: MemoryProfile, available: int, prompt: int, samples: int
 ) -> None:
-    output = most_tokens(profile, available, prompt, samples) - prompt
+    longest = most_tokens(profile, available, prompt, samples)
+    output = longest - prompt
     if output > 0:
         assert predict(profile, prompt, output, output, samples).kv_bytes <= available
+    if longest == UNBOUNDED_TOKENS:
+        return
     longer = max(1, output + 1)
     assert predict(profile, prompt, longer, longer, samples).kv_bytes > available
 

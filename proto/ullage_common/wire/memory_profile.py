@@ -9,7 +9,11 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
     return pb.MemoryProfile(
         block_tokens=profile.block_tokens,
         groups=[
-            pb.CacheGroup(bytes_per_token=group.bytes_per_token, window_tokens=group.window_tokens)
+            pb.CacheGroup(
+                bytes_per_token=group.bytes_per_token,
+                window_tokens=group.window_tokens,
+                state_blocks=group.state_blocks,
+            )
             for group in profile.groups
         ],
         state_bytes_per_sequence=profile.state_bytes_per_sequence,
@@ -18,6 +22,7 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
         prefill_chunk_tokens=profile.prefill_chunk_tokens,
         kv_pool_bytes=profile.kv_pool_bytes,
         session_kv_bytes=profile.session_kv_bytes,
+        computes_shared_block=not profile.copies_shared_block,
     )
 
 
@@ -25,11 +30,15 @@ def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
     """Returns the profile that a message describes."""
     return MemoryProfile(
         block_tokens=max(1, wire.block_tokens),
-        groups=tuple(CacheGroup(each.bytes_per_token, each.window_tokens) for each in wire.groups),
+        groups=tuple(
+            CacheGroup(each.bytes_per_token, each.window_tokens, each.state_blocks)
+            for each in wire.groups
+        ),
         state_bytes_per_sequence=wire.state_bytes_per_sequence,
         activation_bytes_per_token=wire.activation_bytes_per_token,
         sampler_bytes_per_sequence=wire.sampler_bytes_per_sequence,
         prefill_chunk_tokens=wire.prefill_chunk_tokens,
         kv_pool_bytes=wire.kv_pool_bytes,
         session_kv_bytes=wire.session_kv_bytes,
+        copies_shared_block=not wire.computes_shared_block,
     )

@@ -78,7 +78,7 @@ def test_the_scheduler_promises_and_allocates_the_price(
         sampled = [SampledToken("a", 2, 0.0, [], []) for chunk in plan.chunks if chunk.sampling]
         scheduler.commit(sampled)
     # The last token is priced and produced, but no further one needs its KV.
-    if profile.window_blocks is None:
+    if not profile.windows:
         assert held == price_of(prompt + output - 1) * profile.block_bytes
         assert 0 <= price - held <= profile.block_bytes
     else:
@@ -86,7 +86,8 @@ def test_the_scheduler_promises_and_allocates_the_price(
         grown = -(-(prompt + output - 1) // BLOCK)
         windows = held // profile.block_bytes - grown
         assert held <= price
-        assert min(grown, profile.window_tokens // BLOCK) <= windows <= profile.window_blocks
+        [(window_tokens, most)] = profile.windows
+        assert min(grown, window_tokens // BLOCK) <= windows <= most
 
 
 @settings(max_examples=60, deadline=None)
