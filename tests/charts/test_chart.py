@@ -317,6 +317,21 @@ def test_images_are_named_by_tag_or_digest(render):
     assert digested[:2] == ("ullage/operator:v3", f"{operator}@{digest}")
 
 
+def test_an_image_with_vllm_is_a_choice(render, helm):
+    def named(*values):
+        (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        return Settings.from_env({e["name"]: e.get("value", "") for e in container["env"]})
+
+    assert named().vllm_engine_image == ""
+    assert (
+        named("vllmEngineImage.repository=r", "vllmEngineImage.tag=v2").vllm_engine_image == "r:v2"
+    )
+    alone = ("--set", "vllmEngineImage.tag=v2")
+    done = helm("template", "release", str(CHART), *alone)
+    assert done.returncode != 0 and "set vllmEngineImage.repository" in done.stderr
+
+
 def test_the_charts_version_of_the_operator_is_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == project["version"]

@@ -25,6 +25,9 @@ SAMPLES: dict[str, Any] = {
     "engineImage.repository": "registry.example/engine",
     "engineImage.tag": "v2",
     "engineImage.digest": DIGEST,
+    "vllmEngineImage.repository": "registry.example/engine-vllm",
+    "vllmEngineImage.tag": "v2",
+    "vllmEngineImage.digest": DIGEST,
     "routerImage.repository": "registry.example/router",
     "routerImage.tag": "v2",
     "routerImage.digest": DIGEST,
@@ -95,6 +98,8 @@ SAMPLES: dict[str, Any] = {
 
 NEEDED: dict[str, dict[str, Any]] = {
     "crds.keep": {"crds.enabled": True},
+    "vllmEngineImage.tag": {"vllmEngineImage.repository": "r"},
+    "vllmEngineImage.digest": {"vllmEngineImage.repository": "r"},
     "podDisruptionBudget.enabled": {"replicas": 2},
     "podDisruptionBudget.maxUnavailable": {"replicas": 2},
     "networkPolicy.egress.apiServerPorts": {"networkPolicy.egress.enabled": True},

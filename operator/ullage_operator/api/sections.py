@@ -318,7 +318,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     nccl: dict[str, str] = field(default_factory=dict)
     memory: MemorySection
     """The service's memory with the pool's own fields over it."""
-    shm_size: int | str
+    shm_size: int | str | None = None
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
 

@@ -435,14 +435,18 @@ MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""
 METRICS_NAMESPACE = "monitoring"
+ENGINE_IMAGE = f"ullage/engine:{VERSION}"
+"""The image without vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What the operator's own Deployment decides, the same for every service."""
 
-    engine_image: str = f"ullage/engine:{VERSION}"
+    engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    vllm_engine_image: str = ""
+    """ULLAGE_VLLM_ENGINE_IMAGE: image of those that are to be vLLM; empty: `engine_image`."""
     router_image: str = f"ullage/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
@@ -472,6 +476,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         names = {
             "engine_image": "ULLAGE_ENGINE_IMAGE",
+            "vllm_engine_image": "ULLAGE_VLLM_ENGINE_IMAGE",
             "router_image": "ULLAGE_ROUTER_IMAGE",
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
             "log_level": "ULLAGE_LOG_LEVEL",

@@ -14,11 +14,12 @@ import yaml
 
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
-from ullage_operator.api.spec import VERSION, Settings
+from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.cli import up
 from ullage_operator.cli.up import read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
+from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
@@ -61,7 +62,8 @@ PLAN_HELP = """examples:
   ullage plan -f service.yaml -o json | jq '.items[].kind'
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
-Images come from ULLAGE_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the operator.
+Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the
+operator. Which engine each pool will have, and why, is printed on the standard error output.
 """
 
 
@@ -85,9 +87,25 @@ def run_plan(options: argparse.Namespace) -> int:
     service = read_service(options.file)
     serves = frozenset(MONITORING if options.pod_monitors else ())
     observed = Observed(now=datetime.now(UTC), serves=serves)
-    objects = plan(service, observed, Settings.from_env(os.environ)).apply
+    settings = Settings.from_env(os.environ)
+    objects = plan(service, observed, settings).apply
     sys.stdout.write(render(list(objects), options.output))
+    for line in engine_lines(service, settings):
+        print(line, file=sys.stderr)  # what is printed is for kubectl
     return 0
+
+
+def engine_lines(service: Service, settings: Settings) -> list[str]:
+    """Returns for each pool the engine that its pods will be, why, and their image."""
+    spec = service.spec
+    image = engine_image(spec, settings)
+    expected = expected_engine(
+        spec,
+        on_cuda=spec.device != "cpu",
+        has_vllm=image_has_vllm(image, settings),
+        place=f"image {image}",
+    )
+    return [f"pool {pool}: engine {expected} (image {image})" for pool in spec.pools]
 
 
 def render(objects: list[Manifest], output: str) -> str:

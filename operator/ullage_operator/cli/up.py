@@ -5,6 +5,7 @@ the progress of the start in one live table on a terminal and in plain lines els
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -152,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
             grpc_port=options.grpc_port,
             log_level="debug" if options.verbose else "info",
             secrets=options.secrets,
+            # Engines run this interpreter, too.
+            has_vllm=importlib.util.find_spec("vllm") is not None,
         )
         write_files(plan.files)
         asyncio.run(serve(plan, run_dir, options.state_file))
@@ -195,6 +198,8 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     console.print(f"starting {plan.model}: {', '.join(names)}")
+    for line in plan.engines:
+        console.print(line, soft_wrap=True, markup=False)
     async with runtime.running() as followed:
         try:
             with view:

@@ -25,6 +25,7 @@ from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import autoscaling_of, replicas
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.manifests.config_files import to_yaml
+from ullage_operator.manifests.engine_choice import expected_engine
 
 Manifest = Mapping[str, Any]
 
@@ -254,6 +255,8 @@ class LocalPlan:
     files: list[File]
     policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
     """Policies of pools that scale."""
+    engines: Sequence[str] = ()
+    """For each pool the engine that it will be here, and why."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Number of engines that these pools begin with."""
 
@@ -266,16 +269,18 @@ def plan_local(
     grpc_port: int,
     log_level: str,
     secrets: Path | None = None,
+    has_vllm: bool = False,
 ) -> LocalPlan:
     """The processes and files of a service on this machine; port 0 means any free one.
 
     `log_level` is for services that name none. `secrets` is a folder with one folder for every
-    Secret that the service names.
+    Secret that the service names. `has_vllm` is whether engines here can be vLLM.
 
     Raises:
-        LocalFailure: a port is taken, the service asks for no engine or names another service, a
-            Secret has no folder, or the folder's path is too long.
+        LocalFailure: a port is taken, the service asks for no engine, for one that is not here, or
+            names another service, a Secret has no folder, or the folder's path is too long.
     """
+    check_vllm(service, has_vllm)
     check_cascade(service)
     check_pod_templates(service)
     observed = Observed(now=datetime.now(UTC))
@@ -290,8 +295,20 @@ def plan_local(
     planned_files = pod_files(objects, run_dir, ports, cores)
     files = with_secrets(planned_files, secret_folders(objects, secrets))
     return LocalPlan(
-        service.spec.model.name, planned, files, policies_of(service), first_sizes(service)
+        service.spec.model.name,
+        planned,
+        files,
+        policies_of(service),
+        engine_lines(service, has_vllm),
+        first_sizes(service),
     )
+
+
+def engine_lines(service: Service, has_vllm: bool) -> list[str]:
+    spec = service.spec
+    on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
+    expected = expected_engine(spec, on_cuda=on_cuda, has_vllm=has_vllm, place="this environment")
+    return [f"pool {pool}: engine {expected}" for pool in spec.pools]
 
 
 def policies_of(service: Service) -> dict[str, AutoscalingSpec]:
@@ -394,6 +411,23 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> 
         own, remaining = remaining[: count * each], remaining[count * each :]
         servers[name] = {"owns_cores": True, "cores": [thread for core in own for thread in core]}
     return servers
+
+
+def check_vllm(service: Service, has_vllm: bool) -> None:
+    """What only vLLM can do needs it in the environment that engines run in, this one."""
+    if has_vllm:
+        return
+    remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
+    if service.spec.engine == "vllm":
+        raise LocalFailure(
+            f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
+            "engine to Auto"
+        )
+    if service.spec.adapters:
+        raise LocalFailure(
+            "spec.adapters: the native engine serves no adapters, and this environment has no "
+            f"vLLM; {remedy}, or leave adapters out"
+        )
 
 
 def check_cascade(service: Service) -> None:

@@ -17,6 +17,7 @@ from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.config_files import digest
+from ullage_operator.manifests.engine_choice import engine_image, may_be_vllm
 from ullage_operator.manifests.resources import engine_resources, router_resources
 
 Manifest = dict[str, Any]
@@ -93,7 +94,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         memory_volume("run"),
         cache_volume(pool.model_cache),
         scratch_volume("tmp"),
-        memory_volume("shm", pool.shm_size),
+        memory_volume("shm", shm_size(service, pool)),
         *claim_volumes(service),
         *secret_volumes(engine_secrets(service)),
     ]
@@ -172,6 +173,10 @@ ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 START_PERIOD_S = 5
+SHM_BYTES = 1 << 30
+VLLM_SHM_BYTES = 256 << 20
+"""Shared memory for each GPU's rank, above the ring buffer of ten 24 MiB chunks by which it answers
+vLLM's scheduler."""
 
 DEFAULT_SPREAD = {
     "maxSkew": 1,
@@ -230,7 +235,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
     failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
     return {
         "name": naming.ENGINE,
-        "image": service.spec.image or settings.engine_image,
+        "image": engine_image(service.spec, settings),
         "imagePullPolicy": settings.image_pull_policy,
         # The last lines of a container that ended say why, in the service's conditions.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -241,7 +246,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [*ENGINE_ENV],
+        "env": [*ENGINE_ENV, *vllm_env(service, pool, settings)],
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
@@ -256,6 +261,38 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
     }
+
+
+def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
+    """Returns environment for vLLM, of which a pod template may set any variable otherwise; nothing
+    where `ullage up` runs the engine, whose user has caches of their own."""
+    if not settings.on_kubernetes or not may_be_vllm(service.spec):
+        return []
+    env = {
+        # The image's home cannot be written; libraries below vLLM compile kernels into it.
+        "HOME": f"{naming.CACHE_DIR}/home",
+        # A worker that is started again finds what another compiled.
+        "VLLM_CACHE_ROOT": f"{naming.CACHE_DIR}/vllm",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if not any(source.startswith("hf://") for source in service.spec.sources):
+        env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
+    containers = pool.pod_template.get("spec", {}).get("containers", ())
+    given = {
+        variable["name"]
+        for container in containers
+        if container["name"] == naming.ENGINE
+        for variable in container.get("env", ())
+    }
+    return [{"name": name, "value": value} for name, value in env.items() if name not in given]
+
+
+def shm_size(service: Service, pool: PoolSpec) -> int | str:
+    """Returns the size of /dev/shm: the pool's, or enough for ranks to exchange data."""
+    if pool.shm_size is not None:
+        return pool.shm_size
+    ranks = VLLM_SHM_BYTES * pool.gpus if may_be_vllm(service.spec) else 0
+    return f"{(SHM_BYTES + ranks) >> 20}Mi"
 
 
 def own_router(service: Service, config: str, settings: Settings) -> Manifest:

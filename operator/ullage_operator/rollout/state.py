@@ -23,6 +23,7 @@ import msgspec
 from ullage_operator.api import naming
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
+from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.rollout.stages import (
     TRYING,
     RolloutCommand,
@@ -57,8 +58,8 @@ NOT_OF_A_POOL = ("replicas", "autoscaling")
 def release_of(service: Service, settings: Settings) -> Release:
     """Returns the release that a service's spec asks for."""
     spec = to_api(service.spec)
-    image = service.spec.image or settings.engine_image
-    chosen = {name: spec[name] for name in SECTIONS} | {"image": image}
+    chosen = {name: spec[name] for name in SECTIONS}
+    chosen["image"] = engine_image(service.spec, settings)
     pools = {name: _without(pool, NOT_OF_A_POOL) for name, pool in spec["pools"].items()}
     return chosen | {"pools": pools}
 

@@ -20,6 +20,7 @@ def test_every_setting_can_be_given():
     given = Settings.from_env(
         {
             "ULLAGE_ENGINE_IMAGE": "e",
+            "ULLAGE_VLLM_ENGINE_IMAGE": "v",
             "ULLAGE_ROUTER_IMAGE": "r",
             "ULLAGE_IMAGE_PULL_POLICY": "Always",
             "ULLAGE_IMAGE_PULL_SECRETS": "one,two",
@@ -31,6 +32,7 @@ def test_every_setting_can_be_given():
     )
     assert given == Settings(
         engine_image="e",
+        vllm_engine_image="v",
         router_image="r",
         image_pull_policy="Always",
         image_pull_secrets=("one", "two"),

@@ -54,6 +54,50 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PodMonitor" in [item["kind"] for item in listed["items"]]
 
 
+def test_a_plan_says_of_each_pool_which_engine_it_will_be(
+    capsys: pytest.CaptureFixture[str],
+    manifest: Make,
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ULLAGE_ENGINE_IMAGE", "native:1")
+    path = write(yaml.safe_dump(manifest(pools={"large": {}})))
+
+    def lines() -> list[str]:
+        assert main(["plan", "-f", str(path)]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    unknown = "engine vllm where image native:1 has vLLM, else native (image native:1)"
+    assert lines() == [f"pool single: {unknown}", f"pool large: {unknown}"]
+    monkeypatch.setenv("ULLAGE_VLLM_ENGINE_IMAGE", "vllm:1")
+    reason = "vLLM is installed and the device is a CUDA GPU"
+    assert lines()[0] == f"pool single: engine vllm: {reason} (image vllm:1)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"engine": "VLLM"}, "spec.engine: VLLM needs vLLM"),
+        (
+            {"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]},
+            "spec.adapters: the native engine serves no adapters",
+        ),
+    ],
+)
+def test_up_says_at_once_what_needs_vllm(
+    capsys: pytest.CaptureFixture[str],
+    manifest: Make,
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    spec: dict[str, Any],
+    field: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    path = write(yaml.safe_dump(manifest(**spec)))
+    [line] = errors(capsys, "up", "-f", str(path))
+    assert line.startswith(f"error: {field}")
+
+
 @pytest.mark.parametrize(
     ("option", "path"), [("--run-dir", "/proc/nowhere"), ("--state-file", "/nowhere/state.json")]
 )

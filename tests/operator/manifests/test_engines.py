@@ -1,6 +1,7 @@
 """Which engine computes in a pool's pods, and what pods with vLLM have beside the others."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -9,8 +10,9 @@ import yaml
 
 from ullage_common.config.engine import OWNED_VLLM_ARGS, AdapterSection, EngineConfig
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import parse_stored
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.spec import ENGINE_IMAGE, Settings, parse, parse_stored
+from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.manifests.engine_choice import expected_engine
 
 Make = Callable[..., dict[str, Any]]
 MakePlan = Callable[..., ServicePlan]
@@ -99,3 +101,100 @@ def test_the_field_to_set_is_called_as_in_the_api(make_plan: MakePlan) -> None:
 def test_what_cannot_be_an_argument_is_refused(make_plan: MakePlan, name: str) -> None:
     with pytest.raises(InvalidManifest, match=f"spec.vllm: args.{name} is no argument of vLLM"):
         make_plan(vllm={"args": {name: 1}})
+
+
+LORA = {"adapters": ADAPTERS[:1]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "image"),
+    [
+        ({}, "vllm"),
+        ({"device": "CUDA"}, "vllm"),
+        ({"device": "CPU"}, "native"),
+        ({"device": "CPU", **LORA}, "vllm"),
+        ({"engine": "VLLM", "device": "CPU"}, "vllm"),
+        ({"engine": "Native"}, "native"),
+        ({"engine": "VLLM", "image": "own"}, "own"),
+        ({"engine": "Native", "image": "own"}, "own"),
+    ],
+)
+def test_pods_run_the_image_that_has_their_engine(
+    manifest: Make, spec: dict[str, Any], image: str
+) -> None:
+    settings = Settings(engine_image="native", vllm_engine_image="vllm")
+    made = plan(parse(manifest(**spec)), Observed(now=datetime.now(UTC)), settings)
+    assert pod_spec(made)["containers"][0]["image"] == image
+
+
+@pytest.mark.parametrize("engine", ["Auto", "Native", "VLLM"])
+def test_where_there_is_one_image_all_run_it(make_plan: MakePlan, engine: str) -> None:
+    assert pod_spec(make_plan(engine=engine))["containers"][0]["image"] == ENGINE_IMAGE
+
+
+def environment(plan: ServicePlan) -> dict[str, Any]:
+    return {e["name"]: e.get("value") for e in pod_spec(plan)["containers"][0]["env"]}
+
+
+def test_vllm_keeps_what_it_compiles_and_asks_nobody(make_plan: MakePlan) -> None:
+    source = {"source": "pvc://weights/llama", "name": "llama"}
+    env = environment(make_plan(engine="VLLM", model=source))
+    assert env["VLLM_CACHE_ROOT"] == "/var/cache/ullage/vllm"
+    assert env["HOME"] == "/var/cache/ullage/home"
+    assert (env["VLLM_NO_USAGE_STATS"], env["HF_HUB_OFFLINE"]) == ("1", "1")
+    assert "HF_HUB_OFFLINE" not in environment(make_plan(**VLLM))  # an adapter is of the hub
+    native = environment(make_plan(engine="Native", model=source))
+    assert native.keys().isdisjoint({"HOME", "VLLM_CACHE_ROOT", "HF_HUB_OFFLINE"})
+
+
+def test_a_pod_template_sets_vllms_environment_otherwise(make_plan: MakePlan) -> None:
+    own = [{"name": "HF_HUB_OFFLINE", "value": "0"}, {"name": "HOME", "value": "/home"}]
+    template = {"spec": {"containers": [{"name": "engine", "env": own}]}}
+    env = environment(make_plan(engine="VLLM", pools={"single": {"podTemplate": template}}))
+    assert (env["HF_HUB_OFFLINE"], env["HOME"]) == ("0", "/home")
+    assert env["VLLM_CACHE_ROOT"] == "/var/cache/ullage/vllm"
+
+
+@pytest.mark.parametrize(
+    ("engine", "pool", "size"),
+    [
+        ("Native", {"gpus": 4}, "1Gi"),
+        ("VLLM", {"gpus": 4}, "2Gi"),
+        ("Auto", {}, "1280Mi"),
+        ("VLLM", {"gpus": 4, "shmSize": "8Gi"}, "8Gi"),
+    ],
+)
+def test_shared_memory_grows_with_vllms_ranks(
+    make_plan: MakePlan, engine: str, pool: dict[str, Any], size: str
+) -> None:
+    pod = pod_spec(make_plan(engine=engine, pools={"single": pool}))
+    [shm] = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+    assert shm == {"medium": "Memory", "sizeLimit": size}
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in mounts
+
+
+UNSERVED = "the native engine does not serve the model"
+
+
+@pytest.mark.parametrize(
+    ("spec", "on_cuda", "has_vllm", "expected"),
+    [
+        ({"engine": "Native"}, None, None, "native: engine is native"),
+        ({"engine": "VLLM"}, None, None, "vllm: engine is vllm"),
+        ({}, True, True, "vllm: vLLM is installed and the device is a CUDA GPU"),
+        ({}, True, False, "native: vLLM is not installed, in HERE"),
+        ({}, True, None, "vllm where HERE has vLLM, else native"),
+        ({}, False, None, f"vllm where HERE has vLLM and {UNSERVED}, else native"),
+        ({}, False, True, f"vllm where {UNSERVED}, else native"),
+        ({}, None, True, f"vllm where a GPU is present or {UNSERVED}, else native"),
+        (LORA, False, None, "vllm where HERE has vLLM, else native"),
+        (LORA, False, True, f"vllm: {UNSERVED}: it serves no adapters"),
+    ],
+)
+def test_what_is_not_known_is_said_so(
+    manifest: Make, spec: dict[str, Any], on_cuda: bool, has_vllm: bool, expected: str
+) -> None:
+    service = parse(manifest(**spec)).spec
+    line = expected_engine(service, on_cuda=on_cuda, has_vllm=has_vllm, place="HERE")
+    assert line == expected
