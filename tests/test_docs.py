@@ -44,7 +44,7 @@ OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}
 """How a definition's versions are converted."""
 
 OTHER_WORDS = {"auto", "none", "error", "info", "debug", "bfloat16", "cuda", "ullage"}
-OTHER_WORDS |= {"queue", "route", "reject", "true", "false", "in"}
+OTHER_WORDS |= {"queue", "route", "reject", "true", "false", "in", "vllm", "native"}
 """Values in small letters that are also words of requests, headers, logs and engines' files."""
 
 MENTIONED = re.compile(r"\b((?:docs|dev)/[\w/-]+\.md)\b")
