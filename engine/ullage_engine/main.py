@@ -85,6 +85,10 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
+    if config.adapters and config.engine != "vllm":
+        raise ConfigError(
+            "adapters: the native engine serves none; set engine: vllm or remove them"
+        )
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
     base = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(config_path)]
     owns_cores = config.server.owns_cores

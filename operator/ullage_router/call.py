@@ -124,6 +124,8 @@ class Call:
     progress: Progress = NO_PROGRESS
     """What was received of the answer; where engines are chosen it gets one of its own."""
     deadline: PausableDeadline = field(init=False)
+    adapter: str = ""
+    """The adapter that the request names as its model; empty: the model without one."""
     prompt: Prompt = field(init=False)
     """The prompt; set where it is rendered."""
 

@@ -373,7 +373,8 @@ class Cascade:
             ServiceError: the last step refused or failed, or the request came round in a circle.
         """
         _check_path(call.path, self.policy.name)
-        if call.request.HasField("continuation"):  # no other model goes on with an answer
+        # No other model goes on with an answer, nor has this one's adapters.
+        if call.request.HasField("continuation") or call.adapter:
             return await proceed(call)
         chosen = plan(features(call.request), self._load(), self.policy)
         run = _Run(self, call, proceed, chosen)

@@ -15,10 +15,11 @@ anything else       500   server_error
 """
 
 import math
+from collections.abc import Iterable
 
 import grpc
 
-from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.errors import ServiceError, served_names
 from ullage_router.policy.decide import Refuse
 from ullage_router.policy.quota import Shortage
 from ullage_router.policy.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
@@ -224,11 +225,11 @@ def deadline(timeout_s: float) -> ServiceError:
     )
 
 
-def unknown_model(name: str, served: str) -> ServiceError:
+def unknown_model(name: str, served: str, adapters: Iterable[str] = ()) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.NOT_FOUND,
         "MODEL_NOT_FOUND",
-        f"model {name!r} is not served here; use {served!r}",
+        f"model {name!r} is not served here; use {served_names(served, adapters)}",
         metadata={"field": "model"},
     )
 

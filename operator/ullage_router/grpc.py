@@ -104,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetModelResponse:
         try:
             self._tenants.open_session(_text(context).get("authorization"))
-            return self._engines.served_model(request.model).description
+            return self._engines.describe(request.model)
         except ServiceError as error:
             await abort(context, error)
 

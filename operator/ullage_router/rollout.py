@@ -10,6 +10,7 @@ with it, so that they can be compared as they are; the counts are bounded.
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import random
@@ -389,7 +390,7 @@ class Rollout:
         """Sends a request where it is drawn, or where an engine is ready."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
-        is_ready = self._engines.is_ready_on
+        is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
         call.side = other if not is_ready(drawn) and is_ready(other) else drawn
         return await proceed(call)
 
@@ -399,7 +400,8 @@ class Rollout:
         Args:
             once: one attempt on one engine.
         """
-        if call.side is Side.STABLE or not self._engines.is_ready_on(Side.STABLE):
+        has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
+        if call.side is Side.STABLE or not has_stable:
             return await proceed(call)
         call.is_trial, failure = True, None
         try:

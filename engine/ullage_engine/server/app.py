@@ -272,7 +272,7 @@ class EngineApp:
 
 def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:
     try:
-        return TicketVerifier(config.tickets, config.server.engine_id)
+        return TicketVerifier(config.tickets, config.server.engine_id, config.model.name)
     except ConfigError as error:
         raise AppError(str(error)) from error
 

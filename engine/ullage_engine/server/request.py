@@ -19,7 +19,7 @@ import msgspec
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, LimitsSection
-from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.errors import ServiceError, invalid, served_names
 from ullage_common.wire.limits import SAMPLING_RANGES
 from ullage_common.wire.validation import (
     check_prompt_tokens,
@@ -105,6 +105,8 @@ class ModelLimits:
     """Facts of the loaded model that bound a request."""
 
     name: str
+    adapters: tuple[str, ...]
+    """Names of its LoRA adapters, by which clients ask for it as well."""
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -142,23 +144,23 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
     Raises:
         ServiceError: a field is out of range, or the model is another one.
     """
-    check_model(request.model, model.name)
+    check_model(request.model, model.name, model.adapters)
     validate_request(request)
     _check_vocabulary(request, model.vocab_size)
     _check_support(request, model)
 
 
-def check_model(asked: str, served: str) -> None:
-    """Checks that the request names the served model; an empty name means that one.
+def check_model(asked: str, served: str, adapters: Sequence[str]) -> None:
+    """Checks that the request names the served model, as an empty name does, or an adapter of it.
 
     Raises:
         ServiceError: NOT_FOUND, for any other model.
     """
-    if asked not in ("", served):
+    if asked not in ("", served, *adapters):
         raise ServiceError(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",
-            f"model {asked!r} is not served here; ask for {served!r}",
+            f"model {asked!r} is not served here; ask for {served_names(served, adapters)}",
             metadata={"field": "model", "model": asked},
         )
 
@@ -200,6 +202,7 @@ def validated_request(
         cache_salt=request.cache_salt,
         beam=samples.beam,
         grammar=grammar,
+        adapter=request.model if request.model in model.adapters else "",
     )
     return ValidatedRequest(
         client_id=request.request_id or key,

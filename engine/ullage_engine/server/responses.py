@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, JournalEntry, Update
@@ -224,13 +225,14 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def model_response(
-    name: str, tokenizer: ModelTokenizer, engine_status: EngineStatus
+    config: EngineConfig, tokenizer: ModelTokenizer, engine_status: EngineStatus
 ) -> pb.GetModelResponse:
     """Builds the description of a loaded model."""
     ready = engine_status.ready
     assert ready is not None
     return pb.GetModelResponse(
-        model=name,
+        model=config.model.name,
+        adapters=[pb.Adapter(name=each.name, rank=each.rank) for each in config.adapters],
         tokenizer_json=tokenizer.json_bytes,
         chat_template=tokenizer.chat_template,
         bos_token=tokenizer.bos_token,

@@ -88,6 +88,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._ticket_verifier = ticket_verifier
         self._keys = itertools.count(1)
         self._grammars = GrammarCheck()
+        self._adapters = tuple(adapter.name for adapter in config.adapters)
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
@@ -96,9 +97,9 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         try:
-            check_model(request.model, self._config.model.name)
+            check_model(request.model, self._config.model.name, self._adapters)
             return responses.model_response(
-                self._config.model.name, self._loaded().tokenizer, self._engine_status
+                self._config, self._loaded().tokenizer, self._engine_status
             )
         except ServiceError as error:
             await abort(context, error)
@@ -173,6 +174,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         assert ready is not None
         return ModelLimits(
             name=self._config.model.name,
+            adapters=self._adapters,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             eos_token_ids=tokenizer_bundle.tokenizer.eos_token_ids,

@@ -31,6 +31,7 @@ class TicketVerifier:
     Args:
         section: None lets everybody in and looks at no ticket.
         engine_id: tickets name the engine they are for.
+        model: the served model, which is what tenants' tickets are for.
         clock: Unix time, seconds.
 
     Raises:
@@ -41,11 +42,13 @@ class TicketVerifier:
         self,
         section: TicketsSection | None,
         engine_id: str,
+        model: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._keys = TicketKeys(Path(section.keys_dir)) if section else None
         self._is_required = bool(section and section.required)
         self._tag = engine_tag(engine_id)
+        self._model = model
         self._clock = clock
         self._uses = TicketUses(MAX_REMEMBERED)
         """Nothing is awaited between a look and a use."""
@@ -88,6 +91,9 @@ class TicketVerifier:
             raise _refused(error.reason, str(error)) from error
         self._uses.forget(now)
         self._count(claims)
+        # Which adapters a tenant may use, its router knows.
+        if claims.is_sessionless and request.model not in ("", self._model):
+            raise _over("model", repr(request.model), repr(self._model))
         _hold(request, claims)
 
     def _count(self, claims: Claims) -> None:

@@ -243,11 +243,11 @@ class Admission:
         """Whether an engine takes requests."""
         return self._engines.is_ready
 
-    def has_stable_engine(self, prompt: Prompt) -> bool:
-        """Whether a stable engine takes requests with the prompt's tokens."""
+    def has_stable_engine(self, call: Call) -> bool:
+        """Whether a stable engine takes requests with the call's tokens and adapter."""
         model = self._engines.model_of(Side.STABLE)
-        is_same = model is not None and model.fingerprint == prompt.model.fingerprint
-        return is_same and self._engines.is_ready_on(Side.STABLE)
+        is_same = model is not None and model.fingerprint == call.prompt.model.fingerprint
+        return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, call: Call, request: AdmissionRequest | None = None) -> RequestFacts:
         """Returns the request as `decide` sees it at this moment.
@@ -308,10 +308,12 @@ class Admission:
         call = request.call
         request.preferred = self._balancer.preferred(request.cache_key, call.side)
         facts, model = self.facts(call, request), request.prompt.model
-        sample = self._engines.sample(model, call.side, facts.draw, facts.preferred)
+        draw, preferred = facts.draw, facts.preferred
+        sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
         step: NextStep | None = decide_among(facts, sample, self.policy)
         if step is None:
-            step = decide(facts, self._engines.views(model, call.side), self.policy)
+            views = self._engines.views(model, call.side, call.adapter)
+            step = decide(facts, views, self.policy)
         # A canary has what runs at home as it is: stable engines stand by for all else.
         if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
@@ -320,7 +322,7 @@ class Admission:
     def _passes(self, request: AdmissionRequest) -> bool:
         """Whether a request behind the first of its line may run now."""
         call, model = request.call, request.prompt.model
-        views = self._engines.views(model, call.side)
+        views = self._engines.views(model, call.side, call.adapter)
         return passes(self.facts(call, request), views, self.policy)
 
     def _still_refusing(self, call: Call) -> frozenset[str]:
@@ -330,7 +332,7 @@ class Admission:
 
     def _cache_key(self, call: Call, prompt: Prompt) -> CacheKey:
         name = call.request.session_id or call.prompt_cache_key
-        return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name)
+        return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""

@@ -43,9 +43,11 @@ class LoadBalancer:
         """Number of requests by outcome of affinity: kept, yielded or none."""
         engines.on_forgotten = self._affinity.forget
 
-    def cache_key(self, session: str, token_ids: Sequence[int], tenant: str) -> CacheKey:
+    def cache_key(
+        self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
+    ) -> CacheKey:
         """Returns the key by which a request's beginning is looked up in the caches of engines."""
-        return self._affinity.cache_key(session, token_ids, tenant)
+        return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
         """Returns the engine with most of the key in its caches.

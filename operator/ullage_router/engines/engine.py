@@ -17,6 +17,7 @@ from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
+from ullage_router.engines.roster import engine_key
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook
@@ -195,6 +196,8 @@ class Engine:
         self._loss = ""
         """Why the engine's reports ended or never began; empty while they come."""
         self._closing: set[asyncio.Task[None]] = set()
+        self.adapters: frozenset[str] = frozenset()
+        """Names of the model's adapters that the engine serves."""
         self._profile = MemoryProfile(1, ())
         self._view: EngineView | None = None
         """The engine as decisions see it; None after something has changed."""
@@ -574,6 +577,7 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
+        self.adapters = frozenset(adapter.name for adapter in described.adapters)
         tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)
         self.route = route_of(self.pool, tensor, pipeline)
@@ -585,12 +589,6 @@ class Engine:
 def _shared(profile: MemoryProfile) -> MemoryProfile:
     """Returns the first one of equal profiles: engines of one kind are recognised by it."""
     return profile
-
-
-def engine_key(side: Side, pool: str, address: str) -> str:
-    """Returns the name by which decisions know an engine: one address may be in several pools, and
-    a canary's may become a stable engine's."""
-    return f"{side}/{pool}/{address}"
 
 
 def report_interval_ms(num_engines: int) -> int:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection
 from ullage_common.wire.channels import open_channel
-from ullage_router.engines.engine import Engine, engine_key
-from ullage_router.engines.roster import Roster
+from ullage_router.engines.engine import Engine
+from ullage_router.engines.roster import Roster, engine_key
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
 from ullage_router.policy.decision import EngineState, EngineView, Side
@@ -127,10 +127,25 @@ class Engines:
         best = sorted(described, key=lambda e: (e.side is not side, e.state != "ready"))
         return best[0].model if best else None
 
-    def check_name(self, name: str) -> None:
-        """Raises ServiceError when a request names another model."""
-        if name not in ("", self._model_name):
-            raise unknown_model(name, self._model_name)
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters that any engine serves."""
+        return frozenset().union(*(engine.adapters for engine in self._known()))
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the adapter that a request names as its model; empty where it names the model.
+
+        While no engine has described its model, it may have any adapter.
+
+        Raises:
+            ServiceError: no engine has it.
+        """
+        if name in ("", self._model_name):
+            return ""
+        adapters = self.adapters
+        if name not in adapters and any(engine.description for engine in self._known()):
+            raise unknown_model(name, self._model_name, adapters)
+        return name
 
     def served_model(self, name: str, side: Side = Side.STABLE) -> Model:
         """The served model, of a side of the rollout.
@@ -138,11 +153,22 @@ class Engines:
         Raises:
             ServiceError: it has another name, or no engine has described it yet.
         """
-        self.check_name(name)
+        self.adapter_of(name)
         model = self.model_of(side)
         if model is None:
             raise no_engine()
         return model
+
+    def describe(self, name: str) -> inference_pb2.GetModelResponse:
+        """Describes the served model with the adapters that any engine serves; raises as
+        `served_model` does."""
+        response = inference_pb2.GetModelResponse()
+        response.CopyFrom(self.served_model(name).description)
+        del response.adapters[:]
+        described = [engine.description for engine in self._known() if engine.description]
+        adapters = {adapter.name: adapter for each in described for adapter in each.adapters}
+        response.adapters.extend(adapters[name] for name in sorted(adapters))
+        return response
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
         """Follows other engines as the canary's from now on; without any there is no canary."""
@@ -153,9 +179,9 @@ class Engines:
         self._canary = tuple(pool for pool in pools if pool.name in names)
         self._relist.set()
 
-    def is_ready_on(self, side: Side) -> bool:
-        """Whether an engine of that side takes requests."""
-        return side in self.roster.ready_sides
+    def is_ready_on(self, side: Side, adapter: str = "") -> bool:
+        """Whether an engine of that side, with the adapter if one is named, takes requests."""
+        return self.roster.is_ready(side, adapter)
 
     @property
     def roster(self) -> Roster:
@@ -221,31 +247,36 @@ class Engines:
     def is_ready(self) -> bool:
         return bool(self.roster.ready_sides)
 
-    def views(self, model: Model, side: Side = Side.STABLE) -> list[EngineView]:
+    def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
         """Returns every engine that described its model, in order of the pools.
 
-        Those of the other side cannot be used, unless no engine of this one is ready.
+        Those without the adapter that a request names cannot be used, nor those of the other side,
+        unless no engine of this one is ready.
         """
         now, roster, held = time.monotonic(), self.roster, self.held_back()
-        has_choice = side in roster.ready_sides
+        has_choice = roster.is_ready(side, adapter)
         views = []
         for engine in roster.engines:
             view = engine.view(now)
             if view is None:
                 continue
             is_out = engine.key in held or engine.fingerprint != model.fingerprint
+            is_out = is_out or (adapter != "" and adapter not in engine.adapters)
             if is_out or (has_choice and engine.side is not side):
                 view = replace(view, standing=EngineState.UNUSABLE)
             views.append(view)
         return views
 
-    def sample(self, model: Model, side: Side, number: int, preferred: str) -> list[EngineView]:
+    def sample(
+        self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
+    ) -> list[EngineView]:
         """Returns a few usable engines of the first pool, and of the large one if there is one: the
         preferred one and drawn ones.
 
         Args:
             number: random.
             preferred: key of an engine; empty where there is none.
+            adapter: engines without it are left out; empty: none are.
         """
         roster, now = self.roster, time.monotonic()
         held = self.held_back() if self._ejected else NONE
@@ -259,6 +290,8 @@ class Engines:
             drawn = roster.draw(key, number)
             if favourite and favourite not in drawn and roster.has(key, favourite):
                 drawn.append(favourite)
+            if adapter:
+                drawn = [engine for engine in drawn if adapter in engine.adapters]
             for engine in drawn:
                 if engine.key not in held and (view := engine.view(now)):
                     views.append(view)

@@ -93,17 +93,23 @@ class Roster:
         self.engines = tuple(engines)
         self.until = min((engine.state_until(now) for engine in self.engines), default=now)
         self.models: dict[Side, Model | None] = {}
-        self._states: dict[Engine, tuple[EngineState, str]] = {}
+        self._states: dict[Engine, tuple[EngineState, str, frozenset[str]]] = {}
         self._groups: dict[GroupKey, _Group] = {}
         self._group_of: dict[Engine, _Group] = {}
         for engine in self.engines:
             self._add(engine)
         self.ready_sides = frozenset(
-            engine.side for engine, (state, _) in self._states.items() if state is USABLE
+            engine.side for engine, (state, *_) in self._states.items() if state is USABLE
+        )
+        self._ready_adapters = frozenset(
+            (engine.side, adapter)
+            for engine, (state, _, adapters) in self._states.items()
+            if state is USABLE
+            for adapter in adapters
         )
 
     def _add(self, engine: "Engine") -> None:
-        state, fingerprint = self._states[engine] = engine.standing, engine.fingerprint
+        state, fingerprint, _ = self._states[engine] = _state_of(engine)
         if state is not USABLE:
             return
         group = self._groups.setdefault((engine.side, engine.pool, fingerprint), _Group())
@@ -113,7 +119,11 @@ class Roster:
 
     def is_right_about(self, engine: "Engine") -> bool:
         """Whether the engine is in the state that it was in."""
-        return self._states.get(engine) == (engine.standing, engine.fingerprint)
+        return self._states.get(engine) == _state_of(engine)
+
+    def is_ready(self, side: Side, adapter: str = "") -> bool:
+        """Whether an engine of that side, with the adapter if one is named, takes requests."""
+        return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
         """Records whether the engine has prompts to compute."""
@@ -148,6 +158,16 @@ class Roster:
         """Whether the engine is a usable one of the group."""
         group = self._group_of.get(engine)
         return group is not None and self._groups.get(key) is group
+
+
+def _state_of(engine: "Engine") -> tuple[EngineState, str, frozenset[str]]:
+    return engine.standing, engine.fingerprint, engine.adapters
+
+
+def engine_key(side: Side, pool: str, address: str) -> str:
+    """Returns the name by which decisions know an engine: one address may be in several pools, and
+    a canary's may become a stable engine's."""
+    return f"{side}/{pool}/{address}"
 
 
 USABLE = EngineState.USABLE

@@ -85,14 +85,15 @@ class _SmallPages:
 
     def models(self, request: Request) -> object:
         self._service.tenants.open_session(request.headers.get("authorization"))
-        return {"object": "list", "data": [self._describe()]}
+        names = (self._service.config.model, *sorted(self._service.engines.adapters))
+        return {"object": "list", "data": [self._describe(name) for name in names]}
 
     def model(self, request: Request) -> object:
         self._service.tenants.open_session(request.headers.get("authorization"))
-        name, served = request.path.removeprefix(MODELS + "/"), self._service.config.model
-        if name != served:
-            raise unknown_model(name, served)
-        return self._describe()
+        name, engines = request.path.removeprefix(MODELS + "/"), self._service.engines
+        if name != self._service.config.model and name not in engines.adapters:
+            raise unknown_model(name, self._service.config.model, engines.adapters)
+        return self._describe(name)
 
     def healthz(self, request: Request) -> object:
         return {"status": "alive"}
@@ -104,14 +105,16 @@ class _SmallPages:
         word = "draining" if self._service.is_leaving else "no engine was ready yet"
         await _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
 
-    def _describe(self) -> dict[str, object]:
-        model = self._service.engines.model
+    def _describe(self, name: str) -> dict[str, object]:
+        """Describes the served model or, by its name, an adapter of it."""
+        model, served = self._service.engines.model, self._service.config.model
         return {
-            "id": self._service.config.model,
+            "id": name,
             "object": "model",
             "created": model.description.created if model else 0,
             "owned_by": "ullage",
-            "root": self._service.config.model,
+            "root": served,
+            "parent": None if name == served else served,
             "max_model_len": model.description.max_model_len if model else None,
         }
 

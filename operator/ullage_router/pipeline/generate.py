@@ -203,7 +203,7 @@ class EngineStages:
             if losses.are_too_many or not is_whole or error.code not in _ANOTHER_MAY_GO_ON:
                 raise error
             call.progress.on_loss()
-            if self._admission.has_stable_engine(call.prompt):
+            if self._admission.has_stable_engine(call):
                 call.side = Side.STABLE  # what a canary lost is not for the canary again
             call.refused_by[lost.engine.key] = lost.engine.reports
             try:

@@ -186,7 +186,7 @@ class CommonStages:
         try:
             async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
                 with call.deadline.pauses(timeout):
-                    self._engines.check_name(call.request.model)
+                    call.adapter = self._engines.adapter_of(call.request.model)
                     validate_request(call.request)
                     call.tenant.open_request(call.request, self._config.model)
                     return await proceed(call)
@@ -206,7 +206,7 @@ class CommonStages:
         """
         model = self._engines.served_model(call.request.model, call.side)
         # An error from here on names the model.
-        call.decision = replace(call.decision, model=self._config.model)
+        call.decision = replace(call.decision, model=call.adapter or self._config.model)
         call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
         call.decision = replace(call.decision, degraded=call.prompt.degraded)
         return await proceed(call)

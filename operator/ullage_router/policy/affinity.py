@@ -165,9 +165,13 @@ class Affinity:
     def prefixes(self) -> int:
         return len(self._prefixes)
 
-    def cache_key(self, session: str, token_ids: Sequence[int], tenant: str = "") -> CacheKey:
-        """What is remembered of a request."""
-        prefixes = prefix_hashes(token_ids) if self._section.max_prefixes else ()
+    def cache_key(
+        self, session: str, token_ids: Sequence[int], tenant: str = "", adapter: str = ""
+    ) -> CacheKey:
+        """What is remembered of a request; with another adapter the same tokens have other KV."""
+        if session and adapter:
+            session = f"{adapter}\0{session}"
+        prefixes = prefix_hashes(token_ids, adapter) if self._section.max_prefixes else ()
         return CacheKey(session if self._section.max_sessions else "", prefixes, tenant)
 
     def find(self, cache_key: CacheKey, is_usable: Callable[[str], bool]) -> str:
@@ -197,9 +201,9 @@ class Affinity:
         self._prefixes.check_integrity()
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A hash of every leading run of whole blocks, shortest first."""
-    hashes, last = [], 0
+def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
+    """A hash of every leading run of whole blocks, shortest first; the same in all processes."""
+    hashes, last = [], _point(adapter) if adapter else 0
     whole = min(len(token_ids) // PREFIX_BLOCK_TOKENS, MAX_PREFIX_BLOCKS)
     for start in range(0, whole * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS):
         last = hash((last, *token_ids[start : start + PREFIX_BLOCK_TOKENS]))

@@ -281,6 +281,15 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     looked at."""
     server: ServerSection = ServerSection()
 
+    def __post_init__(self) -> None:
+        names = [self.model.name, *(adapter.name for adapter in self.adapters)]
+        for place, name in enumerate(names[1:]):
+            if name in names[: place + 1]:
+                raise ValueError(
+                    f"adapters[{place}].name is {name!r}, which the model or another adapter is "
+                    "called; give it a name of its own"
+                )
+
 
 def choose_engine(
     kind: EngineKind, *, on_cuda: bool, has_vllm: bool, native_refusal: str = ""

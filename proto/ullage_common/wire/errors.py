@@ -50,6 +50,12 @@ def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceE
     )
 
 
+def served_names(model: str, adapters: Iterable[str]) -> str:
+    """Lists the names that a request's `model` may have, for errors."""
+    names = ", ".join(map(repr, sorted(adapters)))
+    return f"{model!r} or its adapter {names}" if names else repr(model)
+
+
 def to_status(error: ServiceError) -> status_pb2.Status:
     """The google.rpc.Status of an error: ErrorInfo always, RetryInfo when retrying helps."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)

@@ -38,7 +38,7 @@ def make_gate(keys: Path) -> Callable[..., TicketVerifier]:
     def make(now: list[float] | None = None, required: bool = False) -> TicketVerifier:
         section = TicketsSection(keys_dir=str(keys), required=required)
         times = now if now is not None else [NOW_S]
-        return TicketVerifier(section, "engine-0", lambda: times[0])
+        return TicketVerifier(section, "engine-0", "tiny", lambda: times[0])
 
     return make
 
@@ -88,6 +88,14 @@ def test_a_ticket_may_leave_out_the_session(
     assert refusal(gate, request(), ticket(is_sessionless=is_sessionless, uses=2)) == "TICKET_USED"
 
 
+def test_a_tenants_ticket_is_for_no_adapter(make_gate: Callable[..., TicketVerifier]) -> None:
+    """Its router knows which ones a tenant may use, and the ticket does not say."""
+    gate = make_gate()
+    assert refusal(gate, request(model="sql"), ticket(is_sessionless=True)) == "TICKET_BUDGET"
+    gate.admit(request(model="tiny"), ticket(2, is_sessionless=True))
+    gate.admit(request(model="sql"), ticket(3))
+
+
 def test_a_tenants_requests_of_different_salts_stay_apart(
     make_gate: Callable[..., TicketVerifier],
 ) -> None:
@@ -115,7 +123,7 @@ def test_a_tenants_requests_of_different_salts_stay_apart(
 def test_a_ticket_is_taken_as_often_as_it_says(counts: list[int], uses: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "key").write_bytes(KEY)
-        gate = TicketVerifier(TicketsSection(keys_dir=folder), "engine-0", lambda: NOW_S)
+        gate = TicketVerifier(TicketsSection(keys_dir=folder), "engine-0", "tiny", lambda: NOW_S)
         left = dict(enumerate(counts))
         for use in uses:
             number = use % len(counts)
@@ -156,7 +164,7 @@ def test_what_is_refused(
 def test_without_a_ticket(make_gate: Callable[..., TicketVerifier]) -> None:
     make_gate().admit(request(), ())
     assert refusal(make_gate(required=True), request(), None) == "TICKET_REQUIRED"
-    off = TicketVerifier(None, "engine-0")
+    off = TicketVerifier(None, "engine-0", "tiny")
     off.admit(request(), ticket(key=b"o" * 32))
 
 
@@ -188,7 +196,7 @@ def test_the_memory_of_tickets_is_bounded(
 
 def test_missing_keys_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no file"):
-        TicketVerifier(TicketsSection(keys_dir=str(tmp_path)), "engine-0")
+        TicketVerifier(TicketsSection(keys_dir=str(tmp_path)), "engine-0", "tiny")
 
 
 async def multiplexed(engine: Any, metadata: dict[str, str]) -> str:

@@ -30,6 +30,7 @@ class Known:
     pool: str = "single"
     side: Side = Side.STABLE
     fingerprint: str = "model"
+    adapters: frozenset[str] = frozenset()
 
     @property
     def is_idle(self) -> bool:

@@ -83,6 +83,8 @@ class FakeEngine(
         self.grid = (2, 2) if pool == "large" else (1, 1)
         """Tensor ranks and pipeline stages."""
         self.template = TEMPLATE
+        self.adapters: tuple[str, ...] = ()
+        """Names of the model's adapters."""
         self.heartbeat_s = 0.2
         self.is_mute = False
         self.lost_reports = 0
@@ -163,6 +165,7 @@ class FakeEngine(
             max_model_len=self.max_model_len,
             vocab_size=256,
             created=1_700_000_000,
+            adapters=[inference_pb2.Adapter(name=name, rank=8) for name in self.adapters],
             profile=inference_pb2.MemoryProfile(
                 block_tokens=BLOCK,
                 groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)],

@@ -97,7 +97,7 @@ class Sequence:
 
     def _next(self) -> TokenOutput:
         request = self.request
-        token_id = token_at(len(self.token_ids), request.sampling.seed)
+        token_id = token_at(len(self.token_ids), request.sampling.seed + len(request.adapter))
         if request.token_ids[0] == Script.ENDS_AFTER_FIVE and self.num_output == 5:
             token_id = request.stop_token_ids[0]
         self.token_ids.append(token_id)
@@ -159,7 +159,8 @@ class FakeWorker:
         match message:
             case Submit(requests=requests):
                 names = ",".join(request.request_id for request in requests)
-                self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}")
+                adapter = f" {requests[0].adapter}" if requests[0].adapter else ""
+                self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}{adapter}")
                 self._submit(requests)
             case Cancel(request_id=request_id):
                 self._trace(f"cancel {request_id}")

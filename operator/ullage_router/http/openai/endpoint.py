@@ -228,7 +228,7 @@ class GenerateEndpoint:
     def _response_options(self, call: Call, body: Common) -> ResponseOptions:
         return ResponseOptions(
             id=call.record.request_id,
-            model=self._model,
+            model=call.adapter or self._model,
             created=int(time.time()),
             logprobs=call.request.output.HasField("top_logprobs"),
             token_ids=call.request.output.return_token_ids,

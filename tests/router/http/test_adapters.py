@@ -1,0 +1,203 @@
+"""LoRA adapters by name: listed, asked for, and sent to engines that have them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.process.config_file import entry
+from ullage_common.wire.errors import from_rpc_error
+from ullage_router.policy.affinity import prefix_hashes
+from ullage_router.policy.decision import Side
+
+StartService = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+async def learn(service: Any, *adapters: tuple[str, ...]) -> None:
+    """Gives each engine its adapters; the router learns them as of a restarted engine."""
+    for engine, names in zip(service.engines, adapters, strict=True):
+        engine.adapters = names
+        engine.push(epoch=engine.headroom.epoch + 1)
+    wanted = Counter(frozenset(names) for names in adapters)
+    all_engines = service.router.service.engines.all
+    await service.until(lambda: Counter(e.adapters for e in all_engines()) == wanted)
+
+
+def served(service: Any) -> list[list[str]]:
+    """The models that each engine was asked for."""
+    return [[request.model for request in engine.requests] for engine in service.engines]
+
+
+def test_a_request_goes_only_to_engines_that_have_its_adapter(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100, 100)) as service:
+            await learn(service, (), ("sql",), ("sql", "python"))
+            for _ in range(6):
+                assert (await service.chat(model="sql")).json()["model"] == "sql"
+                assert (await service.complete(model="python")).json()["model"] == "python"
+            of_none, of_one, of_both = served(service)
+            assert not of_none
+            assert set(of_one) <= {"sql"}
+            assert of_both.count("python") == 6
+            assert of_one.count("sql") + of_both.count("sql") == 6
+            latest = (await service.stats())["latest"][0]
+            assert latest["model"] == "python"
+
+    asyncio.run(scenario())
+
+
+def test_adapters_are_listed_under_their_model(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            await learn(service, ("sql",), ("python",))
+            models = (await service.openai.models.list()).data
+            assert [model.id for model in models] == ["tiny", "python", "sql"]
+            described = [model.model_dump() for model in models]
+            assert [(each["root"], each["parent"]) for each in described] == [
+                ("tiny", None),
+                ("tiny", "tiny"),
+                ("tiny", "tiny"),
+            ]
+            assert (await service.openai.models.retrieve("sql")).id == "sql"
+            with pytest.raises(openai.NotFoundError, match="'tiny' or its adapter 'python', 'sql'"):
+                await service.openai.models.retrieve("java")
+
+    asyncio.run(scenario())
+
+
+def test_openai_and_grpc_clients_name_an_adapter(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service, ("sql",))
+            messages: Any = [{"role": "user", "content": "Hi"}]
+            answer = await service.openai.chat.completions.create(model="sql", messages=messages)
+            assert answer.model == "sql"
+            stream = await service.openai.chat.completions.create(
+                model="sql", messages=messages, stream=True
+            )
+            assert {chunk.model async for chunk in stream} == {"sql"}
+            parts = [part async for part in service.grpc.Generate(ask("sql"))]
+            assert parts[0].accepted.model == "sql"
+            assert served(service) == [["sql"] * 3]
+            described = await service.grpc.GetModel(pb.GetModelRequest(model="sql"))
+            assert [adapter.name for adapter in described.adapters] == ["sql"]
+            for model in ("java", "SQL"):
+                with pytest.raises(openai.NotFoundError) as caught:
+                    await service.openai.chat.completions.create(model=model, messages=messages)
+                assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    [part async for part in service.grpc.Generate(ask(model))]
+                assert from_rpc_error(failed.value).reason == "MODEL_NOT_FOUND"
+
+    asyncio.run(scenario())
+
+
+def ask(model: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(model=model, text="Hi")
+
+
+def test_an_answer_goes_on_where_its_adapter_is(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100, 100)) as service:
+            await learn(service, ("sql",), (), ("sql",))
+            for engine in service.engines:
+                engine.script.fail_after = 2
+            first, _, other = service.engines
+            stream = await service.openai.completions.create(
+                model="sql", prompt="Hi", stream=True, extra_headers={"x-session-id": "s"}
+            )
+            begun = anext(aiter(stream))
+            text = (await begun).choices[0].text
+            broken = first if first.requests else other
+            for engine in service.engines:
+                if engine is not broken:
+                    engine.script.fail_after = None
+            async for chunk in stream:
+                text += chunk.choices[0].text if chunk.choices else ""
+            assert text == "Hello big world"
+            assert served(service) == [["sql"], [], ["sql"]]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("weight", [0, 100])
+@pytest.mark.parametrize("on_canary", [True, False])
+def test_a_canary_gets_what_only_it_has_and_nothing_that_it_lacks(
+    start_service: StartService, tmp_path: Path, weight: int, on_canary: bool
+) -> None:
+    file = tmp_path / "rollout.json"
+    file.write_text('{"revision": "old"}')
+
+    async def scenario() -> None:
+        async with start_service(rollout_file=str(file)) as service:
+            stable = service.engine
+            canary = type(stable)("canary-0", "single", 100, 2000)
+            await canary.start()
+            service.engines.append(canary)
+            pools = f'[{{"name": "single", "targets": ["{canary.address}"]}}]'
+            section = f'{{"revision": "new", "weight": {weight}, "pools": {pools}}}'
+            file.write_text(f'{{"revision": "old", "canary": {section}}}')
+            engines = service.router.service.engines
+            await service.until(lambda: engines.is_ready_on(Side.CANARY))
+            await learn(service, *([(), ("sql",)] if on_canary else [("sql",), ()]))
+            await service.until(lambda: len(engines.adapters) == 1)
+            for _ in range(4):
+                assert (await service.chat(model="sql")).status_code == 200
+                assert (await service.chat()).status_code == 200
+            asked = served(service)
+            assert asked[on_canary].count("sql") == 4
+            assert asked[not on_canary].count("sql") == 0
+            assert asked[weight == 100].count("tiny") == 4
+            outcomes = service.router.service.rollout.outcomes.as_json()
+            assert not weight or outcomes["canary"]["declined"] == 0
+            await canary.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_may_use_the_adapters_that_its_rules_name(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "alice").write_text(entry("sk-alice-0123456789"))
+    tenants = {"keys_dir": str(keys), "tenants": [{"name": "alice", "models": ["sql"]}]}
+
+    async def scenario() -> None:
+        async with start_service(tenants=tenants) as service:
+            await learn(service, ("sql", "python"))
+            key = {"authorization": "Bearer sk-alice-0123456789"}
+            for model, status in (("sql", 200), ("python", 403), ("tiny", 403)):
+                body = {"model": model, "prompt": "Hi"}
+                answer = await service.http.post("/v1/completions", json=body, headers=key)
+                assert answer.status_code == status, answer.text
+
+    asyncio.run(scenario())
+
+
+def test_the_same_prompt_has_other_kv_with_another_adapter(start_service: StartService) -> None:
+    prompt = list(range(64)) * 3
+    hashes = [set(prefix_hashes(prompt, adapter)) for adapter in ("", "sql", "python")]
+    assert all(len(each) == 3 for each in hashes)
+    assert len(set.union(*hashes)) == 9
+
+    async def scenario() -> None:
+        async with start_service(single=(1000, 1000)) as service:
+            await learn(service, ("sql",), ("sql",))
+            text = "x" * 200
+            await service.complete(text, model="sql")
+            choices = service.router.service.balancer.choices
+            assert dict(choices) == {"none": 1}
+            await service.complete(text)
+            assert dict(choices) == {"none": 2}
+            await service.complete(text, model="sql")
+            assert dict(choices) == {"none": 2, "kept": 1}
+
+    asyncio.run(scenario())
