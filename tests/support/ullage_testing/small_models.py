@@ -208,11 +208,20 @@ def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
 def make_family(family: str, seed: int, **overrides: Any) -> Any:
     """transformers' model of a family, small, with weights of a seed; sizes can be overridden."""
     with _foreign_warnings_allowed():
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING
 
         config = CONFIG_MAPPING[family](**(SMALL | FAMILIES[family] | overrides))
+    return random_model_of(config, seed)
+
+
+def random_model_of(config: Any, seed: int, encoder: bool = False) -> Any:
+    """transformers' model of a configuration, with weights of a seed; an encoder has no head."""
+    with _foreign_warnings_allowed():
+        from transformers import AutoModel, AutoModelForCausalLM
+
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval().float()
+        model_class = AutoModel if encoder else AutoModelForCausalLM
+        model = model_class.from_config(config).eval().float()
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "norm" in name:

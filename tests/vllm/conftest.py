@@ -1,0 +1,80 @@
+"""What tests with vLLM itself share. `make test-vllm` runs them, in the environment that has it;
+where vLLM is not installed, none is collected."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ullage_testing.small_models import SOURCE, random_model_of, smollm2_path
+
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
+
+if HAS_VLLM:
+    # Read when vLLM or what it needs is imported.
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Else vLLM binds the threads of the process that runs the tests.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+WriteCheckpoint = Callable[..., Path]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Allows the warnings of vLLM's own modules; those of Ullage stay errors."""
+    for message in (r".torch\.jit\.script_method. is deprecated",):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:DeprecationWarning")
+
+
+@pytest.fixture
+def smollm2() -> str:
+    """URI of SmolLM2-135M-Instruct, a GGUF file."""
+    return SOURCE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what vLLM compiles, of no other session."""
+    folder = tmp_path_factory.mktemp("vllm")
+    os.environ["VLLM_CACHE_ROOT"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> WriteCheckpoint:
+    """Writes a model with random weights and SmolLM2's tokenizer; returns its folder.
+
+    Args:
+        config: a transformers configuration. Its vocabulary becomes the tokenizer's, and its end of
+            a sequence, too.
+        seed: the seed of the weights.
+        encoder: whether it is a model without a head for the next token.
+    """
+    tokenizer = load_tokenizer(smollm2_path())
+    special = {"eos_token": tokenizer.eos_token, "bos_token": tokenizer.bos_token}
+    template = {"chat_template": tokenizer.chat_template}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **template}
+    numbers = count()
+
+    def write(config: Any, seed: int = 0, encoder: bool = False) -> Path:
+        text = config.get_text_config()
+        text.vocab_size = tokenizer.tokenizer.get_vocab_size()
+        text.eos_token_id = config.eos_token_id = tokenizer.eos_token_ids[0]
+        text.bos_token_id = config.bos_token_id = text.pad_token_id = None
+        folder = tmp_path_factory.mktemp(f"{config.model_type}-{next(numbers)}")
+        random_model_of(config, seed, encoder=encoder).save_pretrained(folder)
+        (folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        return folder
+
+    return write
