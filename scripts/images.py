@@ -56,7 +56,7 @@ IMAGES = {
     "operator": Image("operator,router", limit_bytes=350 * MB),
     "engine": Image("engine", (DEMO_MODEL,)),
     "engine-cuda": Image("gpu", (DEMO_MODEL,)),
-    "engine-vllm": Image("vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
+    "engine-vllm": Image("gpu,vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
     "engine-vllm-cpu": Image(
         "vllm",
         (DEMO_MODEL,),

@@ -152,7 +152,7 @@ def test_images_with_vllm_have_what_was_tested_with_it(name, tmp_path):
     made = [i for i, command in enumerate(commands) if "scripts/vllm_cpu_wheel.py" in command]
     (needed,) = [i for i, command in enumerate(commands) if "--constraint" in command]
     assert "--constraint constraints-vllm.txt" in commands[needed]
-    assert commands[needed].endswith(f"[vllm]' {images.PIP}")
+    assert commands[needed].endswith(f"vllm]' {images.PIP}")
     # vLLM for CPUs is preferred to the index's, being X+cpu, where it is there before.
     assert (f"--find-links {tmp_path}" in commands[needed]) is (name == "engine-vllm-cpu")
     assert made == ([needed - 1] if name == "engine-vllm-cpu" else [])
