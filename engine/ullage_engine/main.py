@@ -2,23 +2,38 @@
 
 import argparse
 import asyncio
+import json
+import logging
 import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, choose_engine
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.cores import is_pinned, pin, usable_cores
+from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
 from ullage_engine.server.health import RestartPolicy
-from ullage_engine.server.supervisor import GaveUpError
-from ullage_engine.server.worker_process import EndpointError, worker_env
+from ullage_engine.server.supervisor import GaveUpError, WorkerCommand
+from ullage_engine.server.worker_process import EndpointError, vllm_env, worker_env
+
+log = logging.getLogger("ullage.engine")
+
+_WORKERS = {
+    "native": ("ullage_engine.worker.main", worker_env),
+    "vllm": ("ullage_engine.vllm_worker", vllm_env),
+}
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 EXAMPLES = """\
 examples:
@@ -85,22 +100,55 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
-    if config.adapters and config.engine != "vllm":
-        raise ConfigError(
-            "adapters: the native engine serves none; set engine: vllm or remove them"
-        )
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
-    base = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(config_path)]
+    name, reason = choose_engine(
+        config.engine,
+        on_cuda=_computes_on_cuda(config),
+        has_vllm=find_spec("vllm") is not None,
+        native_refusal=_native_refusal(config.model.source) if config.engine == "auto" else "",
+    )
+    log.info("engine %s: %s", name, reason)
+    if name == "native" and config.adapters:
+        raise AppError(
+            f"adapters: the native engine serves none; set engine: vllm or remove them ({reason})"
+        )
+    module, environment = _WORKERS[name]
     owns_cores = config.server.owns_cores
     return WorkerLaunch(
-        command=lambda endpoint: [*base, "--endpoint", endpoint],
-        environment=worker_env(
+        command=_command(module, config_path),
+        environment=environment(
             threads,
             config.gpus,
             config.parallelism.nccl,
             owns_cores=is_pinned() if owns_cores is None else owns_cores,
         ),
     )
+
+
+def _command(module: str, config_path: Path) -> WorkerCommand:
+    base = [sys.executable, "-m", module, "--config", str(config_path)]
+    return lambda endpoint: [*base, "--endpoint", endpoint]
+
+
+def _computes_on_cuda(config: EngineConfig) -> bool:
+    return config.device != "cpu" and _NVIDIA_DRIVER.is_dir()
+
+
+def _native_refusal(source: str) -> str:
+    """Returns why the native engine does not serve a model; empty if it does, or if only its worker
+    can say, as of what is not downloaded yet."""
+    if source.startswith("hf://"):
+        return ""
+    try:
+        files = resolve_source(source)
+        if files.format == "directory":
+            path = files.path / "config.json"
+            read_model_config(HFConfig(path, json.loads(path.read_bytes())))
+    except (OSError, ValueError):
+        return ""
+    except WeightsError as error:
+        return str(error)
+    return ""
 
 
 def _fail(message: str, status: int) -> int:

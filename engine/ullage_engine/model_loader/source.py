@@ -79,7 +79,7 @@ def _hub_path(source: str, organisation: str, path: str) -> Path:
         folder = snapshot_download(
             f"{organisation}/{name}",
             revision=revision or None,
-            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())

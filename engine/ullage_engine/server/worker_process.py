@@ -278,3 +278,24 @@ def worker_env(
     if num_ranks > 1:
         return {**own, **SLEEPING_ENV, **TRANSFER_ENV, **nccl}
     return own if owns_cores else {**own, **SLEEPING_ENV}
+
+
+def vllm_env(
+    threads: int,
+    num_ranks: int = 1,
+    nccl: Mapping[str, str] = MappingProxyType({}),
+    *,
+    owns_cores: bool = False,
+) -> dict[str, str]:
+    """Returns the environment of a worker with vLLM, which sets its allocator itself."""
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # The log has a line for each thing that happened, and no bars.
+        "TQDM_DISABLE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    if num_ranks > 1:
+        own |= {**TRANSFER_ENV, **nccl}
+    return own if owns_cores else {**own, **SLEEPING_ENV}

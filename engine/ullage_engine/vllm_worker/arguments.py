@@ -1,0 +1,102 @@
+"""From Ullage's configuration to the arguments of `vllm.EngineArgs`: pure functions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ullage_common.config.engine import EngineConfig
+from ullage_engine.protocol.errors import WorkerStartError
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
+
+
+def check(config: EngineConfig) -> None:
+    """Checks what vLLM cannot do or Ullage does not ask of it.
+
+    Raises:
+        WorkerStartError: one line naming the field and what to set.
+    """
+    model, ranks = config.model, config.parallelism
+    problems = {
+        f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, or "
+        "name a checkpoint that is quantised itself": model.quantization not in ("none", "fp8"),
+        "model.deterministic: vLLM has no such mode here; set false, or engine: native": (
+            model.deterministic
+        ),
+        "memory.hostKV: vLLM workers preempt by computing again; set 0": config.memory.host_kv > 0,
+        f"parallelism: tensor {ranks.tensor} times pipeline {ranks.pipeline} is not gpus "
+        f"{config.gpus}; change one": ranks.tensor * ranks.pipeline != config.gpus,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise WorkerStartError(problem)
+    largest = max((adapter.rank for adapter in config.adapters), default=0)
+    if largest > _LORA_RANKS[-1]:
+        raise WorkerStartError(
+            f"adapters: rank {largest} is above {_LORA_RANKS[-1]}, the largest that vLLM serves"
+        )
+
+
+def engine_args(
+    config: EngineConfig, folder: Path, dtype: str, *, device_share: float, is_cpu: bool
+) -> dict[str, Any]:
+    """Returns the arguments for a checked configuration whose checkpoint is in `folder`.
+
+    `device_share`: share of a device's memory that vLLM may plan with, 0 to 1.
+    """
+    model, batching, ranks = config.model, config.batching, config.parallelism
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "served_model_name": model.name,
+        "dtype": dtype,
+        "quantization": None if model.quantization == "none" else model.quantization,
+        "kv_cache_dtype": model.kv_dtype,
+        "max_model_len": model.max_model_len,
+        "tensor_parallel_size": ranks.tensor,
+        "pipeline_parallel_size": ranks.pipeline,
+        "max_num_seqs": batching.max_sequences,
+        # Samples of one prompt share it by vLLM's prefix cache, so that it is always on.
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": device_share,
+        "scheduling_policy": "priority",
+        "seed": 0,
+        "disable_log_stats": True,
+        "structured_outputs_config": {"backend": "guidance"},
+        **_chunk_args(batching.prefill_chunk_tokens, batching.max_sequences),
+        **_adapter_args(config),
+    }
+    if is_cpu:
+        # Compiling takes a minute at every start and makes little of a CPU's steps.
+        arguments["enforce_eager"] = True
+    return {**arguments, **config.vllm.args}
+
+
+def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
+    """Returns the arguments of prompt chunks; none leaves them to vLLM."""
+    if chunk_tokens is None:
+        return {}
+    if chunk_tokens == 0:
+        return {"enable_chunked_prefill": False}
+    return {"max_num_batched_tokens": chunk_tokens + max_sequences}
+
+
+def _adapter_args(config: EngineConfig) -> dict[str, Any]:
+    if not config.adapters:
+        return {}
+    largest = max(adapter.rank for adapter in config.adapters)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= largest),
+        "max_loras": len(config.adapters),
+        "max_cpu_loras": len(config.adapters),
+    }
+
+
+def core_binding(cores: Sequence[int], num_ranks: int) -> str:
+    """Returns the cores of each rank's threads, as VLLM_CPU_OMP_THREADS_BIND has them."""
+    share = len(cores) // num_ranks
+    if share == 0:
+        return "nobind"
+    parts = [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)

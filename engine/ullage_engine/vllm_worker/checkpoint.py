@@ -1,0 +1,93 @@
+"""Checkpoints that vLLM reads, made of GGUF files, which it computes with on GPUs only."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.protocol.errors import WeightsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
+    """Returns the folder of a model's checkpoint; of a GGUF file, one made of it below `folder`.
+
+    It is made once for a file, in its full precision of `dtype`.
+
+    Raises:
+        WeightsError: the file cannot be converted, or there is no room.
+    """
+    if files.format == "directory":
+        return files.path
+    made = folder / f"vllm-{_key(files.path, dtype)}"
+    if made.is_dir():
+        return made
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".vllm-", dir=folder))
+    except OSError as error:
+        raise WeightsError(
+            f"server.weightsDir: cannot make {folder} ({error.strerror}); name a writable folder"
+        ) from error
+    try:
+        _convert(files.path, dtype, part)
+        os.chmod(part, 0o755)
+        part.rename(made)
+    except OSError as error:
+        if made.is_dir():  # another engine of this host was faster
+            return made
+        raise WeightsError(
+            f"server.weightsDir: cannot write {files.path.name} as a checkpoint to {folder} "
+            f"({error.strerror}); give it more room"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return made
+
+
+def _convert(path: Path, dtype: str, folder: Path) -> None:
+    # Slow to import, and only used here.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arguments: dict[str, Any] = {"gguf_file": path.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=getattr(torch, dtype), **arguments
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **arguments)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WeightsError(
+            f"model.source: {path.name} cannot be converted for vLLM: {reason}; name a folder with "
+            "safetensors"
+        ) from error
+    _save(model, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _save(model: "PreTrainedModel", folder: Path) -> None:
+    """Writes a model as if it had never been a GGUF file, which transformers refuses to."""
+    from safetensors.torch import save_file
+
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tensors = {
+        name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _key(path: Path, dtype: str) -> str:
+    stat = path.stat()
+    text = f"{path.name} {stat.st_size} {stat.st_mtime_ns} {dtype}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

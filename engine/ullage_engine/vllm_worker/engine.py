@@ -1,0 +1,539 @@
+"""Serves requests with vLLM: admits them by its blocks, feeds it, and takes what it produces.
+
+vLLM schedules and computes. It is given a request only when the blocks of its prompt and expected
+output are reserved, and before one outgrows its reservation a less important one is taken back
+from vLLM, to go on later as its prompt and the tokens it has. So vLLM never preempts by itself.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Iterator
+
+from msgspec import structs
+
+from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
+from ullage_engine.protocol.messages import (
+    EngineRequest,
+    Rejected,
+    ReleaseState,
+    RequestFailed,
+    SchedulerStats,
+    TokenOutput,
+)
+from ullage_engine.scheduler.admission import refuse_never_fits, refuse_now, soonest_releases
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.sequence import shared_tokens
+from ullage_engine.vllm_worker.interface import Core, CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.reservations import Reservations
+from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, rank_of
+
+_MARGIN_TOKENS = 2
+"""Tokens before the end of what it is charged for at which a sequence is charged for more."""
+_QUEUE_BATCHES = 4
+"""Size of the waiting queue in batches; later requests are better queued by the router."""
+
+
+class OutOfMemoryFault(Exception):
+    """An injected fault: what vLLM raises when a step runs out of memory."""
+
+
+class VllmEngine:
+    """Serves requests with one `Core`."""
+
+    def __init__(
+        self,
+        core: Core,
+        profile: MemoryProfile,
+        limits: EngineLimits,
+        reservations: Reservations,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` in seconds."""
+        self.throughput = ThroughputEstimator()
+        self.reservations = reservations
+        self.num_oom_events = 0
+        self._core = core
+        self._profile = profile
+        self._limits = limits
+        self._clock = clock
+        self._output_lengths = OutputLengthEstimator(limits.max_model_len)
+        self._by_id: dict[str, Sequence] = {}
+        self._deferred: list[Sequence] = []
+        """Sequences that wait for blocks, the most important first."""
+        self._growing: dict[str, Sequence] = {}
+        """Running sequences that are not charged for all that they may become."""
+        self._failed: list[RequestFailed] = []
+        self._faults: list[int] = []
+        self._num_submitted = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._prefix_lookup_tokens = 0
+        self._prefix_hit_tokens = 0
+
+    # what it holds -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether the next step gives a running sequence its next token."""
+        return any(each.has_token for each in self._by_id.values())
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were computed."""
+        return self._num_steps
+
+    def stats(self) -> SchedulerStats:
+        """Collects the statistics."""
+        size, reservations = self._profile.block_bytes, self.reservations
+        blocks = self._core.blocks
+        num_free, num_reclaimable = blocks.num_free, reservations.num_reclaimable
+        num_taken = reservations.num_committed + self._num_spared
+        num_tokens = backlog = num_started = 0
+        for each in self._by_id.values():
+            num_computed = blocks.num_computed(each.request_id) if each.is_running else 0
+            num_started += num_computed > 0
+            num_tokens += num_computed
+            backlog += 0 if each.has_token else len(each.token_ids) - num_computed
+        num_groups = max(1, len(self._profile.groups))
+        return SchedulerStats(
+            kv_pool_bytes=self._profile.kv_pool_bytes,
+            kv_free_bytes=num_free * size,
+            kv_reclaimable_bytes=num_reclaimable * size,
+            kv_committed_bytes=min(num_taken, num_free + num_reclaimable) * size,
+            kv_used_bytes=num_tokens * num_groups * size // max(1, self._profile.block_tokens),
+            num_running=num_started,
+            num_waiting=len(self._by_id) - num_started,
+            num_steps=self._num_steps,
+            expected_output_tokens=self._output_lengths.estimate,
+            prefill_backlog_tokens=backlog,
+            num_preemptions=self._num_preemptions,
+            prefix_lookup_tokens=self._prefix_lookup_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            num_sessions=reservations.num_sessions,
+            session_bytes=reservations.num_session_blocks * size,
+        )
+
+    def releases(self) -> list[ReleaseState]:
+        """Lists predicted releases of memory, soonest first."""
+        return soonest_releases(self._expected_releases())
+
+    # requests in and out -------------------------------------------------------------------------
+
+    def is_compiled(self, request: EngineRequest) -> bool:
+        """Whether a request can be submitted: always, since vLLM compiles grammars beside its
+        steps."""
+        return True
+
+    def submit_group(
+        self, requests: list[EngineRequest], *, resumed: bool = False
+    ) -> Rejected | list[TokenOutput]:
+        """Admits samples of one prompt together, or refuses all of them and names the first.
+
+        Resumed requests are refused only if they are invalid; they may have to wait for memory.
+        """
+        if refusal := self._refuse_duplicates(requests):
+            return refusal
+        if requests[0].beam is not None:
+            self._failed += [_no_beams(request) for request in requests]
+            return []
+        complete = [request for request in requests if self._is_complete(request, resumed)]
+        remaining = [request for request in requests if request not in complete]
+        if remaining and (refusal := self._admit(remaining, resumed)):
+            return refusal
+        return [
+            TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
+            for request in complete
+        ]
+
+    def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
+        """Drops a request and frees its memory; an unknown id is no error.
+
+        `is_answered`: a stop string ended the answer, whose length is observed like any other.
+        """
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return
+        if is_answered:
+            self._output_lengths.observe(sequence.num_output)
+        if sequence.is_running:
+            # Kept before it is dropped: its blocks are still its own.
+            self._keep_session(sequence)
+            self._core.abort(request_id)
+        self._remove(sequence)
+        self._start_deferred()
+
+    def set_batch_share(self, share: float) -> None:
+        """Limits the batch to a share of `max_sequences`, 0 to 1, and to at least one request."""
+        self._core.set_max_running(max(1, int(self._limits.max_sequences * min(1.0, share))))
+
+    def withhold(self, num_bytes: int) -> None:
+        """Withholds so much available KV from new requests; those admitted keep what they have."""
+        size = self._profile.block_bytes
+        self.reservations.num_withheld = -(-num_bytes // size) if size else 0
+
+    def inject_out_of_memory(self, after_steps: int) -> None:
+        """Makes one step fail when `after_steps` more have been computed."""
+        self._faults.append(self._num_steps + after_steps)
+
+    def take_failed(self) -> list[RequestFailed]:
+        """Returns the requests given up since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    # a step --------------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step.
+
+        Raises:
+            Exception: vLLM's engine is broken; another worker resumes all requests.
+        """
+        if any(step <= self._num_steps for step in self._faults):
+            raise OutOfMemoryFault("injected fault")
+        started = self._clock()
+        outputs = self._core.step()
+        seconds = self._clock() - started
+        self._num_steps += 1
+        self.reservations.on_step()
+        self._observe(seconds, outputs)
+        results = [each for output in outputs if (each := self._take(output)) is not None]
+        self._extend_reservations()
+        self._start_deferred()
+        return results
+
+    def _take(self, output: CoreOutput) -> TokenOutput | None:
+        """Advances a sequence by what vLLM produced; None if it was cancelled meanwhile."""
+        sequence = self._by_id.get(output.request_id)
+        if sequence is None or not sequence.is_running:
+            return None
+        sequence.token_ids += output.token_ids
+        sequence.has_token = True
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = output.num_cached_tokens
+            self._prefix_lookup_tokens += sequence.request.num_prompt_tokens
+            self._prefix_hit_tokens += output.num_cached_tokens
+        if output.finish:
+            if output.finish == "stop" or sequence.num_output >= self._output_lengths.estimate:
+                self._output_lengths.observe(sequence.num_output)
+            self._keep_session(sequence)
+            self._core.forget(sequence.request_id)
+            self._remove(sequence)
+        else:
+            self._start_children(sequence)
+        return TokenOutput(
+            request_id=output.request_id,
+            token_ids=output.token_ids,
+            finish=output.finish,
+            logprobs=output.logprobs,
+            num_preemptions=sequence.num_preemptions,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _observe(self, seconds: float, outputs: list[CoreOutput]) -> None:
+        """Counts the time of a step and what was computed in it."""
+        num_decodes = sum(
+            len(output.token_ids)
+            for output in outputs
+            if (each := self._by_id.get(output.request_id)) is not None and each.has_token
+        )
+        num_prompt_tokens = 0
+        for each in self._by_id.values():
+            if each.is_running and not each.has_token:
+                num_computed = self._core.blocks.num_computed(each.request_id)
+                if each.num_computed:
+                    num_prompt_tokens += num_computed - each.num_computed
+                each.num_computed = num_computed
+        self.throughput.observe(
+            seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens
+        )
+
+    # admission -----------------------------------------------------------------------------------
+
+    @property
+    def _num_spared(self) -> int:
+        """Blocks that new requests may not have: withheld, or for sequences that wait already."""
+        waiting = sum(self._num_blocks(each, each.charged_tokens) for each in self._deferred)
+        return self.reservations.num_withheld + waiting
+
+    @property
+    def _num_waiting(self) -> int:
+        num_held = self._core.blocks.num_held
+        return sum(
+            not (each.is_running and num_held(each.request_id)) for each in self._by_id.values()
+        )
+
+    def _refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
+        ids = [request.request_id for request in requests]
+        for request_id in ids:
+            if request_id in self._by_id or ids.count(request_id) > 1:
+                return Rejected(
+                    request_id=request_id,
+                    needed_bytes=0,
+                    available_bytes=self._profile.kv_pool_bytes,
+                    never=True,
+                    retry_after_s=0.0,
+                    message=f"request_id: {request_id} is being served already; choose another",
+                )
+        return None
+
+    def _admit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
+        group = self._group(requests)
+        is_refusable = not resumed or not all(request.token_ids for request in requests)
+        if is_refusable and (refusal := self._never_fits(requests, group)):
+            return refusal
+        for sequence in group:
+            self._by_id[sequence.request_id] = sequence
+        if not resumed:
+            return self._start_group(group)
+        for sequence in group:
+            sequence.parent, sequence.children = None, []
+            self._defer(sequence)
+        self._start_deferred()
+        return None
+
+    def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
+        """Makes sequences of one arrival; all but the first are children of the first if they have
+        a common prefix that vLLM keeps."""
+        self._num_submitted += 1
+        group = [
+            Sequence(
+                request=request,
+                arrival=self._num_submitted,
+                serial=serial,
+                limit=self._longest(request, len(requests)),
+                token_ids=list(request.token_ids),
+            )
+            for serial, request in enumerate(requests)
+        ]
+        for sequence in group:
+            sequence.charged_tokens = sequence.request.charged_tokens(
+                self._output_lengths.estimate, sequence.limit
+            )
+        parent, *others = group
+        if others and self._limits.shares_prompts and shared_tokens(requests):
+            parent.children = others
+            for child in others:
+                child.parent = parent
+        return group
+
+    def _longest(self, request: EngineRequest, num_samples: int) -> int:
+        """Longest that one of so many samples of a request may become, tokens."""
+        profile, longest = self._profile, self._limits.max_model_len
+        if not profile.block_bytes:
+            return longest
+        longest = min(longest, most_tokens(profile, profile.kv_pool_bytes))
+        limit = profile.session_kv_bytes if request.session_id else 0
+        if limit:
+            num_prompt = request.num_prompt_tokens
+            longest = min(longest, most_tokens(profile, limit, num_prompt, num_samples))
+        return longest
+
+    def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Counts the blocks of a sequence of so many tokens, less those that it is going to share
+        with a parent."""
+        shared = 0
+        if sequence.parent is not None:
+            shared = shared_tokens([sequence.parent.request, sequence.request])
+        stored = min(num_tokens + self._limits.lookahead_tokens, self._limits.max_model_len)
+        return sample_blocks(self._profile, stored, shared_tokens=shared)
+
+    def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
+        has_output = any(each.num_output for each in group)
+        least = [self._num_blocks(each, len(each.token_ids) + 1) for each in group]
+        # Samples that have parted may run in turns.
+        needed_bytes = (max if has_output else sum)(least) * self._profile.block_bytes
+        return refuse_never_fits(requests, self._profile, self._limits.max_model_len, needed_bytes)
+
+    def _start_group(self, group: list[Sequence]) -> Rejected | None:
+        """Gives the first of new samples to vLLM and reserves the blocks of all; refuses them where
+        they do not fit, and keeps nothing."""
+        needed = sum(self._num_blocks(each, each.charged_tokens) for each in group)
+        together = group
+        if needed > self._core.blocks.num_blocks:
+            # An empty pool serves what it holds alone, one sample after the other.
+            together = group[:1]
+            for child in group[0].children:
+                child.parent = None
+            group[0].children = []
+            needed = self._num_blocks(group[0], group[0].charged_tokens)
+        num_waiting = self._num_waiting - len(group)
+        slots = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
+        spared = self._num_spared
+        is_full = num_waiting > 0 and slots < len(group)
+        if not is_full and all(self._reserve_new(each, spared) for each in together):
+            for sequence in group[len(together) :]:
+                self._defer(sequence)
+            return None
+        for sequence in reversed(group):
+            self._remove(sequence)
+        size = self._profile.block_bytes
+        refusal = refuse_now(
+            [each.request for each in group],
+            needed * size,
+            max(0, self.reservations.num_unreserved - spared) * size,
+            None,
+            slots if is_full else len(group),
+            [(each.after_s, each.num_bytes) for each in self.releases()],
+        )
+        assert refusal is not None, "refused what fits"
+        return refusal
+
+    def _reserve_new(self, sequence: Sequence, spared: int) -> bool:
+        if sequence.parent is None:
+            return self._start(sequence, spared)
+        num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
+        return self.reservations.reserve(sequence.request_id, num_blocks, spared)
+
+    # running and waiting -------------------------------------------------------------------------
+
+    def _start(self, sequence: Sequence, spared: int = 0, *, is_cached: bool = False) -> bool:
+        """Gives a sequence to vLLM with all its blocks reserved; False where they do not fit.
+
+        `is_cached`: what vLLM keeps of it is likely to matter; otherwise it is looked for only if
+        the sequence does not fit without.
+        """
+        request_id, reservations = sequence.request_id, self.reservations
+        num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
+        key = sequence.request.session_key
+        is_cached = (bool(key) and reservations.use_session(key)) or is_cached
+        if not is_cached and reservations.reserve(request_id, num_blocks, spared):
+            return self._give(sequence)
+        if not self._limits.shares_prompts:
+            return False
+        self._give(sequence)
+        if not sequence.is_running or reservations.reserve_with_prefix(
+            request_id, num_blocks, spared
+        ):
+            return True
+        self._core.abort(request_id)
+        sequence.is_running = False
+        return False
+
+    def _give(self, sequence: Sequence) -> bool:
+        """Gives a sequence to vLLM; one that vLLM refuses has failed and does not run."""
+        request = sequence.request
+        if len(sequence.token_ids) > len(request.token_ids):
+            request = structs.replace(request, token_ids=list(sequence.token_ids))
+        try:
+            self._core.add(request, sequence.final_tokens - len(sequence.token_ids))
+        except InvalidRequestError as error:
+            self._remove(sequence)
+            failed = RequestFailed(
+                request_id=sequence.request_id, message=str(error), field=error.field
+            )
+            self._failed.append(failed)
+            return True
+        sequence.is_running = True
+        sequence.has_token, sequence.num_computed = False, 0
+        if sequence.charged_tokens < sequence.final_tokens:
+            self._growing[sequence.request_id] = sequence
+        return True
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a sequence back from vLLM, if it has it, and ends its reservation. Samples that
+        waited for it wait for blocks now."""
+        if sequence.is_running:
+            self._core.abort(sequence.request_id)
+            sequence.is_running = sequence.has_token = False
+        if sequence.parent is not None:
+            sequence.parent.children.remove(sequence)
+            sequence.parent = None
+        self._growing.pop(sequence.request_id, None)
+        self.reservations.release(sequence.request_id)
+        children, sequence.children = sequence.children, []
+        for child in children:
+            child.parent = None
+            self.reservations.release(child.request_id)
+            self._defer(child)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence."""
+        self._stop(sequence)
+        if sequence in self._deferred:
+            self._deferred.remove(sequence)
+        self._by_id.pop(sequence.request_id, None)
+
+    def _start_children(self, parent: Sequence) -> None:
+        """Starts the samples that waited until vLLM has the blocks of their prompt."""
+        children, parent.children = parent.children, []
+        for child in children:
+            child.parent = None
+            self.reservations.release(child.request_id)
+            if not self._start(child, is_cached=True):
+                self._defer(child)
+
+    def _defer(self, sequence: Sequence) -> None:
+        bisect.insort(self._deferred, sequence, key=rank_of)
+
+    def _start_deferred(self) -> None:
+        """Starts those that wait, the most important first. Nobody overtakes: small ones would
+        starve a large one."""
+        while self._deferred:
+            first = self._deferred.pop(0)
+            if not self._start(first):
+                self._deferred.insert(0, first)
+                return
+
+    def _extend_reservations(self) -> None:
+        """Reserves a block more for each sequence that comes near the end of what it has."""
+        for sequence in list(self._growing.values()):
+            if not sequence.is_running or sequence.num_left > _MARGIN_TOKENS:
+                continue
+            charged = sequence.charged_tokens + self._profile.block_tokens
+            sequence.charged_tokens = min(charged, sequence.final_tokens)
+            self._make_room(sequence)
+            if sequence.charged_tokens == sequence.final_tokens:
+                self._growing.pop(sequence.request_id, None)
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Reserves what a sequence is charged for, preempting less important ones, or itself if it
+        is the least important."""
+        num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
+        while not self.reservations.extend(sequence.request_id, num_blocks):
+            holders = (each for each in self._by_id.values() if each.is_running or each.parent)
+            victim = max(holders, key=rank_of)
+            self._preempt(victim)
+            if victim is sequence:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks, to go on when they can be had again."""
+        if sequence.is_running:
+            sequence.num_preemptions += 1
+            self._num_preemptions += 1
+        self._stop(sequence)
+        self._defer(sequence)
+
+    def _keep_session(self, sequence: Sequence) -> None:
+        key = sequence.request.session_key
+        if key:
+            self.reservations.keep_session(key, sequence.request_id)
+
+    def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
+        """Whether nothing is left to produce of a request that was admitted before."""
+        num_produced = len(request.token_ids) - request.num_prompt_tokens
+        was_admitted = resumed or num_produced > 0
+        is_full = len(request.token_ids) >= self._longest(request, 1)
+        return was_admitted and (num_produced >= request.max_tokens or is_full)
+
+    def _expected_releases(self) -> Iterator[tuple[float, int]]:
+        """Yields for each sequence in how many seconds it is expected to release how many bytes."""
+        expected = self._output_lengths.estimate
+        for each in self._by_id.values():
+            num_prompt = 0 if each.has_token else len(each.token_ids)
+            output = max(1, min(each.request.max_tokens, expected) - each.num_output)
+            num_blocks = self._num_blocks(each, each.charged_tokens)
+            after_s = self.throughput.seconds_until(num_prompt, output)
+            yield after_s, num_blocks * self._profile.block_bytes
+
+
+def _no_beams(request: EngineRequest) -> RequestFailed:
+    return RequestFailed(
+        request_id=request.request_id,
+        field="samples.beam",
+        message="vLLM workers search no beams; ask for samples, or use the native engine",
+    )

@@ -1,0 +1,105 @@
+"""What this room needs of vLLM, in its own words.
+
+`VllmCore` in `vllm_core` is the real one. Everything else is written against these protocols.
+"""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+
+
+class InvalidRequestError(Exception):
+    """vLLM refuses a request's parameters; the message is one line for the client."""
+
+    def __init__(self, message: str, field: str) -> None:
+        """`field`: field of the request that is at fault."""
+        super().__init__(message)
+        self.field = field
+
+
+class CoreOutput(msgspec.Struct, frozen=True):
+    """What one step produced of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish: Literal["", "stop", "length"] = ""
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had when the request first started."""
+
+
+class Prefix(Protocol):
+    """Cached blocks of a prompt that are held, so that they are not evicted."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_held(self) -> float:
+        """What a request that begins with them would hold; see `Blocks.num_held`."""
+
+    @property
+    def num_own(self) -> float:
+        """Blocks that others could have if these were given back: those that nobody else holds,
+        and a share of those of windows."""
+
+
+class Blocks(Protocol):
+    """The KV blocks of vLLM's pool."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests may have."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, those of the prefix cache included."""
+
+    def num_held(self, request_id: str) -> float:
+        """Counts the blocks that a request holds and needs no others for; 0 before it starts.
+
+        A shared block counts for each of its holders, as each holds it to its end. One of a window
+        counts in equal parts: whoever slides past it needs another one, while it is not free.
+        """
+
+    def num_computed(self, request_id: str) -> int:
+        """Counts the tokens whose KV is stored or being computed."""
+
+    def hold_prefix(self, request_id: str) -> Prefix:
+        """Holds the cached blocks of a request's tokens, which may have ended in the last step."""
+
+    def release(self, prefix: Prefix) -> None:
+        """Gives blocks back; they stay cached until they are needed."""
+
+
+class Core(Protocol):
+    """vLLM's engine in this process."""
+
+    @property
+    def blocks(self) -> Blocks: ...
+
+    def add(self, request: EngineRequest, max_tokens: int) -> None:
+        """Gives a request to vLLM, which produces at most `max_tokens` more.
+
+        Raises:
+            InvalidRequestError: its parameters cannot be served; nothing of it is kept.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request; its blocks are free at once, or within the next steps where several
+        steps are in flight. One that has ended is no error."""
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request that has ended."""
+
+    def set_max_running(self, num_requests: int) -> None:
+        """Limits the requests of a batch; those that run already go on."""
+
+    def step(self) -> list[CoreOutput]:
+        """Computes one step.
+
+        Raises:
+            Exception: the engine is broken and needs a new process.
+        """

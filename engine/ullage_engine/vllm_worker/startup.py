@@ -1,0 +1,288 @@
+"""The worker's start: from a configuration to vLLM's engine under our ledger."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.memory import free_bytes
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.pressure import FreeMemoryMonitor
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
+from ullage_engine.vllm_worker import arguments, vllm_core
+from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
+from ullage_engine.vllm_worker.engine import VllmEngine
+from ullage_engine.vllm_worker.reservations import Reservations
+from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.worker.loop import Report
+
+log = logging.getLogger("ullage.engine.vllm")
+
+_STAGING_BYTES = 64 << 20
+"""Bytes for messages, token lists, grammars and queues, which come and go with requests."""
+_PROGRESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """vLLM's engine with its ledger, profile and ranks."""
+
+    engine: VllmEngine
+    core: vllm_core.VllmCore
+    ledger: Ledger
+    """Reservations of all ranks together."""
+    used_bytes: Callable[[], int]
+    free_memory: FreeMemoryMonitor
+    """What other processes took of rank 0's device."""
+    profile: MemoryProfile
+    max_model_len: int
+    name: str
+    """Name by which clients ask for the model."""
+    ranks: list[RankPlace]
+
+    def state(self) -> WorkerState:
+        """Measures memory and load; ends idle sessions and withholds KV that others took."""
+        engine, missing = self.engine, self.free_memory.missing_bytes()
+        engine.reservations.end_idle_sessions()
+        engine.withhold(missing)
+        return WorkerState(
+            **msgspec.structs.asdict(engine.stats()),
+            total_bytes=self.ledger.total_bytes,
+            threshold=self.ledger.threshold,
+            decode_tokens_per_second=engine.throughput.decode_tokens_per_second,
+            prefill_tokens_per_second=engine.throughput.prefill_tokens_per_second,
+            step_seconds=engine.throughput.step_seconds,
+            num_oom_events=0,
+            releases=engine.releases(),
+            ledger=self.ledger.states(),
+            rss_bytes=self.used_bytes(),
+            kv_withheld_bytes=missing,
+        )
+
+    def ready(self, state: WorkerState) -> Ready:
+        """Returns the message that says what is served, with the first state."""
+        return Ready(
+            profile=self.profile,
+            max_model_len=self.max_model_len,
+            vocab_size=self.core.vocab_size,
+            dtype=self.core.dtype,
+            ranks=self.ranks,
+            state=state,
+        )
+
+    def log_start(self) -> None:
+        """Writes the device map and what is served to the log."""
+        for place in self.ranks:
+            log.info("%s", place)
+        facts = {"dtype": self.core.dtype, "max_model_len": self.max_model_len}
+        log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
+
+    def stop(self) -> None:
+        """Ends the processes of other ranks."""
+        self.core.close()
+
+
+def start(config: EngineConfig, report: Report) -> Started:
+    """Loads the model, sizes the KV pool and returns an engine that steps.
+
+    Raises:
+        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+    """
+    vllm_core.check_version()
+    arguments.check(config)
+    memory = _Memory(config)
+    progress = _Progress(report, memory.used_bytes)
+    with progress.stage("weights"):
+        dtype = vllm_core.resolve_dtype(config.model.dtype)
+        files = resolve_source(config.model.source)
+        folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
+        adapters = {each.name: str(resolve_source(each.source).path) for each in config.adapters}
+        vllm_config = vllm_core.make_config(
+            arguments.engine_args(
+                config,
+                folder,
+                dtype,
+                device_share=memory.device_share,
+                is_cpu=memory.is_cpu,
+            )
+        )
+        max_model_len = vllm_config.model_config.max_model_len
+        core = vllm_core.VllmCore(vllm_config, memory.size_pool, adapters)
+    memory.settle(core)
+    profile = _profile(core, config)
+    reservations = Reservations(
+        core.blocks,
+        session_blocks=profile.session_kv_bytes // profile.block_bytes
+        if profile.block_bytes
+        else 0,
+        session_idle_s=config.memory.session_idle,
+        clock=time.monotonic,
+    )
+    limits = EngineLimits(
+        max_model_len=core.max_model_len,
+        max_sequences=config.batching.max_sequences,
+        lookahead_tokens=core.lookahead_tokens,
+        shares_prompts=core.has_prefix_cache,
+    )
+    return Started(
+        engine=VllmEngine(core, profile, limits, reservations),
+        core=core,
+        ledger=memory.ledger,
+        used_bytes=memory.used_bytes,
+        free_memory=FreeMemoryMonitor(
+            memory.free_bytes, config.memory.safety_reserve, time.monotonic
+        ),
+        profile=profile,
+        max_model_len=max_model_len,
+        name=config.model.name,
+        ranks=core.ranks,
+    )
+
+
+def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
+    groups = core.groups
+    sizes = {each.block_tokens for each in groups if not each.state_blocks}
+    if len(sizes) > 1:
+        raise WorkerStartError(
+            f"model.source: its layers keep KV in blocks of {sorted(sizes)} tokens, whose memory "
+            "cannot be predicted together; set vllm.args.block_size"
+        )
+    block_tokens = max(sizes, default=1)
+    # A block of the pool takes as much whichever group has it.
+    per_token = -(-core.block_bytes // block_tokens)
+    return MemoryProfile(
+        block_tokens=block_tokens,
+        groups=tuple(
+            CacheGroup(per_token, window_tokens=each.window_tokens, state_blocks=each.state_blocks)
+            for each in groups
+        ),
+        prefill_chunk_tokens=core.max_in_flight_tokens,
+        kv_pool_bytes=core.blocks.num_blocks * per_token * block_tokens,
+        session_kv_bytes=config.memory.session_kv_limit,
+        copies_shared_block=False,
+    )
+
+
+class _Memory:
+    """The ledger of a start, on CPUs and GPUs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._num_ranks = config.gpus
+        self.is_cpu = vllm_core.is_cpu()
+        self._process = psutil.Process()
+        memory = config.memory
+        if self.is_cpu:
+            cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
+            binding = arguments.core_binding(cores, self._num_ranks)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+            total = vllm_core.cpu_budget(config)
+        else:
+            total = vllm_core.device_bytes(0)[1] * self._num_ranks
+        self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
+        self._context = self.used_bytes()
+        self.ledger.record("context", self._context)
+
+    @property
+    def device_share(self) -> float:
+        """Share of a device's memory that vLLM may plan with before the ledger has its say."""
+        if self.is_cpu:
+            machine = psutil.virtual_memory()
+            return float(0.9 * machine.available / machine.total)
+        reserve = self._config.memory.safety_reserve * self._num_ranks
+        share = (self.ledger.budget_bytes - reserve) / self.ledger.total_bytes
+        if share <= 0:
+            raise self.ledger.shortage("safety_reserve", reserve)
+        return share
+
+    def size_pool(self, found: list[int]) -> list[int]:
+        """Returns the KV bytes of each rank, of those that vLLM found to be free for it."""
+        config, ledger = self._config, self.ledger
+        reserve = config.memory.safety_reserve * self._num_ranks
+        if self.is_cpu:
+            ledger.record("model", max(0, self.used_bytes() - self._context))
+        else:
+            ledger.record("model", max(0, ledger.available_bytes - reserve - sum(found)))
+        ledger.reserve("staging", _STAGING_BYTES if self.is_cpu else 0)
+        ledger.reserve("safety_reserve", reserve)
+        share = ledger.available_bytes // self._num_ranks
+        if share <= 0:
+            raise ledger.shortage("kv_pool", 1 << 20)
+        limit = config.memory.max_kv
+        log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
+        return [min(share, limit, share if self.is_cpu else each) for each in found]
+
+    def settle(self, core: vllm_core.VllmCore) -> None:
+        """Enters what was allocated at last."""
+        if "model" not in {each.name for each in self.ledger.states()}:
+            # A model without KV is not asked for its size.
+            self.ledger.record("model", max(0, self.used_bytes() - self._context))
+            self.ledger.reserve("safety_reserve", self._config.memory.safety_reserve)
+        self.ledger.record("kv_pool", sum(core.pool_bytes))
+
+    def used_bytes(self) -> int:
+        """Bytes in use: resident ones of all ranks' processes, or those of the first GPU."""
+        if not self.is_cpu:
+            free, total = vllm_core.device_bytes(0)
+            return total - free
+        used = int(self._process.memory_info().rss)
+        if self._num_ranks > 1:
+            for child in self._process.children(recursive=True):
+                try:
+                    used += int(child.memory_info().rss)
+                except psutil.NoSuchProcess:
+                    continue
+        return used
+
+    def free_bytes(self) -> int:
+        """Bytes of the first device that are free; on a CPU, those the container may take."""
+        return free_bytes() if self.is_cpu else vllm_core.device_bytes(0)[0]
+
+
+class _Progress:
+    """Tells the server that a start goes on: vLLM says nothing while it loads."""
+
+    def __init__(self, report: Report, used_bytes: Callable[[], int]) -> None:
+        self._report = report
+        self._used_bytes = used_bytes
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Reports bytes in use every second as long as they grow."""
+        ended = threading.Event()
+        first = most = self._used_bytes()
+        self._send(name, 0, 1)
+
+        def watch() -> None:
+            nonlocal most
+            while not ended.wait(_PROGRESS_S):
+                used = self._used_bytes()
+                if used > most:
+                    most = used
+                    self._send(name, used - first, used - first + 1)
+
+        thread = threading.Thread(target=watch, name="loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        taken = self._used_bytes() - first
+        self._send(name, taken, taken)
+
+    def _send(self, stage: str, done: int, total: int) -> None:
+        with self._lock:
+            self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))

@@ -1,0 +1,503 @@
+"""vLLM's engine in this process: the only file that imports vLLM.
+
+It is written for one version of vLLM and reads what has no public name there: the scheduler's
+requests, its block pool and the block tables of its KV cache managers. tests/vllm/test_contract.py
+says which of them a new version has changed.
+"""
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from ullage_common.config.engine import EngineConfig
+from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
+from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError, Prefix
+from ullage_engine.worker.device import open_ledger
+
+# In one process: the block pool is read between steps, and one process dies as a whole.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# vLLM's lines go to the handlers that the worker has.
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+log = logging.getLogger("ullage.engine.vllm")
+
+VERSION = "0.32.0"
+"""The version of vLLM that this file was tested with."""
+
+_SEEDS = 1 << 63
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+def check_version() -> None:
+    """Checks the version of vLLM.
+
+    Raises:
+        WorkerStartError: it is another one.
+    """
+    found = vllm.__version__.partition("+")[0]
+    if found != VERSION:
+        raise WorkerStartError(
+            f"engine: vllm {found} is installed, and this release of Ullage works with {VERSION}; "
+            f"install vllm=={VERSION}"
+        )
+
+
+def make_config(arguments: Mapping[str, Any]) -> VllmConfig:
+    """Makes vLLM's configuration.
+
+    Raises:
+        WorkerStartError: an argument is unknown or wrong.
+    """
+    try:
+        # The defaults of vLLM's own server, which a user would compare with.
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (VLLMValidationError, ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise WorkerStartError(f"vllm: {_one_line(error)}") from error
+    # The pool may hold less than the longest sequence: admission refuses what it does not hold.
+    config.model_config.original_max_model_len = -1
+    return config
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on CPUs here."""
+    return bool(current_platform.is_cpu())
+
+
+def resolve_dtype(name: str) -> str:
+    """Returns the type of weights; auto is bfloat16 where the device computes in it."""
+    if name != "auto":
+        return name
+    fast = not is_cpu() or cpu_computes_bfloat16()
+    return "bfloat16" if fast else "float32"
+
+
+def cpu_budget(config: EngineConfig) -> int:
+    """Returns the bytes of memory that all ranks of a CPU engine may have."""
+    return open_ledger(config, torch.device("cpu")).total_bytes * config.gpus
+
+
+def device_bytes(index: int) -> tuple[int, int]:
+    """Returns the free and all bytes of a GPU, without a context of this process on it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(info.free), int(info.total)
+
+
+SizePool = Callable[[list[int]], list[int]]
+"""Returns the KV bytes of each rank, of those that vLLM found to be free for it."""
+
+
+def _sized_executor(base: type[Executor], size_pool: SizePool) -> type[Executor]:
+    """Makes vLLM's executor ask the ledger how large the KV pool becomes."""
+
+    class SizedExecutor(base):  # type: ignore[misc]
+        kv_configs: list[KVCacheConfig]
+
+        def determine_available_memory(self) -> list[int]:
+            return size_pool(super().determine_available_memory())
+
+        def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+            self.kv_configs = kv_cache_configs
+            super().initialize_from_config(kv_cache_configs)
+
+    return SizedExecutor
+
+
+class _Prefix:
+    def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
+        """`slides`: of each group whether it has a window."""
+        pairs = list(zip(groups, slides, strict=True))
+        self._lasting = [each for group, has_window in pairs if not has_window for each in group]
+        self._windows = [
+            each for group, has_window in pairs if has_window for each in group if not each.is_null
+        ]
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        return self._lasting + self._windows
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._lasting) + len(self._windows)
+
+    @property
+    def num_held(self) -> float:
+        return len(self._lasting) + _shares(self._windows)
+
+    @property
+    def num_own(self) -> float:
+        num_lasting = sum(bool(each.ref_cnt == 1) for each in self._lasting)
+        return num_lasting + _shares(self._windows)
+
+
+def _shares(blocks: Iterable[KVCacheBlock]) -> float:
+    """Counts blocks, each divided by its holders."""
+    return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
+
+
+class VllmBlocks:
+    """The blocks of vLLM's pool; see `interface.Blocks`."""
+
+    def __init__(self, scheduler: Scheduler, requests: Mapping[str, Request]) -> None:
+        self._manager = scheduler.kv_cache_manager
+        self._pool = self._manager.block_pool
+        managers = self._manager.coordinator.single_type_managers
+        self._tables = [each.req_to_blocks for each in managers]
+        self._slides = [isinstance(each.kv_cache_spec, SlidingWindowSpec) for each in managers]
+        self._requests = requests
+
+    @property
+    def num_blocks(self) -> int:
+        # One stands for all that windows have slid past.
+        return max(0, int(self._pool.num_gpu_blocks) - 1)
+
+    @property
+    def num_free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def num_held(self, request_id: str) -> float:
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        num_held = 0.0
+        for table, slides in zip(self._tables, self._slides, strict=True):
+            blocks = table.get(request.request_id, ())
+            num_held += _shares(blocks) if slides else len(blocks)
+        return num_held
+
+    def num_computed(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        return int(request.num_computed_tokens) if request else 0
+
+    def hold_prefix(self, request_id: str) -> Prefix:
+        groups = self._manager.get_computed_blocks(self._requests[request_id])[0].blocks
+        prefix = _Prefix(groups, self._slides)
+        self._pool.touch(prefix.blocks)
+        return prefix
+
+    def release(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, _Prefix)
+        # The end of a prefix is of no use without its beginning, so it is evicted first.
+        self._pool.free_blocks(reversed(prefix.blocks))
+
+
+class VllmCore:
+    """vLLM's engine; see `interface.Core`."""
+
+    def __init__(
+        self, config: VllmConfig, size_pool: SizePool, adapters: Mapping[str, str]
+    ) -> None:
+        """Loads the model and allocates everything. `adapters`: folders by name.
+
+        Raises:
+            WorkerStartError: the model or its memory cannot be served as configured.
+        """
+        executor = _sized_executor(Executor.get_class(config), size_pool)
+        try:
+            self._engine = LLMEngine(
+                vllm_config=config,
+                executor_class=executor,
+                log_stats=False,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+            )
+        except (VLLMValidationError, ValueError, TypeError, NotImplementedError) as error:
+            raise WorkerStartError(f"vllm: {_one_line(error)}") from error
+        core = self._engine.engine_core.engine_core
+        self._config = config
+        self._scheduler: Scheduler = core.scheduler
+        self._kv_configs: list[KVCacheConfig] = getattr(core.model_executor, "kv_configs", [])
+        self._requests: dict[str, Request] = {}
+        """vLLM's requests by our ids."""
+        self._adapters = {
+            name: LoRARequest(name, number, path)
+            for number, (name, path) in enumerate(adapters.items(), 1)
+        }
+        self.blocks = VllmBlocks(self._scheduler, self._requests)
+
+    # facts ---------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._config.model_config.get_vocab_size())
+
+    @property
+    def dtype(self) -> str:
+        return str(self._config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that vLLM takes, tokens: at most what its pool holds."""
+        return int(self._config.model_config.max_model_len)
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        return bool(self._scheduler.kv_cache_manager.enable_caching)
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """Tokens that it may store beyond a sequence's last known one, for speculation."""
+        return int(self._scheduler.num_lookahead_tokens)
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens that are scheduled at a time, over all steps in flight."""
+        return int(self._config.max_in_flight_tokens)
+
+    @property
+    def pool_bytes(self) -> list[int]:
+        """KV bytes of each rank, those of the block that is never given out included."""
+        return [sum(each.size for each in one.kv_cache_tensors) for one in self._kv_configs]
+
+    @property
+    def block_bytes(self) -> int:
+        """KV bytes of a block on all ranks together."""
+        num_blocks = self._kv_configs[0].num_blocks if self._kv_configs else 0
+        return sum(self.pool_bytes) // num_blocks if num_blocks else 0
+
+    @property
+    def groups(self) -> list["GroupKind"]:
+        """What each cache group keeps of a sequence, with its block's length in tokens."""
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        return [_group_kind(group, self._config) for group in groups]
+
+    @property
+    def ranks(self) -> list[RankPlace]:
+        """The device map."""
+        model, parallel = self._config.model_config, self._config.parallel_config
+        layers = model.get_total_num_hidden_layers()
+        tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        places = []
+        for rank in range(tensor * pipeline):
+            stage = rank // tensor
+            first, end = get_pp_indices(layers, stage, pipeline)
+            places.append(
+                RankPlace(
+                    rank=rank,
+                    stage=stage,
+                    tensor_rank=rank % tensor,
+                    device="cpu" if is_cpu() else f"cuda:{rank}",
+                    first_layer=first,
+                    num_layers=end - first,
+                    num_attention_layers=end - first,
+                    num_heads=model.get_num_attention_heads(parallel),
+                    num_kv_heads=model.get_num_kv_heads(parallel),
+                )
+            )
+        return places
+
+    # requests ------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, max_tokens: int) -> None:
+        num_produced = len(request.token_ids) - request.num_prompt_tokens
+        try:
+            params = SamplingParams(**self._sampling(request, max_tokens, num_produced))
+            prompt = tokens_input(request.token_ids, cache_salt=request.cache_salt or None)
+            internal = self._engine.add_request(
+                request.request_id,
+                prompt,
+                params,
+                lora_request=self._adapters.get(request.adapter),
+                # vLLM prefers smaller numbers.
+                priority=-request.priority,
+            )
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            raise InvalidRequestError(_one_line(error), _field_of(error)) from error
+        added = self._scheduler.requests[internal]
+        self._requests[request.request_id] = added
+        if request.grammar and num_produced:
+            self._advance_grammar(added, request.token_ids[request.num_prompt_tokens :])
+
+    def abort(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._engine.abort_request([request.request_id], internal=True)
+
+    def forget(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def set_max_running(self, num_requests: int) -> None:
+        self._scheduler.max_num_running_reqs = num_requests
+
+    def step(self) -> list[CoreOutput]:
+        outputs = []
+        for each in self._engine.step():
+            request = self._requests.get(each.request_id)
+            if request is not None and isinstance(each, RequestOutput):
+                output = _output(each, request.sampling_params)
+                outputs += [output] if output is not None else []
+        return outputs
+
+    def close(self) -> None:
+        """Ends the processes of other ranks."""
+        self._engine.engine_core.shutdown()
+
+    def _sampling(
+        self, request: EngineRequest, max_tokens: int, num_produced: int
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        greedy = sampling.temperature == 0.0
+        bias = dict(sampling.logit_bias)
+        if num_produced and (sampling.presence_penalty or sampling.frequency_penalty):
+            # For vLLM output that a request came with is prompt, which these do not penalise.
+            counts = Counter(request.token_ids[request.num_prompt_tokens :])
+            for token_id, count in counts.items():
+                penalty = sampling.presence_penalty + sampling.frequency_penalty * count
+                bias[token_id] = bias.get(token_id, 0.0) - penalty
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "seed": None if greedy else self._seed(sampling.seed, num_produced),
+            "logit_bias": bias or None,
+            "max_tokens": max_tokens,
+            "min_tokens": max(0, request.min_tokens - num_produced),
+            # The server names every token that ends an answer.
+            "ignore_eos": True,
+            "stop_token_ids": request.stop_token_ids,
+            "logprobs": sampling.top_logprobs,
+            "structured_outputs": _structured(request.grammar),
+            "detokenize": False,
+            "output_kind": RequestOutputKind.DELTA,
+        }
+
+    def _seed(self, seed: int, num_produced: int) -> int:
+        """Returns the seed of a request's noise.
+
+        Where noise is a function of seed and position it is the same after a resumption. The other
+        runner draws one number after the other: begun again, the same ones would come again, for
+        tokens that they were not drawn for.
+        """
+        if not self._config.use_v2_model_runner:
+            seed += num_produced * _SEED_STRIDE
+        return seed % _SEEDS
+
+    def _advance_grammar(self, request: Request, produced: Sequence[int]) -> None:
+        """Lets a grammar go on where a former worker's output ended."""
+        structured = request.structured_output_request
+        assert structured is not None, "a grammar that is not kept"
+        while not structured.is_grammar_ready:
+            _yield_thread()
+        grammar = structured.grammar
+        if grammar is not None and not isinstance(grammar, Exception):
+            grammar.accept_tokens(request.request_id, list(produced))
+
+
+class GroupKind:
+    """What a cache group keeps of a sequence."""
+
+    def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
+        self.block_tokens = block_tokens
+        """Tokens of one block; of a group of states, without meaning."""
+        self.window_tokens = window_tokens
+        self.state_blocks = state_blocks
+
+
+def _group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(spec, SlidingWindowSpec):
+        return GroupKind(spec.block_size, window_tokens=spec.sliding_window)
+    if isinstance(spec, MambaSpec):
+        blocks = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+        return GroupKind(spec.block_size, state_blocks=blocks)
+    if isinstance(spec, FullAttentionSpec):
+        return GroupKind(spec.block_size)
+    raise WorkerStartError(
+        f"model.source: its layers keep {type(spec).__name__}, whose memory cannot be predicted"
+    )
+
+
+def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput | None:
+    """Converts what a step produced; None of an aborted request."""
+    [sample] = output.outputs
+    finish: Literal["", "stop", "length"] = ""
+    if output.finished:
+        if sample.finish_reason not in ("stop", "length"):
+            return None
+        finish = "stop" if sample.finish_reason == "stop" else "length"
+    return CoreOutput(
+        request_id=output.request_id,
+        token_ids=list(sample.token_ids),
+        finish=finish,
+        logprobs=_logprobs(sample, params.logprobs if params else None),
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogprobs] | None:
+    if sample.logprobs is None or num_top is None:
+        return None
+    converted = []
+    for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
+        # The chosen token is among them even where it is not one of the likeliest.
+        ranked = sorted((each.rank or 0, other) for other, each in entries.items())
+        top = [other for rank, other in ranked if rank <= num_top]
+        converted.append(
+            TokenLogprobs(entries[token_id].logprob, top, [entries[other].logprob for other in top])
+        )
+    return converted
+
+
+def _structured(grammar: str) -> StructuredOutputsParams | None:
+    """Returns a grammar in the form that vLLM takes, of one in llguidance's form."""
+    if not grammar:
+        return None
+    if not grammar.startswith("{"):
+        return StructuredOutputsParams(grammar=grammar)
+    [only] = json.loads(grammar)["grammars"]
+    if only.get("json_schema") is not None:
+        return StructuredOutputsParams(json=only["json_schema"])
+    return StructuredOutputsParams(grammar=only["lark_grammar"])
+
+
+def _field_of(error: Exception) -> str:
+    """Names the request's field that vLLM's error is about."""
+    return str(getattr(error, "parameter", None) or "request")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def _yield_thread() -> None:
+    os.sched_yield()

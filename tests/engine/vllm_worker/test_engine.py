@@ -1,0 +1,504 @@
+"""Serving with vLLM: what is admitted fits, nothing is lost, and vLLM never preempts."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from ullage_testing.fake_vllm import FakeVllm, next_token
+
+from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks
+from ullage_engine.protocol.messages import (
+    BeamParams,
+    EngineRequest,
+    Rejected,
+    SamplingParams,
+    TokenOutput,
+)
+from ullage_engine.vllm_worker.engine import OutOfMemoryFault, VllmEngine
+from ullage_engine.vllm_worker.reservations import Reservations
+from ullage_engine.vllm_worker.sequence import EngineLimits
+
+BLOCK = 16
+BYTES = 32
+CHUNK = 64
+
+
+class Clock:
+    """Time that stands still unless it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def make_engine(
+    num_blocks: int = 64,
+    *,
+    windows: tuple[int, ...] = (0,),
+    max_model_len: int = 10_000,
+    session_blocks: int = 0,
+    shares_prompts: bool = True,
+) -> tuple[VllmEngine, FakeVllm, Clock]:
+    core, clock = FakeVllm(num_blocks, BLOCK, windows=windows, chunk_tokens=CHUNK), Clock()
+    profile = MemoryProfile(
+        BLOCK,
+        tuple(CacheGroup(BYTES, window_tokens=window) for window in windows),
+        prefill_chunk_tokens=CHUNK,
+        kv_pool_bytes=num_blocks * BLOCK * BYTES,
+        session_kv_bytes=session_blocks * BLOCK * BYTES,
+        copies_shared_block=False,
+    )
+    reservations = Reservations(
+        core, session_blocks=session_blocks, session_idle_s=60.0, clock=clock
+    )
+    limits = EngineLimits(
+        max_model_len=max_model_len,
+        max_sequences=8,
+        lookahead_tokens=0,
+        shares_prompts=shares_prompts,
+    )
+    return VllmEngine(core, profile, limits, reservations, clock), core, clock
+
+
+def make_request(
+    name: str, prompt: list[int] | int = 20, max_tokens: int = 10, **changes: object
+) -> EngineRequest:
+    token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    request = EngineRequest(
+        request_id=name,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    return structs.replace(request, **changes)
+
+
+def expected_text(request: EngineRequest) -> list[int]:
+    tokens = list(request.token_ids[: request.num_prompt_tokens])
+    while len(tokens) - request.num_prompt_tokens < request.max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[request.num_prompt_tokens :]
+
+
+class Client:
+    """Collects what an engine answers."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.texts: dict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+
+    def submit(self, *requests: EngineRequest, resumed: bool = False) -> Rejected | None:
+        answer = self.engine.submit_group(list(requests), resumed=resumed)
+        if isinstance(answer, Rejected):
+            return answer
+        self._take(answer)
+        return None
+
+    def step(self) -> None:
+        self._take(self.engine.step())
+        self.engine.reservations.check_integrity()
+
+    def run(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("requests do not end")
+
+    def _take(self, outputs: list[TokenOutput]) -> None:
+        for each in outputs:
+            assert each.request_id not in self.finished, "output after the end"
+            self.texts[each.request_id] += each.token_ids
+            self.cached[each.request_id] = each.num_cached_tokens
+            if each.finish:
+                self.finished[each.request_id] = each.finish
+
+
+def test_a_request_is_answered_and_gives_back_its_blocks() -> None:
+    engine, core, _ = make_engine()
+    client, request = Client(engine), make_request("a", 40, 30)
+    assert client.submit(request) is None
+    client.run()
+    assert client.texts["a"] == expected_text(request)
+    assert client.finished == {"a": "length"}
+    assert core.num_free == core.num_blocks
+
+
+def test_a_stop_token_ends_it_and_is_part_of_it() -> None:
+    text = expected_text(make_request("a", 40, 30))
+    engine, _, _ = make_engine()
+    client, request = Client(engine), make_request("a", 40, 30, stop_token_ids=[text[4]])
+    client.submit(request)
+    client.run()
+    assert client.texts["a"] == text[: text.index(text[4]) + 1]
+    assert client.finished == {"a": "stop"}
+
+
+@given(
+    prompt=st.integers(1, 300),
+    max_tokens=st.integers(1, 200),
+    samples=st.integers(1, 4),
+    windows=st.sampled_from([(0,), (0, 48), (0, 48, 48), (48,)]),
+)
+def test_the_price_is_what_is_held(
+    prompt: int, max_tokens: int, samples: int, windows: tuple[int, ...]
+) -> None:
+    """Held are the blocks of all tokens but the last, which is never fed back."""
+    engine, core, _ = make_engine(1000, windows=windows)
+    client = Client(engine)
+    client.submit(*[make_request(str(index), prompt, max_tokens) for index in range(samples)])
+    most = 0
+    while engine.has_work:
+        client.step()
+        most = max(most, core.num_blocks - core.num_free)
+    profile, stored = engine._profile, prompt + max_tokens - 1
+    if windows == (0,):
+        held = {core.most_held[str(index)] for index in range(samples)}
+        assert held == {request_blocks(profile, prompt, stored)}
+    assert most <= request_blocks(profile, prompt, prompt + max_tokens, samples)
+
+
+def test_what_does_not_fit_is_refused_with_the_time_of_the_next_release() -> None:
+    engine, _, _ = make_engine(num_blocks=8)
+    client = Client(engine)
+    assert client.submit(make_request("a", 60, 20)) is None
+    refusal = client.submit(make_request("b", [7] * 60, 20))
+    assert refusal is not None and not refusal.never
+    assert (refusal.needed_bytes, refusal.available_bytes) == (
+        5 * BLOCK * BYTES,
+        3 * BLOCK * BYTES,
+    )
+    assert refusal.retry_after_s > 0
+    client.run()
+    assert client.submit(make_request("b", [7] * 60, 20)) is None
+
+
+def test_what_is_cached_and_held_by_others_costs_nothing() -> None:
+    engine, _, _ = make_engine(num_blocks=8)
+    client = Client(engine)
+    client.submit(make_request("a", 80, 10))
+    client.step()
+    client.step()
+    # Four whole blocks of the prompt are shared, so two are needed and two there.
+    assert client.submit(make_request("b", 80, 10)) is None
+    client.run()
+    assert client.cached["b"] == 64
+    assert client.texts["a"] == client.texts["b"] == expected_text(make_request("b", 80, 10))
+
+
+@pytest.mark.parametrize(
+    ("request_changes", "words"),
+    [
+        ({"prompt": 2000, "max_tokens": 5}, "more than the whole pool"),
+        ({"prompt": 500, "max_tokens": 5}, "leave no room"),
+        ({"prompt": [], "max_tokens": 5}, "is empty"),
+    ],
+    ids=["pool", "length", "empty"],
+)
+def test_what_never_fits_is_refused_for_good(
+    request_changes: dict[str, object], words: str
+) -> None:
+    longest = 400 if words == "leave no room" else 10_000
+    engine, _, _ = make_engine(max_model_len=longest)
+    refusal = Client(engine).submit(make_request("a", **request_changes))  # type: ignore[arg-type]
+    assert refusal is not None and refusal.never
+    assert words in refusal.message
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine, _, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a"))
+    refusal = client.submit(make_request("a"))
+    assert refusal is not None and "already" in refusal.message
+
+
+def test_samples_share_their_prompt_and_are_admitted_together() -> None:
+    engine, core, _ = make_engine(num_blocks=16)
+    client = Client(engine)
+    samples = [make_request(str(index), 100, 10) for index in range(4)]
+    # Six whole blocks and one of each; as four requests they would need 28.
+    assert client.submit(*samples) is None
+    refusal = client.submit(*[make_request(f"x{i}", [5] * 100, 10) for i in range(4)])
+    assert refusal is not None and refusal.needed_bytes == 10 * BLOCK * BYTES
+    client.run()
+    assert {tuple(client.texts[str(index)]) for index in range(4)} == {
+        tuple(expected_text(samples[0]))
+    }
+    assert core.num_free == core.num_blocks
+
+
+def test_without_a_prefix_cache_samples_share_nothing() -> None:
+    engine, _, _ = make_engine(num_blocks=40, shares_prompts=False)
+    assert Client(engine).submit(*[make_request(str(i), 100, 10) for i in range(4)]) is None
+    assert engine.stats().headroom_bytes == (40 - 4 * 7) * BLOCK * BYTES
+
+
+def test_samples_that_do_not_fit_together_take_turns() -> None:
+    engine, core, _ = make_engine(num_blocks=12)
+    client = Client(engine)
+    samples = [make_request(str(index), 40, 60) for index in range(4)]
+    assert client.submit(*samples) is None
+    assert client.submit(make_request("x", 40, 60)) is not None
+    client.run()
+    assert all(client.texts[each.request_id] == expected_text(each) for each in samples)
+    assert core.num_free == core.num_blocks
+
+
+def test_the_first_sample_may_be_cancelled_before_the_others_start() -> None:
+    engine, core, _ = make_engine()
+    client = Client(engine)
+    samples = [make_request(str(index), 200, 10) for index in range(3)]
+    client.submit(*samples)
+    client.step()
+    engine.cancel("0")
+    client.run()
+    assert client.texts["1"] == client.texts["2"] == expected_text(samples[1])
+    assert core.num_free == core.num_blocks
+
+
+def test_resumed_requests_wait_for_memory_and_go_on_where_they_were() -> None:
+    engine, _, _ = make_engine(num_blocks=8)
+    client = Client(engine)
+    whole = [make_request(str(index), [index] * 50, 40) for index in range(3)]
+    for request in whole:
+        sent = expected_text(request)[:7]
+        resumed = structs.replace(request, token_ids=request.token_ids + sent)
+        client.texts[request.request_id] += sent
+        assert client.submit(resumed, resumed=True) is None
+    assert client.submit(make_request("new", [9] * 50, 40)) is not None
+    client.run()
+    assert all(client.texts[each.request_id] == expected_text(each) for each in whole)
+
+
+def test_one_that_is_complete_is_answered_at_once() -> None:
+    engine, _, _ = make_engine()
+    client, request = Client(engine), make_request("a", 20, 5)
+    complete = structs.replace(request, token_ids=request.token_ids + expected_text(request))
+    client.submit(complete, resumed=True)
+    assert client.finished == {"a": "length"} and not engine.has_work
+
+
+def test_the_least_important_gives_way_when_others_outgrow_what_they_reserved() -> None:
+    engine, core, _ = make_engine(num_blocks=20)
+    for _ in range(200):
+        engine._output_lengths.observe(2)
+    client = Client(engine)
+    requests = [
+        make_request("low", [1] * 30, 150, priority=-1),
+        make_request("high", [2] * 30, 150, priority=1),
+        make_request("usual", [3] * 30, 20),
+    ]
+    for request in requests:
+        assert client.submit(request) is None
+    client.run()
+    assert all(client.texts[each.request_id] == expected_text(each) for each in requests)
+    assert engine.stats().num_preemptions > 0
+    assert core.num_free == core.num_blocks
+
+
+def test_a_session_keeps_its_blocks_until_somebody_needs_them_or_it_is_idle() -> None:
+    engine, core, clock = make_engine(num_blocks=10, session_blocks=6)
+    client = Client(engine)
+    first = make_request("1", 40, 9, session_id="s")
+    client.submit(first)
+    client.run()
+    assert engine.stats().num_sessions == 1
+    assert engine.stats().session_bytes == 3 * BLOCK * BYTES == engine.stats().kv_reclaimable_bytes
+    assert core.num_free == 7
+    turn = [*first.token_ids, *client.texts["1"], 3, 4, 5]
+    client.submit(make_request("2", turn, 9, session_id="s"))
+    client.run()
+    assert client.cached["2"] == 48
+    # Nine blocks are needed, and six free: the session gives way.
+    assert client.submit(make_request("3", [5] * 120, 10)) is None
+    assert engine.stats().num_sessions == 0
+    client.run()
+    client.submit(structs.replace(first, request_id="4"))
+    client.run()
+    clock.now += 61.0
+    engine.reservations.end_idle_sessions()
+    assert engine.stats().num_sessions == 0 and core.num_free == core.num_blocks
+
+
+def test_a_cancelled_request_leaves_nothing() -> None:
+    engine, core, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a", 40, 30))
+    client.step()
+    engine.cancel("a")
+    engine.cancel("a")
+    assert not engine.has_work and core.num_free == core.num_blocks
+
+
+def test_what_vllm_refuses_fails_alone_and_names_its_field() -> None:
+    engine, core, _ = make_engine()
+    client = Client(engine)
+    hot = make_request("a", sampling=SamplingParams(temperature=3.0))
+    assert client.submit(hot, structs.replace(hot, request_id="b")) is None
+    assert client.submit(make_request("c")) is None
+    client.run()
+    failed = engine.take_failed()
+    assert {(each.request_id, each.field) for each in failed} == {
+        ("a", "temperature"),
+        ("b", "temperature"),
+    }
+    assert client.finished == {"c": "length"} and core.num_free == core.num_blocks
+
+
+def test_beams_are_refused_by_name() -> None:
+    engine, _, _ = make_engine()
+    Client(engine).submit(make_request("a", beam=BeamParams(width=2)))
+    [failed] = engine.take_failed()
+    assert failed.field == "samples.beam" and not engine.has_work
+
+
+def test_an_injected_fault_breaks_the_engine_in_its_step() -> None:
+    engine, _, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a", 20, 30))
+    engine.inject_out_of_memory(2)
+    client.step()
+    client.step()
+    with pytest.raises(OutOfMemoryFault):
+        engine.step()
+
+
+def test_a_smaller_share_of_the_batch_starts_fewer() -> None:
+    engine, core, _ = make_engine()
+    engine.set_batch_share(0.25)
+    assert core.max_running == 2
+    engine.set_batch_share(0.0)
+    assert core.max_running == 1
+
+
+def test_what_others_took_of_the_device_is_withheld_from_new_requests_only() -> None:
+    engine, _, _ = make_engine(num_blocks=8)
+    client = Client(engine)
+    assert client.submit(make_request("a", 40, 8)) is None
+    engine.withhold(4 * BLOCK * BYTES)
+    assert engine.stats().headroom_bytes == BLOCK * BYTES
+    assert client.submit(make_request("b", [1] * 40, 8)) is not None
+    client.run()
+    assert client.finished == {"a": "length"}
+
+
+def test_statistics_add_up() -> None:
+    engine, _, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a", 100, 20))
+    stats = engine.stats()
+    assert stats.num_waiting == 1 and stats.prefill_backlog_tokens == 100
+    assert stats.kv_committed_bytes == 8 * BLOCK * BYTES
+    client.step()
+    client.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.prefill_backlog_tokens) == (1, 0, 0)
+    assert stats.kv_held_bytes == 7 * BLOCK * BYTES
+    assert stats.kv_committed_bytes == BLOCK * BYTES
+    assert stats.kv_used_bytes == 100 * BYTES
+    [release] = engine.releases()
+    assert release.num_bytes == 8 * BLOCK * BYTES and release.after_s > 0
+    client.run()
+    assert engine.stats() == replace_counts(engine)
+
+
+def replace_counts(engine: VllmEngine) -> object:
+    return structs.replace(
+        engine.stats(),
+        kv_committed_bytes=0,
+        num_running=0,
+        num_waiting=0,
+        kv_used_bytes=0,
+        kv_free_bytes=engine._profile.kv_pool_bytes,
+    )
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.integers(0, 3),  # which prompt
+            st.integers(1, 150),  # its length
+            st.integers(1, 80),  # output
+            st.integers(1, 3),  # samples
+            st.integers(-1, 1),  # priority
+            st.booleans(),  # session
+            st.booleans(),  # resumed
+        ),
+        st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
+        st.tuples(st.just("step"), st.integers(1, 30)),
+        st.tuples(st.just("idle")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150)
+@given(
+    actions=ACTIONS,
+    num_blocks=st.integers(4, 40),
+    expected_output=st.integers(1, 80),
+    windows=st.sampled_from([(0,), (0, 48), (48,)]),
+)
+def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
+    actions: list[tuple[object, ...]],
+    num_blocks: int,
+    expected_output: int,
+    windows: tuple[int, ...],
+) -> None:
+    engine, core, clock = make_engine(num_blocks, windows=windows, session_blocks=8)
+    for _ in range(300):
+        engine._output_lengths.observe(expected_output)
+    client, open_requests, number = Client(engine), dict[str, EngineRequest](), 0
+    for action in actions:
+        match action:
+            case ("submit", which, length, output, samples, priority, has_session, resumed):
+                requests = []
+                for _ in range(samples):  # type: ignore[call-overload]
+                    requests.append(
+                        make_request(
+                            str(number),
+                            [which] * length,  # type: ignore[operator]
+                            output,  # type: ignore[arg-type]
+                            priority=priority,
+                            session_id=f"s{which}" if has_session else "",
+                        )
+                    )
+                    number += 1
+                refusal = client.submit(*requests)
+                if refusal is not None and resumed and not refusal.never:
+                    refusal = client.submit(*requests, resumed=True)
+                if refusal is None:
+                    open_requests |= {each.request_id: each for each in requests}
+            case ("cancel", which, is_answered):
+                engine.cancel(str(which), is_answered=bool(is_answered))
+                if str(which) not in client.finished:
+                    open_requests.pop(str(which), None)
+            case ("step", count):
+                for _ in range(count if engine.has_work else 0):  # type: ignore[call-overload]
+                    client.step()
+            case _:
+                clock.now += 100.0
+                engine.reservations.end_idle_sessions()
+        engine.reservations.check_integrity()
+    client.run()
+    for request_id, request in open_requests.items():
+        longest = engine._longest(request, 1) - request.num_prompt_tokens
+        text = expected_text(request)[:longest]
+        assert client.texts[request_id][: len(text)] == text[: len(client.texts[request_id])]
+        assert client.finished[request_id] in ("length", "stop")
+        if not request.session_id:
+            assert client.texts[request_id] == text
+    engine.reservations.end_all_sessions()
+    assert core.num_free == core.num_blocks
+    assert engine.take_failed() == []
