@@ -6,6 +6,7 @@ from typing import Any
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.vllm_worker.resume import EXTENSION
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
@@ -63,6 +64,7 @@ def engine_args(
         "seed": 0,
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
+        "worker_extension_cls": EXTENSION,
         **_chunk_args(batching.prefill_chunk_tokens, batching.max_sequences),
         **_adapter_args(config),
     }

@@ -124,9 +124,8 @@ class VllmEngine:
     # requests in and out -------------------------------------------------------------------------
 
     def is_compiled(self, request: EngineRequest) -> bool:
-        """Whether a request can be submitted: always, since vLLM compiles grammars beside its
-        steps."""
-        return True
+        """Whether a request's grammar is compiled; if not, begins to compile it."""
+        return self._core.is_compiled(request.grammar)
 
     def submit_group(
         self, requests: list[EngineRequest], *, resumed: bool = False
@@ -216,6 +215,11 @@ class VllmEngine:
             sequence.num_cached_tokens = output.num_cached_tokens
             self._prefix_lookup_tokens += sequence.request.num_prompt_tokens
             self._prefix_hit_tokens += output.num_cached_tokens
+        if output.finish == "error":
+            self._remove(sequence)
+            message = "vLLM gave it up; see the engine's log"
+            self._failed.append(RequestFailed(request_id=output.request_id, message=message))
+            return None
         if output.finish:
             if output.finish == "stop" or sequence.num_output >= self._output_lengths.estimate:
                 self._output_lengths.observe(sequence.num_output)

@@ -24,7 +24,8 @@ class CoreOutput(msgspec.Struct, frozen=True):
 
     request_id: str
     token_ids: list[int]
-    finish: Literal["", "stop", "length"] = ""
+    finish: Literal["", "stop", "length", "error"] = ""
+    """Reason why the request ended; empty: more to come."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request first started."""
@@ -80,8 +81,12 @@ class Core(Protocol):
     @property
     def blocks(self) -> Blocks: ...
 
+    def is_compiled(self, grammar: str) -> bool:
+        """Whether a grammar is compiled; if not, begins to compile it."""
+
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        """Gives a request to vLLM, which produces at most `max_tokens` more.
+        """Gives a request to vLLM, which produces at most `max_tokens` more. Its grammar is
+        compiled.
 
         Raises:
             InvalidRequestError: its parameters cannot be served; nothing of it is kept.

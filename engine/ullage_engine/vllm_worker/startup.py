@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import psutil
+from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
@@ -18,13 +20,15 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
+from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments, vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.worker.grammar import GrammarError, vocabulary
 from ullage_engine.worker.loop import Report
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -118,7 +122,9 @@ def start(config: EngineConfig, report: Report) -> Started:
             )
         )
         max_model_len = vllm_config.model_config.max_model_len
-        core = vllm_core.VllmCore(vllm_config, memory.size_pool, adapters)
+        core = vllm_core.VllmCore(
+            vllm_config, memory.size_pool, adapters, partial(_load_vocabulary, files.path)
+        )
     memory.settle(core)
     profile = _profile(core, config)
     reservations = Reservations(
@@ -148,6 +154,13 @@ def start(config: EngineConfig, report: Report) -> Started:
         name=config.model.name,
         ranks=core.ranks,
     )
+
+
+def _load_vocabulary(path: Path, vocab_size: int) -> LLTokenizer:
+    try:
+        return vocabulary(load_tokenizer(path), vocab_size)
+    except (TokenizerError, WeightsError) as error:
+        raise GrammarError(str(error)) from error
 
 
 def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:

@@ -5,10 +5,8 @@ requests, its block pool and the block tables of its KV cache managers. tests/vl
 says which of them a new version has changed.
 """
 
-import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +15,9 @@ from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
 from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError, Prefix
+from ullage_engine.vllm_worker.resume import RESUMED
 from ullage_engine.worker.device import open_ledger
+from ullage_engine.worker.grammar import Grammars
 
 # In one process: the block pool is read between steps, and one process dies as a whole.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -27,6 +27,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
 import vllm
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
@@ -50,6 +52,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 log = logging.getLogger("ullage.engine.vllm")
 
@@ -57,7 +60,10 @@ VERSION = "0.32.0"
 """The version of vLLM that this file was tested with."""
 
 _SEEDS = 1 << 63
-_SEED_STRIDE = 0x9E3779B97F4A7C15
+_GRAMMAR = "ullage_grammar"
+"""Name under `extra_args` of a request's grammar, in llguidance's form."""
+_ANY = r"start: /(.|\n)*/"
+"""A grammar that vLLM accepts in place of the one that is used."""
 
 
 def check_version() -> None:
@@ -220,9 +226,16 @@ class VllmCore:
     """vLLM's engine; see `interface.Core`."""
 
     def __init__(
-        self, config: VllmConfig, size_pool: SizePool, adapters: Mapping[str, str]
+        self,
+        config: VllmConfig,
+        size_pool: SizePool,
+        adapters: Mapping[str, str],
+        load_vocabulary: Callable[[int], LLTokenizer],
     ) -> None:
-        """Loads the model and allocates everything. `adapters`: folders by name.
+        """Loads the model and allocates everything.
+
+        `adapters`: folders by name. `load_vocabulary`: makes what grammars need of the tokenizer,
+        for a vocabulary of so many tokens, when the first grammar comes.
 
         Raises:
             WorkerStartError: the model or its memory cannot be served as configured.
@@ -248,6 +261,11 @@ class VllmCore:
             for number, (name, path) in enumerate(adapters.items(), 1)
         }
         self.blocks = VllmBlocks(self._scheduler, self._requests)
+        self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
+        grammars = self._scheduler.structured_output_manager
+        grammars.backend = _GrammarMasks(self.vocab_size)
+        grammars._create_grammar = self._make_grammar
+        core.model_executor.collective_rpc("ullage_follow_resumed")
 
     # facts ---------------------------------------------------------------------------------------
 
@@ -322,14 +340,18 @@ class VllmCore:
 
     # requests ------------------------------------------------------------------------------------
 
+    def is_compiled(self, grammar: str) -> bool:
+        return self._grammars.compile(grammar).done()
+
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        num_produced = len(request.token_ids) - request.num_prompt_tokens
+        num_prompt = request.num_prompt_tokens
+        prompt, sent = request.token_ids[:num_prompt], request.token_ids[num_prompt:]
+        self._check(request)
         try:
-            params = SamplingParams(**self._sampling(request, max_tokens, num_produced))
-            prompt = tokens_input(request.token_ids, cache_salt=request.cache_salt or None)
+            params = SamplingParams(**_sampling(request, max_tokens + len(sent)))
             internal = self._engine.add_request(
                 request.request_id,
-                prompt,
+                tokens_input(prompt, cache_salt=request.cache_salt or None),
                 params,
                 lora_request=self._adapters.get(request.adapter),
                 # vLLM prefers smaller numbers.
@@ -337,10 +359,24 @@ class VllmCore:
             )
         except (VLLMValidationError, ValueError, TypeError) as error:
             raise InvalidRequestError(_one_line(error), _field_of(error)) from error
-        added = self._scheduler.requests[internal]
-        self._requests[request.request_id] = added
-        if request.grammar and num_produced:
-            self._advance_grammar(added, request.token_ids[request.num_prompt_tokens :])
+        added = self._requests[request.request_id] = self._scheduler.requests[internal]
+        if sent:
+            added.append_output_token_ids(sent)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Checks what vLLM finds out in a step only, of which its engine is broken.
+
+        Raises:
+            InvalidRequestError: the request cannot be served.
+        """
+        if request.adapter and request.adapter not in self._adapters:
+            raise InvalidRequestError(f"adapter {request.adapter!r} is not served", "model")
+        if request.token_ids and not 0 <= min(request.token_ids) <= max(request.token_ids) < (
+            self.vocab_size
+        ):
+            raise InvalidRequestError("a token is not of the vocabulary", "prompt")
+        if request.grammar and (error := self._grammars.compile(request.grammar).exception()):
+            raise InvalidRequestError(f"the grammar cannot be followed: {error}", "grammar")
 
     def abort(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
@@ -358,67 +394,89 @@ class VllmCore:
         for each in self._engine.step():
             request = self._requests.get(each.request_id)
             if request is not None and isinstance(each, RequestOutput):
-                output = _output(each, request.sampling_params)
-                outputs += [output] if output is not None else []
+                outputs.append(_output(each, request.sampling_params))
         return outputs
 
     def close(self) -> None:
         """Ends the processes of other ranks."""
         self._engine.engine_core.shutdown()
 
-    def _sampling(
-        self, request: EngineRequest, max_tokens: int, num_produced: int
-    ) -> dict[str, Any]:
-        sampling = request.sampling
-        greedy = sampling.temperature == 0.0
-        bias = dict(sampling.logit_bias)
-        if num_produced and (sampling.presence_penalty or sampling.frequency_penalty):
-            # For vLLM output that a request came with is prompt, which these do not penalise.
-            counts = Counter(request.token_ids[request.num_prompt_tokens :])
-            for token_id, count in counts.items():
-                penalty = sampling.presence_penalty + sampling.frequency_penalty * count
-                bias[token_id] = bias.get(token_id, 0.0) - penalty
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "seed": None if greedy else self._seed(sampling.seed, num_produced),
-            "logit_bias": bias or None,
-            "max_tokens": max_tokens,
-            "min_tokens": max(0, request.min_tokens - num_produced),
-            # The server names every token that ends an answer.
-            "ignore_eos": True,
-            "stop_token_ids": request.stop_token_ids,
-            "logprobs": sampling.top_logprobs,
-            "structured_outputs": _structured(request.grammar),
-            "detokenize": False,
-            "output_kind": RequestOutputKind.DELTA,
-        }
+    def _make_grammar(self, request: Request) -> "_Grammar":
+        """Makes the state of a request's grammar, in place of vLLM's own way."""
+        params = request.sampling_params
+        assert params is not None and params.extra_args is not None
+        matcher = self._grammars.compile(params.extra_args[_GRAMMAR]).result().deep_copy()
+        sent = params.extra_args.get(RESUMED)
+        if sent:
+            matcher.consume_tokens(sent)
+        return _Grammar(matcher)
 
-    def _seed(self, seed: int, num_produced: int) -> int:
-        """Returns the seed of a request's noise.
 
-        Where noise is a function of seed and position it is the same after a resumption. The other
-        runner draws one number after the other: begun again, the same ones would come again, for
-        tokens that they were not drawn for.
-        """
-        if not self._config.use_v2_model_runner:
-            seed += num_produced * _SEED_STRIDE
-        return seed % _SEEDS
+class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """The state of one answer's matcher, as vLLM asks for it."""
 
-    def _advance_grammar(self, request: Request, produced: Sequence[int]) -> None:
-        """Lets a grammar go on where a former worker's output ended."""
-        structured = request.structured_output_request
-        assert structured is not None, "a grammar that is not kept"
-        while not structured.is_grammar_ready:
-            _yield_thread()
-        grammar = structured.grammar
-        if grammar is not None and not isinstance(grammar, Exception):
-            grammar.accept_tokens(request.request_id, list(produced))
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return self._matcher.is_stopped() or bool(self._matcher.consume_tokens(tokens))
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
+        fill_next_token_bitmask(self._matcher, bitmask, idx)
+
+    def is_terminated(self) -> bool:
+        return False  # the server names the tokens that end an answer
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+
+class _GrammarMasks:
+    """What vLLM asks its grammar backend for beside grammars."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return allocate_token_bitmask(max_num_seqs, self._vocab_size)
+
+    def destroy(self) -> None: ...
+
+
+def _sampling(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
+    sampling, extra = request.sampling, dict[str, Any]()
+    if sent := request.token_ids[request.num_prompt_tokens :]:
+        extra[RESUMED] = sent
+    if request.grammar:
+        extra[_GRAMMAR] = request.grammar
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": None if sampling.temperature == 0.0 else sampling.seed % _SEEDS,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "max_tokens": max_tokens,
+        "min_tokens": min(request.min_tokens, max_tokens),
+        # The server names every token that ends an answer.
+        "ignore_eos": True,
+        "stop_token_ids": request.stop_token_ids,
+        "logprobs": sampling.top_logprobs,
+        "structured_outputs": StructuredOutputsParams(grammar=_ANY) if request.grammar else None,
+        "extra_args": extra or None,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.DELTA,
+    }
 
 
 class GroupKind:
@@ -447,14 +505,17 @@ def _group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
     )
 
 
-def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput | None:
-    """Converts what a step produced; None of an aborted request."""
+def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
+    """Converts what a step produced of a request that was not aborted."""
     [sample] = output.outputs
-    finish: Literal["", "stop", "length"] = ""
-    if output.finished:
-        if sample.finish_reason not in ("stop", "length"):
-            return None
-        finish = "stop" if sample.finish_reason == "stop" else "length"
+    finish: Literal["", "stop", "length", "error"] = ""
+    match sample.finish_reason:
+        case None:
+            finish = ""
+        case "stop" | "length":
+            finish = sample.finish_reason
+        case _:
+            finish = "error"
     return CoreOutput(
         request_id=output.request_id,
         token_ids=list(sample.token_ids),
@@ -478,18 +539,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
     return converted
 
 
-def _structured(grammar: str) -> StructuredOutputsParams | None:
-    """Returns a grammar in the form that vLLM takes, of one in llguidance's form."""
-    if not grammar:
-        return None
-    if not grammar.startswith("{"):
-        return StructuredOutputsParams(grammar=grammar)
-    [only] = json.loads(grammar)["grammars"]
-    if only.get("json_schema") is not None:
-        return StructuredOutputsParams(json=only["json_schema"])
-    return StructuredOutputsParams(grammar=only["lark_grammar"])
-
-
 def _field_of(error: Exception) -> str:
     """Names the request's field that vLLM's error is about."""
     return str(getattr(error, "parameter", None) or "request")
@@ -497,7 +546,3 @@ def _field_of(error: Exception) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:400] or type(error).__name__
-
-
-def _yield_thread() -> None:
-    os.sched_yield()

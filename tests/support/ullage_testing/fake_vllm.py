@@ -145,6 +145,9 @@ class FakeVllm:
 
     # Core ----------------------------------------------------------------------------------------
 
+    def is_compiled(self, grammar: str) -> bool:
+        return True
+
     def add(self, request: EngineRequest, max_tokens: int) -> None:
         if request.sampling.temperature > 2:
             raise InvalidRequestError("temperature: is above 2", "temperature")
