@@ -23,6 +23,7 @@ from ullage_operator.conditions.events import EventNote
 from ullage_operator.conditions.pod_problems import (
     PodProblem,
     has_started,
+    is_follower,
     is_ready,
     node_of,
     parse_time,
@@ -322,12 +323,13 @@ def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTa
             pool_of(pod), _address(pod["status"]["podIP"]), min_health
         )
         for pod in pods
-        if pool_of(pod) and has_started(pod) and not _is_terminating(pod) and _has_address(pod)
+        if pool_of(pod) and not is_follower(pod) and _is_reachable(pod)
     }
 
 
-def _has_address(pod: Pod) -> bool:
-    return bool(pod.get("status", {}).get("podIP"))
+def _is_reachable(pod: Pod) -> bool:
+    has_address = bool(pod.get("status", {}).get("podIP"))
+    return has_address and has_started(pod) and not _is_terminating(pod)
 
 
 def _address(ip: str) -> str:

@@ -26,6 +26,8 @@ server completes."""
 SHARED_HASH = f"{GROUP}/shared-hash"
 """Annotation of a StatefulSet: a hash of what the spec then said of engine pods outside their
 release."""
+GROUP_REVISION = f"{GROUP}/group-revision"
+"""Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that every namespace has, with its name."""
@@ -58,8 +60,13 @@ ROLLOUT_STATE = "state.json"
 _CANARY = "-next"
 """Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""
 
+_GROUP = "-group"
+"""Ends the names of what an engine has that spans several pods."""
+
 ROUTER = "router"
 ENGINE = "engine"
+FOLLOWER = "follower"
+"""A pod of an engine that spans several, without the engine's server."""
 OPERATOR = "operator"
 
 
@@ -82,13 +89,34 @@ def canary_pool(pool: str) -> str:
     return f"{pool}{_CANARY}"
 
 
+def group_pool(pool: str) -> str:
+    """What the followers of a pool or its canary are called wherever a pool is, as are the Service
+    by which they find their leaders and the NetworkPolicy that lets them."""
+    return f"{pool}{_GROUP}"
+
+
 def stable_pool(pool: str) -> str:
-    """Returns the pool of the spec that a pool or its canary is."""
-    return pool.removesuffix(_CANARY)
+    """Returns the pool of the spec that a pool, its followers or its canary's pods are of."""
+    return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
 def is_canary_pool(pool: str) -> bool:
-    return pool.endswith(_CANARY)
+    return pool.removesuffix(_GROUP).endswith(_CANARY)
+
+
+def leaders_name(group: str) -> str:
+    """Returns the StatefulSet of the leaders of the followers in StatefulSet `group`."""
+    return group.removesuffix(_GROUP)
+
+
+def follower_place(index: int, nodes: int) -> tuple[int, int]:
+    """Returns the index of a follower's leader, and its rank among the nodes of the engine.
+
+    Args:
+        index: of the follower's pod in its StatefulSet.
+        nodes: of one engine; the leader has rank 0.
+    """
+    return index // (nodes - 1), index % (nodes - 1) + 1
 
 
 def rollout_name(service: str) -> str:
@@ -135,7 +163,8 @@ def owned_selector() -> str:
 
 def pod_selector() -> str:
     """Label selector of the pods of all services."""
-    return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({ENGINE},{ROUTER})"
+    components = ",".join((ENGINE, FOLLOWER, ROUTER))
+    return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({components})"
 
 
 def selector_text(match: Mapping[str, str]) -> str:

@@ -312,6 +312,9 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     """Engine pods; where they follow demand, the number of this moment."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
+    """GPUs of an engine, on all of its nodes."""
+    nodes: int
+    """Pods that an engine spans."""
     gpu_resource_name: str
     parallelism: RankGrid
     micro_batches: int
@@ -321,6 +324,10 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     shm_size: int | str | None = None
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
+
+    @property
+    def gpus_per_pod(self) -> int:
+        return self.gpus // self.nodes
 
 
 class RouterSpec(PodSection, frozen=True, kw_only=True):

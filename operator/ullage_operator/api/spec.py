@@ -322,10 +322,11 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
     if "maxKV" in memory and parse_bytes(memory["maxKV"]) < MIN_BYTES:
         yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
     asked = {key: parse_bytes(memory[key]) for key in ("deviceBytes", "hostKV") if memory.get(key)}
-    ranks = {"deviceBytes": pool["gpus"]}
+    num_ranks = pool["gpus"] // pool.get("nodes", 1)  # of one pod
+    ranks = {"deviceBytes": num_ranks}
     for key, amount_ in asked.items():
         if amount_ * ranks.get(key, 1) > amount(limit):
-            each = f" for each of {pool['gpus']} workers" if ranks.get(key, 1) > 1 else ""
+            each = f" for each of {num_ranks} workers" if ranks.get(key, 1) > 1 else ""
             most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
             yield Problem(path(key), f"{memory[key]}{each} is more than {most}; lower it")
     if "deviceBytes" in asked and _device(spec) != "cuda":

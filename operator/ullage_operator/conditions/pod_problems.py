@@ -99,6 +99,12 @@ def is_router(pod: Pod) -> bool:
     return bool(labels.get("app.kubernetes.io/component") == naming.ROUTER)
 
 
+def is_follower(pod: Pod) -> bool:
+    """Whether the pod is of an engine that spans several, and has no server of its own."""
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
+
+
 def node_of(pod: Pod) -> str:
     return str(pod.get("spec", {}).get("nodeName", ""))
 
@@ -193,7 +199,7 @@ def _limits(pod: Pod) -> dict[str, str]:
 
 
 def _placing_remedy(pod: Pod, message: str) -> str:
-    pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+    pool = _section(pod)
     template = f"{pool}.podTemplate.spec"
     for name in _limits(pod):
         if f"Insufficient {name}" in message:
@@ -210,6 +216,12 @@ def _placing_remedy(pod: Pod, message: str) -> str:
     return next(
         (remedy for words, remedy in remedies if words in message), f"see {pool}'s placement"
     )
+
+
+def _section(pod: Pod) -> str:
+    """Returns the part of the spec that the pod is made of."""
+    pool = naming.stable_pool(pool_of(pod))
+    return f"spec.pools.{pool}" if pool else "spec.router"
 
 
 def _memory_remedy(pod: Pod, pool: str) -> str:
@@ -291,7 +303,7 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
     times = container.get("restartCount", 0)
     what = f"{name} has been restarted {times} times, last after it ended{code}"
     if ended.get("reason") == "OOMKilled":
-        pool = f"spec.pools.{pool_of(pod)}" if pool_of(pod) else "spec.router"
+        pool = _section(pod)
         return f"{what}: out of host memory; raise {pool}.resources.limits.memory"
     if message:
         return f"{what}: {message[-1024:]}"

@@ -38,6 +38,7 @@ from ullage_operator.conditions.pod_problems import (
     WorkloadPods,
     diagnose,
     is_counted,
+    is_follower,
     is_unmounted,
     lacking_workloads,
     missing_pods,
@@ -61,6 +62,7 @@ from ullage_operator.healing import (
 )
 from ullage_operator.manifests.manifests import (
     engine_objects,
+    followers,
     pool_objects,
     router_objects,
     scaler_objects,
@@ -176,6 +178,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         if key not in keys and is_owned_by(item, service.uid)
     ]
     obsolete = obsolete if rollout.is_known else []
+    obsolete += outdated_followers(service, desired, observed.pods)
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
     waits = _recheck_times_s(service, healing, observed)
@@ -256,7 +259,8 @@ def all_engines(
 
 def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
     """Returns what stays as it is of pools whose engines are not made anew yet."""
-    names = [naming.pool_name(service.name, pool) for pool in rollout.held]
+    pools = [name for pool in rollout.held for name in (pool, naming.group_pool(pool))]
+    names = [naming.pool_name(service.name, pool) for pool in pools]
     return {ObjectKey(kind, name) for kind in _OF_PODS for name in names}
 
 
@@ -265,11 +269,52 @@ def resized_engines(service: Service, pools: Iterable[str], observed: Observed) 
     resized_sets = []
     for name in pools:
         pool = service.spec.pools[name]
-        live = observed.objects.get(ObjectKey("StatefulSet", naming.pool_name(service.name, name)))
-        if live is None or left_to_others(pool, live) or live_replicas(live) == pool.replicas:
-            continue
-        resized_sets.append(resized(live, pool.replicas))
+        sizes = {name: pool.replicas, naming.group_pool(name): followers(pool)}
+        for part, size in sizes.items():
+            key = ObjectKey("StatefulSet", naming.pool_name(service.name, part))
+            live = observed.objects.get(key)
+            if live is None or left_to_others(pool, live) or live_replicas(live) == size:
+                continue
+            resized_sets.append(resized(live, size))
     return resized_sets
+
+
+def outdated_followers(
+    service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
+) -> list[LiveObject]:
+    """Returns the followers that cannot join their leader, which is of the wanted revision already:
+    their StatefulSet leaves it to the operator when they are made anew."""
+    wanted = {
+        item["metadata"]["name"]: group_revision(item["spec"]["template"])
+        for item in desired
+        if item["kind"] == "StatefulSet"
+    }
+    revisions = {
+        pod["metadata"]["name"]: group_revision(pod)
+        for pod in pods
+        if "deletionTimestamp" not in pod["metadata"]
+    }
+    outdated = []
+    for pod in filter(is_follower, pods):
+        workload, _, index = pod["metadata"]["name"].rpartition("-")
+        pool = service.spec.pools.get(naming.stable_pool(pool_of(pod)))
+        if pool is None or pool.nodes == 1 or pod["metadata"]["name"] not in revisions:
+            continue
+        group, _ = naming.follower_place(int(index), pool.nodes)
+        leader = f"{naming.leaders_name(workload)}-{group}"
+        revision = wanted.get(workload)
+        if revision and revisions.get(leader) == revision and group_revision(pod) != revision:
+            identity = ("name", "namespace", "uid", "labels")
+            meta = {name: pod["metadata"][name] for name in identity}
+            kind = naming.POD
+            outdated.append({"apiVersion": kind.api_version, "kind": kind.name, "metadata": meta})
+    return outdated
+
+
+def group_revision(pod: Manifest) -> str:
+    """Returns the revision of the group that a pod or pod template is of; empty for others."""
+    annotations = pod["metadata"].get("annotations") or {}
+    return str(annotations.get(naming.GROUP_REVISION, ""))
 
 
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:

@@ -282,6 +282,7 @@ def plan_local(
     """
     check_vllm(service, has_vllm)
     check_cascade(service)
+    check_nodes(service)
     check_pod_templates(service)
     observed = Observed(now=datetime.now(UTC))
     decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
@@ -428,6 +429,16 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
             "spec.adapters: the native engine serves no adapters, and this environment has no "
             f"vLLM; {remedy}, or leave adapters out"
         )
+
+
+def check_nodes(service: Service) -> None:
+    """One machine is one node."""
+    for name, pool in service.spec.pools.items():
+        if pool.nodes > 1:
+            raise LocalFailure(
+                f"spec.pools.{name}.nodes: ullage up runs on this machine alone; set nodes to 1, "
+                "with as many gpus as it has"
+            )
 
 
 def check_cascade(service: Service) -> None:

@@ -10,6 +10,7 @@ import yaml
 from ullage_common.config import engine, router
 from ullage_common.config.engine import (
     EngineConfig,
+    GroupSection,
     MemoryBudget,
     ParallelismSection,
     RequestLimits,
@@ -63,6 +64,7 @@ def engine_config(
             micro_batches=pool.micro_batches,
             nccl=pool.nccl,
         ),
+        group=GroupSection(nodes=pool.nodes),
         memory=pool.memory,
         batching=spec.batching,
         limits=spec.limits,

@@ -5,15 +5,27 @@ share of KV memory that is used of each engine, which engines report as the metr
 ullage_kv_used_ratio and KEDA asks Prometheus for.
 """
 
+import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from ullage_common.config.engine import GroupSection
 from ullage_operator.api import naming
 from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
-from ullage_operator.manifests.config_files import document, engine_config, router_config, to_yaml
-from ullage_operator.manifests.pod_templates import engine_template, router_template
+from ullage_operator.manifests.config_files import (
+    digest,
+    document,
+    engine_config,
+    router_config,
+    to_yaml,
+)
+from ullage_operator.manifests.pod_templates import (
+    engine_template,
+    follower_template,
+    router_template,
+)
 
 Manifest = dict[str, Any]
 
@@ -91,23 +103,90 @@ def pool_objects(
             )
         ],
     }
+    template = engine_template(service, pool_name, pool, config, settings)
+    group: list[Manifest] = []
+    if pool.nodes > 1:
+        follower = follower_template(service, pool_name, pool, config, settings)
+        revision = digest(json.dumps([template, follower], sort_keys=True))
+        template, follower = (of_group(each, revision) for each in (template, follower))
+        group = group_objects(service, pool_name, pool, follower)
     stateful_set = {
-        "serviceName": name,
+        "serviceName": naming.pool_name(service.name, naming.group_pool(pool_name))
+        if group
+        else name,
         "replicas": pool.replicas,
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "RollingUpdate"},
         "selector": {"matchLabels": match},
-        "template": engine_template(service, pool_name, pool, config, settings),
+        "template": template,
     }
     build = Builder(service, naming.ENGINE, pool_name)
-    scaling = autoscaling_of(pool)
-    most = max(pool.replicas, scaling.max_replicas if scaling else 0)
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
         build.object("v1", "Service", name, headless),
-        *build.disruption_budget(name, match, most),
+        *build.disruption_budget(name, match, max_engines(pool)),
+        build.object("apps/v1", "StatefulSet", name, stateful_set),
+        *group,
+    ]
+
+
+def of_group(template: Manifest, revision: str) -> Manifest:
+    """Returns a pod template with the revision of the group that its pods are of."""
+    annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
+    return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
+
+
+def group_objects(
+    service: Service, pool_name: str, pool: PoolSpec, template: Manifest
+) -> list[Manifest]:
+    """Builds what engines have that span several pods: the followers' StatefulSet, the Service by
+    whose names they find their leaders, which are not ready before, and the leave to talk.
+
+    Args:
+        template: of the followers.
+    """
+    group = naming.group_pool(pool_name)
+    name = naming.pool_name(service.name, group)
+    match = naming.selector(service.name, naming.FOLLOWER, group)
+    leaders = naming.selector(service.name, naming.ENGINE, pool_name)
+    members = [{"podSelector": {"matchLabels": labels}} for labels in (leaders, match)]
+    rendezvous = {
+        "clusterIP": "None",
+        "selector": leaders,
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": "join", "port": GroupSection().join_port, "protocol": "TCP"}],
+    }
+    stateful_set = {
+        "serviceName": name,
+        "replicas": followers(pool),
+        "podManagementPolicy": "Parallel",
+        # The operator deletes the followers of a leader that is of the new revision, so that no
+        # engine loses its followers before it is its turn.
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": match},
+        "template": template,
+    }
+    build = Builder(service, naming.FOLLOWER, group)
+    # vLLM and NCCL choose their ports freely.
+    policy = {"ingress": [{"from": members}]}
+    return [
+        build.object("v1", "Service", name, rendezvous),
+        build.network_policy(f"{name}-leaders", leaders, policy),
+        build.network_policy(name, match, policy),
+        *build.disruption_budget(name, match, max_engines(pool)),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
     ]
+
+
+def max_engines(pool: PoolSpec) -> int:
+    """Returns the number of engines that a pool may have."""
+    scaling = autoscaling_of(pool)
+    return max(pool.replicas, scaling.max_replicas if scaling else 0)
+
+
+def followers(pool: PoolSpec) -> int:
+    """Returns the number of followers of all engines of a pool."""
+    return pool.replicas * (pool.nodes - 1)
 
 
 class Builder:

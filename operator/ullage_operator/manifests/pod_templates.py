@@ -246,7 +246,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [*ENGINE_ENV, *vllm_env(service, pool, settings)],
+        "env": [*ENGINE_ENV, *group_env(pool), *vllm_env(service, pool, settings)],
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
@@ -261,6 +261,55 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
     }
+
+
+def group_env(pool: PoolSpec) -> list[Manifest]:
+    """Returns environment of pods that are not an engine by themselves."""
+    if pool.nodes == 1:
+        return []
+    revision = f"metadata.annotations['{naming.GROUP_REVISION}']"
+    return [
+        # The address that vLLM gives to the other nodes.
+        {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "ULLAGE_GROUP_REVISION", "valueFrom": {"fieldRef": {"fieldPath": revision}}},
+    ]
+
+
+def follower_template(
+    service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
+) -> Manifest:
+    """Returns the template of pods that compute a part of an engine with vLLM: the engine's, with
+    the worker that follows in the place of the server, so without ports, probes and Secrets."""
+    leader = own_engine(service, pool_name, pool, config, settings)
+    [container] = leader["spec"]["containers"]
+    of_server = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
+    secrets = {secret.volume for secret in engine_secrets(service)}
+    leaders = naming.pool_name(service.name, naming.group_pool(pool_name))
+    host = (
+        f"{naming.pool_name(service.name, pool_name)}-{{group}}.{leaders}.{service.namespace}.svc"
+    )
+    index = "metadata.labels['apps.kubernetes.io/pod-index']"
+    follower = {key: value for key, value in container.items() if key not in of_server} | {
+        "command": ["python", "-m", "ullage_engine.vllm_worker"],
+        "args": [
+            "--follow",
+            "--config",
+            f"{naming.CONFIG_DIR}/{naming.ENGINE_CONFIG}",
+            "--index",
+            "$(POD_INDEX)",
+            "--leader",
+            host,
+        ],
+        "env": [
+            {"name": "POD_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            *container["env"],
+        ],
+        "volumeMounts": [m for m in container["volumeMounts"] if m["name"] not in secrets],
+    }
+    match = naming.selector(service.name, naming.FOLLOWER, naming.group_pool(pool_name))
+    volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in secrets]
+    spec = leader["spec"] | {"containers": [follower], "volumes": volumes}
+    return completed(pool.pod_template, {"metadata": metadata(match, config), "spec": spec})
 
 
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
@@ -291,7 +340,7 @@ def shm_size(service: Service, pool: PoolSpec) -> int | str:
     """Returns the size of /dev/shm: the pool's, or enough for ranks to exchange data."""
     if pool.shm_size is not None:
         return pool.shm_size
-    ranks = VLLM_SHM_BYTES * pool.gpus if may_be_vllm(service.spec) else 0
+    ranks = VLLM_SHM_BYTES * pool.gpus_per_pod if may_be_vllm(service.spec) else 0
     return f"{(SHM_BYTES + ranks) >> 20}Mi"
 
 

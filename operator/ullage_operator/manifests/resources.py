@@ -47,12 +47,12 @@ def engine_resources(service: Service, pool: PoolSpec) -> Amounts:
     GPUs are limits, by which the DCGM exporter, too, tells whose they are.
     """
     requests = {
-        "cpu": f"{_WORKER_MILLICPU * pool.gpus}m",
+        "cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m",
         "memory": f"{_engine_bytes(service, pool) // _MIB}Mi",
     }
     resources = _over(pool.resources, {"requests": requests})
     if service.spec.device != "cpu":
-        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus)
+        resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
     return resources
 
 
@@ -91,7 +91,7 @@ def _bits(model: ModelSection) -> float:
 
 
 def _engine_bytes(service: Service, pool: PoolSpec) -> int:
-    """Host memory that an engine is expected to use, bytes.
+    """Host memory that one pod of an engine is expected to use, bytes.
 
     Prepared weights lie in memory, where a worker that is started again finds them; on a CPU the
     budget, where it is given, has weights and KV in it.
@@ -100,8 +100,8 @@ def _engine_bytes(service: Service, pool: PoolSpec) -> int:
     if service.spec.device == "cpu":
         weights = pool.memory.device_bytes or weights
     else:
-        weights = weights or _UNKNOWN_WEIGHTS_BYTES * pool.gpus
-    total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus + weights + pool.memory.host_kv
+        weights = weights // pool.nodes or _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
+    total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus_per_pod + weights + pool.memory.host_kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 

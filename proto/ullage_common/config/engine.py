@@ -10,6 +10,7 @@ import msgspec
 from ullage_common.process.config_file import (
     Bytes,
     LogLevel,
+    Port,
     Positive,
     Seconds,
     Share,
@@ -156,6 +157,18 @@ class VllmSection(Strict, frozen=True, kw_only=True):
                 raise ValueError(f"args.{name} is not yours to set; set {instead} instead")
 
 
+class GroupSection(Strict, frozen=True, kw_only=True):
+    """The pods that one engine with vLLM spans: this one, which leads, and its followers."""
+
+    nodes: Positive = 1
+    """Number of pods; each has `gpus` / `nodes` of the engine's GPUs."""
+    join_port: Port = 29500
+    """Port of the leader at which followers join, and by whose connections each side learns that
+    the other has ended."""
+    vllm_port: Port = 29501
+    """Port of the leader for vLLM's own rendezvous, its `master_port`."""
+
+
 class RankGrid(Strict, frozen=True, kw_only=True):
     """How the devices of an engine divide a model."""
 
@@ -272,6 +285,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     gpus: Positive = 1
     """Number of GPUs, or of worker processes on a CPU."""
     parallelism: ParallelismSection = ParallelismSection()
+    group: GroupSection = GroupSection()
     memory: MemorySection = MemorySection()
     batching: BatchingSection = BatchingSection()
     limits: LimitsSection = LimitsSection()
@@ -289,6 +303,11 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
                     f"adapters[{place}].name is {name!r}, which the model or another adapter is "
                     "called; give it a name of its own"
                 )
+        if self.gpus % self.group.nodes:
+            raise ValueError(
+                f"gpus {self.gpus} is no multiple of group.nodes {self.group.nodes}, of which each "
+                "has an equal part; change one of them"
+            )
 
 
 def choose_engine(

@@ -287,6 +287,37 @@ RULES = [
         "sums over more than 2 tensor ranks",
         {"model.deterministic": True, "pools.large": {"gpus": 4, "parallelism": {"tensor": 4}}},
     ),
+    rule(
+        "engine",
+        "only vLLM computes on several nodes",
+        {"engine": "Auto", "pools.large": {"gpus": 4, "nodes": 2}},
+    ),
+    rule(
+        "pools.large.nodes",
+        "each of an engine's nodes has an equal part",
+        {"engine": "VLLM", "pools.large": {"gpus": 4, "nodes": 3}},
+    ),
+    rule(
+        "pools.large.autoscaling.provider",
+        "KEDA scales leaders without",
+        {
+            "engine": "VLLM",
+            "pools.large": {
+                "gpus": 4,
+                "nodes": 2,
+                "autoscaling": {
+                    "maxReplicas": 2,
+                    "provider": "KEDA",
+                    "prometheusURL": "http://prometheus:9090",
+                },
+            },
+        },
+    ),
+    rule(
+        "pools",
+        "a pool with several nodes must have at most 40",
+        {"metadata.name": "n" * 36, "engine": "VLLM", "pools.large": {"gpus": 4, "nodes": 2}},
+    ),
     rule("adapters", "native engine serves no", {"engine": "Native", "adapters": [ADAPTER]}),
     rule("adapters", "another name than the model", value=[ADAPTER | {"name": "m"}]),
     rule("adapters", "two adapters have one name", value=[ADAPTER, ADAPTER]),

@@ -330,7 +330,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pools": {"engine": {}}},
-        "spec.pools: router, engine, canary, rollout and next are names",
+        "spec.pools: router, engine, canary, rollout, next and group are names",
     ),
     (
         {"device": "CPU", "memory": {"deviceBytes": "1Ei"}},

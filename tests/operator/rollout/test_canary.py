@@ -151,6 +151,20 @@ def test_what_engines_run_is_tried(cluster, change):
     assert cluster.objects["StatefulSet", "demo-single"]["spec"]["template"] == before
 
 
+def test_a_canary_of_several_nodes_has_followers_of_its_own(cluster):
+    wide = {"gpus": 4, "nodes": 2, "replicas": 2}
+    cluster.edit(engine="VLLM", pools={"single": {"replicas": 3}, "large": wide})
+    for _ in range(9):  # the engine is tried in pool single, while large is new
+        cluster.step()
+    assert cluster.stages[-1] == "Stable"
+    cluster.edit(adapters=[{"name": "a", "source": "file:///a", "rank": 8}])
+    followers = cluster.objects["StatefulSet", "demo-large-next-group"]["spec"]
+    assert followers["replicas"] == 1
+    assert cluster.objects["StatefulSet", "demo-large-group"]["spec"]["replicas"] == 2
+    host = "demo-large-next-{group}.demo-large-next-group.models.svc"
+    assert followers["template"]["spec"]["containers"][0]["args"][-1] == host
+
+
 @pytest.mark.parametrize(
     "change",
     [
