@@ -91,7 +91,7 @@ class Call:
     """Seconds from arrival to the last token."""
     stall_s: float = math.inf
     """Longest time in seconds without a token, from arrival to the first one or between two;
-    unbounded for answers that are known only at their end."""
+    unbounded for answers that are known only at their end, embeddings apart."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
     tenant: TenantSession = field(default_factory=anonymous_session)
@@ -131,7 +131,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.is_growing = is_growing(self.request)
-        if not self.is_growing:
+        if not (self.is_growing or self.request.embed):
             self.stall_s = math.inf
         arrived = self.record.arrived
         self.deadline = PausableDeadline(arrived + self.timeout_s, arrived + self.stall_s)

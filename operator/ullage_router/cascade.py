@@ -373,8 +373,9 @@ class Cascade:
             ServiceError: the last step refused or failed, or the request came round in a circle.
         """
         _check_path(call.path, self.policy.name)
-        # No other model goes on with an answer, nor has this one's adapters.
-        if call.request.HasField("continuation") or call.adapter:
+        # No other model goes on with an answer, has this one's adapters or makes its embeddings.
+        request = call.request
+        if request.HasField("continuation") or call.adapter or request.embed:
             return await proceed(call)
         chosen = plan(features(call.request), self._load(), self.policy)
         run = _Run(self, call, proceed, chosen)

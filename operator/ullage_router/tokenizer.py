@@ -192,7 +192,7 @@ class Model:
 
     name: str
     fingerprint: str
-    """Fingerprint that is equal for engines whose token ids mean the same."""
+    """Fingerprint that is equal for engines whose token ids mean the same and are for the same."""
     tokenizer: Tokenizer
     encoder: SegmentEncoder
     template: ChatTemplate | None
@@ -238,6 +238,12 @@ class Model:
         """Token ids of raw text."""
         return self.encoder.encode(self.add_bos + text)
 
+    def encode_whole(self, text: str) -> list[int]:
+        """Token ids of text with the special tokens that the tokenizer itself puts around it, which
+        models for embeddings are trained with."""
+        [encoding] = self.tokenizer.encode_batch_fast([text])
+        return list(encoding.ids)
+
     def fewest_tokens(self, text: str) -> int:
         """A bound from below that costs no tokenising."""
         return len(text.encode()) // self.bytes_per_token if self.bytes_per_token else 0
@@ -247,11 +253,13 @@ class Model:
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
-    """Identifies what turns text into token ids."""
+    """Identifies what turns text into token ids, and what these are for."""
     digest = hashlib.sha256(response.tokenizer_json)
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
     digest.update(bytes([response.add_bos]))
+    if response.task == inference_pb2.TASK_EMBED:
+        digest.update(b"\0embeddings")
     return digest.hexdigest()[:16]
 
 

@@ -14,8 +14,8 @@ from ullage_engine.protocol.messages import WorkerState
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Share of the KV pool that a new request may take, 0 to 1."""
-    return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
+    """Share of the KV pool that a new request may take, 0 to 1; 1 of a model without KV."""
+    return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:

@@ -3,8 +3,8 @@
 Messages are msgpack over a ZeroMQ PAIR on ipc://. The worker connects and sends `Loading` (any
 number), then `Ready` once or `StartFailed` once; from then on the server sends `Submit` and
 `Cancel`, the worker `StepDone` after each step and `StateReport` when its memory changes. Every
-request of a `Submit` is answered by tokens ending with a finish, by one `Rejected` or by one
-`RequestFailed`.
+request of a `Submit` is answered by tokens ending with a finish, by one `Embedding`, by one
+`Rejected` or by one `RequestFailed`.
 
 `EngineRequest` is a request as every room of the engine sees it.
 """
@@ -77,6 +77,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a beam search that replaces sampling."""
     adapter: str = ""
     """Name of the LoRA adapter that it is computed with; empty: none."""
+    embed: bool = False
+    """Whether the embedding of the prompt is wanted, and no output: `max_tokens` is 0."""
 
     @property
     def session_key(self) -> str:
@@ -271,6 +273,8 @@ class Ready(Message, frozen=True, kw_only=True):
     dtype: str
     ranks: list[RankPlace] = []
     """The device map."""
+    task: Literal["generate", "embed"] = "generate"
+    """What the model is for; no other requests come."""
     state: WorkerState
 
 
@@ -303,10 +307,21 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose KV the prefix cache had when the request first started."""
 
 
+class Embedding(msgspec.Struct, frozen=True, array_like=True):
+    """The embedding of one request, which ends it."""
+
+    request_id: str
+    vector: bytes
+    """float32 numbers, little-endian."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had."""
+
+
 class StepDone(Message, frozen=True, kw_only=True):
     """Output of one step, sent as soon as it is known."""
 
     outputs: list[TokenOutput]
+    embeddings: list[Embedding] = []
 
 
 class Admitted(Message, frozen=True, kw_only=True):

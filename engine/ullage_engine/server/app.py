@@ -41,7 +41,7 @@ from ullage_engine.server.service import (
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerCommand, WorkerSupervisor
 from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.server.worker_process import EndpointError
-from ullage_engine.tokenizer.detokenizer import TokenBytes, UnsupportedDecoder
+from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
 log = logging.getLogger("ullage.engine")
@@ -83,6 +83,7 @@ class EngineApp:
             engine_status=self._engine_status,
             journal=self._journal,
             metrics=self._metrics,
+            unservable=lambda ready: self._inference.unservable(ready),
             policy=policy,
         )
         self._ticket_verifier = _make_ticket_verifier(config)
@@ -256,7 +257,7 @@ class EngineApp:
             return None
         try:
             return loading.result()
-        except (WeightsError, TokenizerError, UnsupportedDecoder, ChatTemplateError) as error:
+        except (WeightsError, TokenizerError, ChatTemplateError) as error:
             raise AppError(str(error)) from error
 
     async def _follow_health(self) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
-from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.messages import Embedding, EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
 
@@ -36,6 +36,7 @@ class Update:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: bytes = b""
     finish: Finish | None = None
 
 
@@ -139,6 +140,13 @@ class JournalEntry:
             self.num_cached_tokens = output.num_cached_tokens
         self._append_tokens(output.token_ids, output.logprobs or [], output.finish)
         self._news.set()
+
+    def set_embedding(self, embedding: Embedding) -> None:
+        """Ends the request with the embedding that it asked for."""
+        self.admitted = True
+        self.num_cached_tokens = embedding.num_cached_tokens
+        self._update.embedding = embedding.vector
+        self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
         """Ends the request with the text so far; does nothing if it is over."""

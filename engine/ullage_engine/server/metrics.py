@@ -226,6 +226,12 @@ class EngineMetrics:
             what = change.partition("=")[0]
             self._degraded.labels(**self._labels, what=what).inc()
 
+    def embedding(self, entry: JournalEntry) -> None:
+        """Counts a request whose embedding is there."""
+        entry.last_token_at = time.monotonic()
+        self._ttft.observe(entry.last_token_at - entry.accepted_at)
+        self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
+
     def ended(self, entry: JournalEntry, outcome: str) -> None:
         """Counts a request's end: stop, length, timeout, cancelled or an error's reason."""
         self.refused(outcome)
@@ -233,7 +239,8 @@ class EngineMetrics:
             return
         took = entry.last_token_at - entry.accepted_at
         self._e2e.observe(took)
-        self._per_token.observe(took / (len(entry.output_ids) - entry.num_restored))
+        if num_tokens := len(entry.output_ids) - entry.num_restored:
+            self._per_token.observe(took / num_tokens)
 
     def refused(self, outcome: str) -> None:
         """Counts a request that never had a journal entry."""

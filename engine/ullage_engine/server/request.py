@@ -23,6 +23,7 @@ from ullage_common.wire.errors import ServiceError, invalid, served_names
 from ullage_common.wire.limits import SAMPLING_RANGES
 from ullage_common.wire.validation import (
     check_prompt_tokens,
+    check_task,
     check_vocabulary,
     invalid_value,
     num_answers,
@@ -107,6 +108,7 @@ class ModelLimits:
     name: str
     adapters: tuple[str, ...]
     """Names of its LoRA adapters, by which clients ask for it as well."""
+    task: pb.Task
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -146,6 +148,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
     """
     check_model(request.model, model.name, model.adapters)
     validate_request(request)
+    check_task(request, model.task, request.model or model.name)
     _check_vocabulary(request, model.vocab_size)
     _check_support(request, model)
 
@@ -183,8 +186,11 @@ def validated_request(
     num_prompt = len(prompt_ids)
     if not num_prompt:
         raise invalid_value("prompt", "no token", "at least one token")
-    if num_prompt >= model.max_model_len:
-        raise _too_long(num_prompt, model.max_model_len)
+    least_output = 0 if request.embed else 1
+    if num_prompt + least_output > model.max_model_len:
+        raise _too_long(num_prompt, model.max_model_len, least_output)
+    if request.embed:
+        return _validated_embedding(request, prompt_ids, key, model)
     max_tokens = min(limits.max_output_tokens, model.max_model_len - num_prompt)
     if request.stop.HasField("max_tokens"):
         max_tokens = min(max_tokens, request.stop.max_tokens)
@@ -220,12 +226,30 @@ def validated_request(
     )
 
 
-def _too_long(num_prompt: int, max_model_len: int) -> ServiceError:
+def _validated_embedding(
+    request: pb.GenerateRequest, prompt_ids: list[int], key: str, model: ModelLimits
+) -> ValidatedRequest:
+    engine_request = EngineRequest(
+        request_id=key,
+        token_ids=prompt_ids,
+        num_prompt_tokens=len(prompt_ids),
+        max_tokens=0,
+        sampling=SamplingParams(),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        adapter=request.model if request.model in model.adapters else "",
+        embed=True,
+    )
+    client_id = request.request_id or key
+    return ValidatedRequest(client_id, engine_request, (), return_token_ids=False, echo=False)
+
+
+def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONTEXT_TOO_LONG",
         f"the prompt has {num_prompt} tokens and the model's length is {max_model_len}; "
-        f"send at most {max_model_len - 1}",
+        f"send at most {max_model_len - least_output}",
         metadata={
             "field": "input",
             "prompt_tokens": str(num_prompt),

@@ -161,6 +161,7 @@ def _mean_logprob(entry: JournalEntry) -> float:
     return entry.total_logprob / count if count else -math.inf
 
 
+TASKS = {"generate": pb.TASK_GENERATE, "embed": pb.TASK_EMBED}
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -192,6 +193,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
         token_ids=update.token_ids if job.delta_token_ids else (),
         logprobs=_logprobs(update, token_bytes),
         sample=update.sample,
+        embedding=update.embedding,
     )
     return pb.GenerateResponse(delta=message)
 
@@ -232,6 +234,7 @@ def model_response(
     assert ready is not None
     return pb.GetModelResponse(
         model=config.model.name,
+        task=TASKS[ready.task],
         adapters=[pb.Adapter(name=each.name, rank=each.rank) for each in config.adapters],
         tokenizer_json=tokenizer.json_bytes,
         chat_template=tokenizer.chat_template,

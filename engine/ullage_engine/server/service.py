@@ -24,7 +24,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.multiplex import serve_multiplex
-from ullage_engine.protocol.messages import WorkerState
+from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server import responses
 from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
@@ -90,6 +90,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._grammars = GrammarCheck()
         self._adapters = tuple(adapter.name for adapter in config.adapters)
         self._tokenizer_bundle: TokenizerBundle | None = None
+
+    def unservable(self, ready: Ready) -> str:
+        """Returns why the loaded tokenizer does not do for a model that is ready; empty if it
+        does."""
+        bundle = self._tokenizer_bundle
+        return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
         """Sets the loaded tokenizer; until then no request is accepted."""
@@ -175,6 +181,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         return ModelLimits(
             name=self._config.model.name,
             adapters=self._adapters,
+            task=responses.TASKS[ready.task],
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             eos_token_ids=tokenizer_bundle.tokenizer.eos_token_ids,
@@ -191,6 +198,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         job = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
         if request.HasField("continuation"):  # it keeps what was granted
             return keep_degraded(job, request.continuation.degraded)
+        if request.embed:
+            return job
         return degrade(job, self._config.degrade, self._engine_status.state)
 
     async def _stream(
@@ -221,7 +230,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         tokenizer_bundle: TokenizerBundle,
         context: Context,
     ) -> None:
-        if update.token_ids or update.text:
+        if update.token_ids or update.text or update.embedding:
             await context.write(responses.delta(update, group.job, tokenizer_bundle.token_bytes))
         if update.finish and group.job.samples.n > 1:
             await context.write(responses.sample_finished(update))
@@ -271,7 +280,8 @@ async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBu
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
     if request.WhichOneof("input") == "text":
-        encode, text = tokenizer_bundle.tokenizer.encode_text, request.text
+        tokenizer, text = tokenizer_bundle.tokenizer, request.text
+        encode = tokenizer.encode_whole if request.embed else tokenizer.encode_text
     else:
         encode, text = (
             tokenizer_bundle.tokenizer.encode_rendered,

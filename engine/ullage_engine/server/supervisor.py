@@ -77,6 +77,7 @@ class WorkerSupervisor:
         engine_status: EngineStatus,
         journal: Journal,
         metrics: EngineMetrics,
+        unservable: Callable[[Ready], str] = lambda _: "",
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
         self._command = command
@@ -85,6 +86,8 @@ class WorkerSupervisor:
         self._engine_status = engine_status
         self._journal = journal
         self._metrics = metrics
+        self._unservable = unservable
+        """Why the server cannot serve a worker's model; empty if it can."""
         self._policy = policy
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
@@ -219,7 +222,7 @@ class WorkerSupervisor:
 
     def _handle(self, worker: WorkerHandle, message: ToServer) -> None:
         match message:
-            case StepDone(outputs=outputs):
+            case StepDone(outputs=outputs, embeddings=embeddings):
                 self._metrics.step_done()
                 for output in outputs:
                     entry = self._journal.get(output.request_id)
@@ -228,6 +231,11 @@ class WorkerSupervisor:
                         entry.append_output(output)
                         if entry.is_over and not output.finish:
                             self.cancel(entry)
+                for embedding in embeddings:
+                    entry = self._journal.get(embedding.request_id)
+                    if entry is not None and not entry.is_over:
+                        self._metrics.embedding(entry)
+                        entry.set_embedding(embedding)
             case StateReport(state=state):
                 self._metrics.worker_state(state)
                 self._engine_status.worker_state(state)
@@ -245,6 +253,10 @@ class WorkerSupervisor:
                 worker.start_error, worker.may_retry = error, may_retry
 
     def _ready(self, worker: WorkerHandle, ready: Ready) -> None:
+        if problem := self._unservable(ready):
+            worker.start_error, worker.may_retry = problem, False
+            worker.process.kill()
+            return
         worker.ready_at = time.monotonic()
         took = round(worker.ready_at - worker.started_at, 3)
         waiting = self._journal.unfinished()

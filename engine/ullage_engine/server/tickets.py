@@ -122,7 +122,7 @@ def _hold(request: pb.GenerateRequest, claims: Claims) -> None:
     for name, (value, limit) in requested.items():
         if value > limit:
             raise _over(name, str(value), f"at most {limit}")
-    if not request.stop.HasField("max_tokens"):
+    if not (request.stop.HasField("max_tokens") or request.embed):
         request.stop.max_tokens = claims.max_tokens
     request.priority = claims.priority
     request.step_limit_s = 0.0  # it is others that a client would keep out with it

@@ -12,22 +12,22 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 
-class UnsupportedDecoder(Exception):
-    """The tokenizer's decoder is of a kind whose tokens are not plain bytes."""
-
-
 class TokenBytes:
     """The bytes each token stands for; special tokens stand for none.
 
-    Raises:
-        UnsupportedDecoder: the decoder is neither byte-level nor SentencePiece with byte fallback.
+    problem
+        why tokens cannot become text, since the decoder is neither byte-level nor SentencePiece
+        with byte fallback; empty where they can
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
-        self._spell = _speller(tokenizer)
+        decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
+        self._spell = _speller(decoder)
+        is_supported = self._spell is not _spell_nothing
+        self.problem = "" if is_supported else _UNSUPPORTED.format(decoder[:80])
         self._known: dict[int, bytes] = {}
 
     def text_bytes(self, token_id: int) -> bytes:
@@ -133,15 +133,20 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
+_UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level tokenizer"
+
+
+def _speller(decoder: str) -> Callable[[str], bytes]:
     if '"ByteLevel"' in decoder:
         return _ByteLevelSpelling()
     if '"ByteFallback"' in decoder:
         return _spell_sentencepiece
-    raise UnsupportedDecoder(
-        f"tokenizer.json: decoder {decoder[:80]} is not supported; use a byte-level tokenizer"
-    )
+    return _spell_nothing
+
+
+def _spell_nothing(token: str) -> bytes:
+    """Of tokens that are not plain bytes nothing is known."""
+    return b""
 
 
 class _ByteLevelSpelling:

@@ -50,6 +50,11 @@ class ModelTokenizer:
         """Ids of a rendered chat template: exactly the text, special tokens in it recognised."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids of text with the special tokens that the tokenizer itself puts around it, which
+        models for embeddings are trained with."""
+        return self.tokenizer.encode(text).ids
+
     def decode(self, token_ids: list[int]) -> str:
         """Returns the text of the tokens, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -105,6 +110,9 @@ def _from_directory(path: Path) -> ModelTokenizer:
         tokenizer = Tokenizer.from_str(json_bytes.decode())
     except Exception as error:  # the Rust library raises plain Exception
         raise TokenizerError(f"{source}: not a tokenizer ({error}); fetch it again") from error
+    # Files of models for embeddings ask for both, which would change prompts unseen.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     config = _read_json(path / "tokenizer_config.json")
     bos, eos = _special(config, "bos_token"), _special(config, "eos_token")
     return ModelTokenizer(

@@ -267,6 +267,8 @@ class Admission:
         if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
+        if call.request.embed:
+            most = least = 0
         queue = self._queue
         ahead = waiting = passable = NOTHING
         if len(queue):  # mostly nobody waits

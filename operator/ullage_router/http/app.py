@@ -17,6 +17,7 @@ from ullage_router.errors import (
 )
 from ullage_router.http.messages import Headers, Reply, Request
 from ullage_router.http.monitoring import Pages
+from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
 from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoint, request_id
 from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.service import RouterService
@@ -127,6 +128,7 @@ def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[
     return {
         "/v1/chat/completions": {"POST": chat},
         "/v1/completions": {"POST": completion},
+        "/v1/embeddings": {"POST": EmbeddingsEndpoint(service)},
         MODELS: _get(_page(pages.models)),
         MODELS + "/": _get(_page(pages.model)),
         "/healthz": _get(_page(pages.healthz)),

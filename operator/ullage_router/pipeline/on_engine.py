@@ -21,21 +21,25 @@ ends for that: engines end it a little earlier."""
 
 def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
     """Returns the request as the engine gets it: token ids, and the limits that were granted."""
+    limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
         model=call.request.model,
         token_ids=inference_pb2.TokenIds(ids=reservation.prompt.token_ids),
-        sampling=call.request.sampling,
-        stop=call.request.stop,
         session_id=call.tenant.scoped_session(call.request.session_id),
         cache_salt=call.tenant.cache_salt(call.request.cache_salt),
         priority=call.request.priority,
-        output=call.request.output,
-        samples=call.request.samples,
-        grammar=call.request.grammar if call.request.HasField("grammar") else None,
+        step_limit_s=limit_s if math.isfinite(limit_s) else 0.0,
+        embed=call.request.embed,
     )
-    limit_s = reservation.credit.step_limit_s
-    request.step_limit_s = limit_s if math.isfinite(limit_s) else 0.0
+    if request.embed:
+        return request
+    request.sampling.CopyFrom(call.request.sampling)
+    request.stop.CopyFrom(call.request.stop)
+    request.output.CopyFrom(call.request.output)
+    request.samples.CopyFrom(call.request.samples)
+    if call.request.HasField("grammar"):
+        request.grammar.CopyFrom(call.request.grammar)
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
     request.output.echo = False  # the router has the prompt's text and prepends it itself

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from ullage_common.config.router import RouterConfig
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.validation import validate_request
+from ullage_common.wire.validation import check_task, validate_request
 from ullage_router import errors
 from ullage_router.call import Call, Handler, ResponseStream, Stage, asked_tokens, num_samples
 from ullage_router.engines.engines import Engines
@@ -206,7 +206,9 @@ class CommonStages:
         """
         model = self._engines.served_model(call.request.model, call.side)
         # An error from here on names the model.
-        call.decision = replace(call.decision, model=call.adapter or self._config.model)
+        name = call.adapter or self._config.model
+        call.decision = replace(call.decision, model=name)
+        check_task(call.request, model.description.task, name)
         call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
         call.decision = replace(call.decision, degraded=call.prompt.degraded)
         return await proceed(call)
@@ -222,6 +224,8 @@ class CommonStages:
 
     def _expected_output(self, call: Call) -> int:
         """Returns the tokens that all answers together are charged in advance."""
+        if call.request.embed:
+            return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)
         most = min(n for n in (*limits, self._config.limits.max_output_tokens) if n)
         return min(most, self._engines.expected_output) * num_samples(call.request.samples)

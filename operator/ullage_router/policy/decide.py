@@ -521,9 +521,12 @@ def _never_fits(
             return ShrinkContext("CONTEXT_TOO_LONG", target, fewest)
     context = max(e.max_model_len for e in engines)
     if facts.prompt_tokens + facts.min_tokens > context:
+        size, but = f"has {facts.prompt_tokens} tokens", f"but the context is {context} tokens"
         message = (
-            f"the prompt has {facts.prompt_tokens} tokens and the answer needs {facts.min_tokens}, "
-            f"but the context is {context} tokens; shorten the prompt or lower max_tokens"
+            f"the prompt {size} and the answer needs {facts.min_tokens}, {but}; shorten the prompt "
+            "or lower max_tokens"
+            if facts.min_tokens
+            else f"the input {size}, {but}; shorten it"
         )
         return Refuse("invalid", "CONTEXT_TOO_LONG", message)
     engine = max(engines, key=lambda e: room_of(facts, e))

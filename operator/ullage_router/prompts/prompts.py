@@ -105,7 +105,8 @@ class PromptBuilder:
             return Prompt(model, ids)
         if kind == "text":
             self._check_size(model, request.text, "prompt")
-            ids = await self._threads.run(len(request.text), lambda: model.encode(request.text))
+            encode = model.encode_whole if request.embed else model.encode
+            ids = await self._threads.run(len(request.text), lambda: encode(request.text))
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         arguments = _arguments(

@@ -397,7 +397,8 @@ class Client:
     async def _direct(self, answer: "_Answer") -> Events:
         """The answer from an engine; nothing at all when the router shall do it."""
         request = answer.request
-        if self._batcher is None or request.WhichOneof("input") != "token_ids":
+        is_priced = request.WhichOneof("input") == "token_ids" and not request.embed
+        if self._batcher is None or not is_priced:
             return
         for _ in range(MAX_PICKS):
             avoid = answer.avoid[-MAX_PICKS:]

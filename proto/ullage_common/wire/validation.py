@@ -44,6 +44,8 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_samples(request.samples)
     limit_s, permitted = request.step_limit_s, "a finite number of seconds, at least 0"
     _require(0.0 <= limit_s < math.inf, "step_limit_s", limit_s, permitted)
+    if request.embed:
+        _check_embedding(request)
     if request.samples.HasField("beam"):
         _check_beam(request)
     if request.HasField("continuation"):
@@ -199,8 +201,34 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
 
 
+def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
+    for field in ("messages", "sampling", "stop", "output", "samples", "grammar", "continuation"):
+        _require(not request.HasField(field), field, "set", "nothing with embed")
+
+
+def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:
+    """Raises ServiceError when the model is for something else than the request asks for.
+
+    Args:
+        task: what the model is for.
+        name: of the model.
+    """
+    is_for_embeddings = task == inference_pb2.TASK_EMBED
+    if request.embed and not is_for_embeddings:
+        message = f"model {name!r} generates text; ask a model for embeddings, or generate with it"
+        raise invalid("model", message, "WRONG_TASK")
+    if is_for_embeddings and not request.embed:
+        message = (
+            f"model {name!r} is for embeddings; ask for them (POST /v1/embeddings, embed over "
+            "gRPC), or ask a model that generates"
+        )
+        raise invalid("model", message, "WRONG_TASK")
+
+
 def is_growing(request: inference_pb2.GenerateRequest) -> bool:
     """Whether the answers arrive while they grow; otherwise all is known only at the end."""
+    if request.embed:
+        return False
     if not request.HasField("samples"):
         return True
     samples = request.samples

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+import struct
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,9 @@ class FakeEngine(
         self.grid = (2, 2) if pool == "large" else (1, 1)
         """Tensor ranks and pipeline stages."""
         self.template = TEMPLATE
+        self.task = inference_pb2.TASK_GENERATE
+        self.has_kv = True
+        """Whether the model has KV, as an encoder has not."""
         self.adapters: tuple[str, ...] = ()
         """Names of the model's adapters."""
         self.heartbeat_s = 0.2
@@ -165,10 +169,13 @@ class FakeEngine(
             max_model_len=self.max_model_len,
             vocab_size=256,
             created=1_700_000_000,
+            task=self.task,
             adapters=[inference_pb2.Adapter(name=name, rank=8) for name in self.adapters],
             profile=inference_pb2.MemoryProfile(
                 block_tokens=BLOCK,
-                groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)],
+                groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)]
+                if self.has_kv
+                else [],
                 kv_pool_bytes=self.headroom.kv_pool_bytes,
             ),
             ranks=[
@@ -216,6 +223,23 @@ class FakeEngine(
         finally:
             self.active -= 1
 
+    async def _embed(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if self.script.fail_after == 0:
+            await abort(context, self.script.failure)
+        ids = request.token_ids.ids
+        vector = struct.pack("<3f", *vector_of(ids))
+        yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(embedding=vector))
+        if self.script.fail_after == 1:
+            await abort(context, self.script.failure)
+        yield inference_pb2.GenerateResponse(
+            finished=inference_pb2.Finished(
+                reason=inference_pb2.FINISH_REASON_STOP,
+                usage=inference_pb2.Usage(prompt_tokens=len(ids)),
+            )
+        )
+
     def _received(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Words of each sample that the client has from another engine."""
         if not (self.knows_continuations and request.HasField("continuation")):
@@ -241,6 +265,10 @@ class FakeEngine(
         script = self.script
         if script.hold:
             await self._wait_to_prefill(script.hold, len(request.token_ids.ids))
+        if request.embed:
+            async for response in self._embed(request, context):
+                yield response
+            return
         words, received = script.words[: request.stop.max_tokens], self._received(request)
         for i, word in enumerate(words):
             if script.fail_after == i >= min(received):
@@ -267,6 +295,11 @@ class FakeEngine(
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(reason=script.reason, usage=usage)  # type: ignore[arg-type]
         )
+
+
+def vector_of(token_ids: Sequence[int]) -> tuple[float, ...]:
+    """The embedding of an input."""
+    return (float(len(token_ids)), sum(token_ids) / 8, token_ids[-1] / 4)
 
 
 def _num_samples(request: inference_pb2.GenerateRequest) -> int:

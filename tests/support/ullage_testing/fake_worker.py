@@ -6,6 +6,7 @@ The first prompt token chooses a behaviour; see `Script`. Run as a process:
 
 import enum
 import os
+import struct
 import sys
 import time
 
@@ -18,6 +19,7 @@ from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
+    Embedding,
     EngineRequest,
     Fault,
     Loading,
@@ -67,6 +69,9 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """Workers of this server that die while loading, before one does not."""
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
+    task: str = "generate"
+    has_kv: bool = True
+    """Whether the model has KV, as an encoder has not."""
     degrade: DegradeSection = DegradeSection()
     """Each sequence takes 2 % of the pool's headroom."""
 
@@ -120,6 +125,11 @@ class Sequence:
         return "length" if self.num_output >= self.request.max_tokens else ""
 
 
+def vector_of(token_ids: list[int], adapter: str = "") -> tuple[float, ...]:
+    """The embedding of a prompt."""
+    return (float(len(token_ids)), sum(token_ids) / 8, float(len(adapter)))
+
+
 class FakeWorker:
     def __init__(self, options: Options, endpoint: str) -> None:
         self._options = options
@@ -128,6 +138,7 @@ class FakeWorker:
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._sequences: dict[str, Sequence] = {}
+        self._embeds: list[EngineRequest] = []
         self._pressure = PressureController(options.degrade)
         self._num_ooms = 0
         self._num_steps = 0
@@ -147,7 +158,7 @@ class FakeWorker:
             return 1 if options.may_retry else 2
         self._send(self._ready())
         while os.getppid() == self._parent:
-            wait_s = self._options.step_s if self._sequences else 0.2
+            wait_s = self._options.step_s if self._sequences or self._embeds else 0.2
             while self._socket.poll(int(wait_s * 1000)):
                 if not self._take(self._decoder.decode(self._socket.recv())):
                     return 0
@@ -205,6 +216,8 @@ class FakeWorker:
             time.sleep(3600)
         elif first == Script.NONSENSE_ONCE and self._once():
             self._socket.send(b"nonsense")
+        elif request.embed:
+            self._embeds.append(request)
         elif len(request.token_ids) - request.num_prompt_tokens >= request.max_tokens:
             done = TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
             self._send(StepDone(outputs=[done]))
@@ -219,7 +232,18 @@ class FakeWorker:
         open(self._marker + name, "w").close()
         return True
 
+    def _embed(self) -> list[Embedding]:
+        requests, self._embeds = self._embeds, []
+        return [
+            Embedding(each.request_id, struct.pack("<3f", *vector_of(each.token_ids, each.adapter)))
+            for each in requests
+        ]
+
     def _step(self) -> None:
+        if self._embeds:
+            self._num_steps += 1
+            self._send(StepDone(outputs=[], embeddings=self._embed()))
+            self._send(StateReport(state=self._state()))
         if not self._sequences:
             return
         for sequence in self._sequences.values():
@@ -237,28 +261,33 @@ class FakeWorker:
     def _ready(self) -> Ready:
         profile = MemoryProfile(
             block_tokens=16,
-            groups=(CacheGroup(bytes_per_token=100),),
+            groups=(CacheGroup(bytes_per_token=100),) if self._options.has_kv else (),
             state_bytes_per_sequence=0,
             activation_bytes_per_token=10,
             sampler_bytes_per_sequence=10,
             prefill_chunk_tokens=512,
-            kv_pool_bytes=160_000,
+            kv_pool_bytes=self._pool_bytes,
         )
         return Ready(
             profile=profile,
             max_model_len=8192,
             vocab_size=49152,
             dtype="float32",
+            task=self._options.task,
             state=self._state(),
         )
 
+    @property
+    def _pool_bytes(self) -> int:
+        return 160_000 if self._options.has_kv else 0
+
     def _state(self) -> WorkerState:
-        used = 1600 * len(self._sequences)
+        used, pool = 1600 * len(self._sequences), self._pool_bytes
         state = WorkerState(
             total_bytes=1_000_000,
             threshold=0.85,
-            kv_pool_bytes=160_000,
-            kv_free_bytes=160_000 - used,
+            kv_pool_bytes=pool,
+            kv_free_bytes=pool - used,
             kv_reclaimable_bytes=0,
             kv_committed_bytes=used,
             num_running=len(self._sequences),

@@ -184,7 +184,7 @@ class GenerateEndpoint:
             parsed, asked = self._dialect.parse(body)
         except Exception as error:
             record = RequestRecord(record_id)
-            refusal = _as_service_error(error, record)
+            refusal = as_service_error(error, record)
             self._pipeline.refuse(record, refusal)
             await self._writer(reply, record).error(refusal)
             return
@@ -221,7 +221,7 @@ class GenerateEndpoint:
                 else:
                     await _whole(stream, form, writer, body.n or 1)
         except Exception as error:
-            await writer.error(_as_service_error(error, call.record))
+            await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
 
@@ -239,7 +239,7 @@ class GenerateEndpoint:
         )
 
 
-def _as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
+def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
     """The error as the client sees it; what went wrong in the router is for its log."""
     if isinstance(error, ServiceError):
         return error

@@ -5,7 +5,7 @@ images and tools, its sampling parameters, and its grammar.
 import json
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -246,7 +246,13 @@ def _part(field: str, part: ContentPart, role: str) -> str:
 
 
 Request = inference_pb2.GenerateRequest
-T = TypeVar("T", bound=Common)
+
+
+class _Body(Protocol):
+    def refused(self) -> tuple[str, object] | None: ...
+
+
+T = TypeVar("T", bound=_Body)
 
 # What OpenAI calls deprecated, by what it calls the successor.
 SUCCESSORS = {
@@ -266,12 +272,12 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
-    return _parse(_CHAT, body)
+    return parse(_CHAT, body)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ServiceError INVALID_ARGUMENT that names the field."""
-    return _parse(_COMPLETION, body)
+    return parse(_COMPLETION, body)
 
 
 def from_chat(chat: ChatRequest) -> Request:
@@ -308,7 +314,8 @@ def _check_no_chat(completion: CompletionRequest) -> None:
             raise invalid(name, f"{name} is for chats; leave it out or use /v1/chat/completions")
 
 
-def _parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Decodes a body; raises ServiceError INVALID_ARGUMENT that names the field."""
     try:
         parsed = decoder.decode(body)
     except msgspec.ValidationError as error:
