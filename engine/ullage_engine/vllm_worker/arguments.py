@@ -26,6 +26,8 @@ def check(config: EngineConfig) -> None:
             model.deterministic
         ),
         "memory.hostKV: vLLM workers preempt by computing again; set 0": config.memory.host_kv > 0,
+        f"group.nodes: engines on {config.group.nodes} nodes are planned by the operator, and this "
+        "release cannot compute on them yet; set nodes of the pool to 1": config.group.nodes > 1,
         f"parallelism: tensor {ranks.tensor} times pipeline {ranks.pipeline} is not gpus "
         f"{config.gpus}; change one": ranks.tensor * ranks.pipeline != config.gpus,
     }

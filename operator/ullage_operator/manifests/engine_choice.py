@@ -56,7 +56,9 @@ def expected_engine(spec: Spec, *, on_cuda: bool | None, has_vllm: bool | None, 
     )
     if len(choices) == 1:
         [(engine, reason)] = choices.items()
-        return f"{engine}: {reason}, in {place}" if has_vllm is False else f"{engine}: {reason}"
+        if has_vllm is False:
+            reason += f", which {place} has not" if engine == "vllm" else f", in {place}"
+        return f"{engine}: {reason}"
     conditions = [f"{place} has vLLM"] if has_vllm is None else []
     if not on_cuda and not spec.adapters:
         gpu = "a GPU is present or " if on_cuda is None else ""

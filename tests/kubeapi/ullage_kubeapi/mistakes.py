@@ -288,6 +288,16 @@ RULES = [
         {"model.deterministic": True, "pools.large": {"gpus": 4, "parallelism": {"tensor": 4}}},
     ),
     rule(
+        "model.quantization",
+        "this quantization is the native engine's",
+        {"engine": "VLLM", "model.quantization": "Int4"},
+    ),
+    rule(
+        "model.deterministic",
+        "results of vLLM depend on what else",
+        {"engine": "VLLM", "model.deterministic": True},
+    ),
+    rule(
         "engine",
         "only vLLM computes on several nodes",
         {"engine": "Auto", "pools.large": {"gpus": 4, "nodes": 2}},

@@ -42,7 +42,8 @@ def test_plan_prints_what_kubectl_takes(example: Path, capsys: pytest.CaptureFix
     assert main(["plan", "-f", str(example)]) == 0
     text = capsys.readouterr().out
     kinds = [document["kind"] for document in yaml.safe_load_all(text)]
-    assert kinds.count("StatefulSet") == 2
+    pools = yaml.safe_load(example.read_text(encoding="utf-8"))["spec"]["pools"]
+    assert kinds.count("StatefulSet") == len(pools)
     assert kinds.count("Deployment") == 1
     assert "&id" not in text
 

@@ -182,6 +182,7 @@ UNSERVED = "the native engine does not serve the model"
     [
         ({"engine": "Native"}, None, None, "native: engine is native"),
         ({"engine": "VLLM"}, None, None, "vllm: engine is vllm"),
+        ({"engine": "VLLM"}, True, False, "vllm: engine is vllm, which HERE has not"),
         ({}, True, True, "vllm: vLLM is installed and the device is a CUDA GPU"),
         ({}, True, False, "native: vLLM is not installed, in HERE"),
         ({}, True, None, "vllm where HERE has vLLM, else native"),
