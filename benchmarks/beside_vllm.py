@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""Ullage around vLLM beside vLLM's own server: speed, a killed engine, an overload. In one sitting.
+
+usage: .venv-vllm/bin/python benchmarks/beside_vllm.py [--rounds 3] [--concurrency 8,32] [--quick]
+
+Starts `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
+an `ullage-router`. Sends the same streamed requests (180 tokens in, 64 out) to one and the other in
+turns. Then kills the process that computes while 8 streams run, on each; then sends ten times the
+requests that it can serve, for `--overload-s` seconds. Prints one JSON object:
+
+speed       by concurrency and server: output tokens/s and the median time to the first token, ms;
+            medians of all rounds, with the ratio and the difference
+kill        of 8 streams those that ended with an error, and the longest pause of the others, s
+overload    statuses, the time of refusals, ms, and that of first tokens, s
+
+exit status: 0 all streams of Ullage ended well and only 200 and 429 were answered; 1 otherwise
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from one_engine import free_ports, start_engine
+from overload import start_router
+
+MODEL = "smollm2"
+START_S = 300.0
+INPUT_WORDS, OUTPUT = 150, 64
+SEQUENCES = 32
+KV_BYTES = 1 << 30
+WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server under test."""
+
+    name: str
+    url: str
+    compute_pid: Callable[[], int]
+    """Process that computes."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back of one request."""
+
+    status: int
+    """0: the connection broke, or the stream ended before its last token."""
+    num_tokens: int
+    ttft_s: float
+    took_s: float
+    longest_pause_s: float
+
+
+def prompt(number: int) -> str:
+    """Returns a text that no other number has the beginning of."""
+    own = random.Random(number)
+    return " ".join(own.choice(WORDS) for _ in range(INPUT_WORDS))
+
+
+async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
+    """Sends one streamed request and reads it to its end."""
+    body = {
+        "model": MODEL,
+        "stream": True,
+        "max_tokens": output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": prompt(number)}],
+        "stream_options": {"include_usage": True},
+    }
+    started = last = time.perf_counter()
+    first, pause, num_tokens, status = 0.0, 0.0, 0, 0
+    try:
+        async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
+            status = response.status
+            if status != 200:
+                await response.read()
+            else:
+                async for raw in response.content:
+                    line = raw.strip().removeprefix(b"data:").strip()
+                    if not line or line == b"[DONE]":
+                        continue
+                    chunk = json.loads(line)
+                    now = time.perf_counter()
+                    if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
+                        first = first or now
+                        pause, last = max(pause, now - last), now
+                    num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+                if num_tokens < output:
+                    status = 0
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
+        status = 0
+    ended = time.perf_counter()
+    return Answer(status, num_tokens, (first or ended) - started, ended - started, pause)
+
+
+async def closed_loop(
+    session: aiohttp.ClientSession, server: Server, concurrency: int, numbers: list[int]
+) -> dict[str, float]:
+    """Keeps `concurrency` requests open until all are answered."""
+    left, answers = list(numbers), list[Answer]()
+
+    async def client() -> None:
+        while left:
+            answers.append(await ask(session, server, left.pop(), OUTPUT))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    seconds = time.perf_counter() - started
+    if bad := [each.status for each in answers if each.status != 200]:
+        raise SystemExit(f"error: {server.name} answered {bad}")
+    return {
+        "tokens_per_s": sum(each.num_tokens for each in answers) / seconds,
+        "ttft_p50_ms": statistics.median(each.ttft_s for each in answers) * 1e3,
+    }
+
+
+async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
+    """Kills what computes while 8 streams run."""
+    streams = [
+        asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
+    ]
+    await asyncio.sleep(3.0)
+    os.kill(server.compute_pid(), signal.SIGKILL)
+    answers = await asyncio.gather(*streams)
+    good = [each for each in answers if each.status == 200]
+    pauses = [round(each.longest_pause_s, 1) for each in good]
+    return {"errors_of_8": 8 - len(good), "longest_pause_s": max(pauses, default=None)}
+
+
+async def overload(
+    session: aiohttp.ClientSession, server: Server, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Sends `rate` requests a second at even intervals, whatever comes back."""
+    tasks, started = list[asyncio.Task[Answer]](), time.perf_counter()
+    for number in range(int(rate * seconds)):
+        await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(session, server, 500_000 + number, OUTPUT)))
+    answers = await asyncio.gather(*tasks)
+    refused = sorted(each.took_s * 1e3 for each in answers if each.status == 429)
+    served = sorted(each.ttft_s for each in answers if each.status == 200)
+    return {
+        "requests_per_s": round(rate, 1),
+        "statuses": dict(Counter(str(each.status) for each in answers)),
+        "refused_p50_ms": _quantile(refused, 0.5),
+        "refused_p99_ms": _quantile(refused, 0.99),
+        "ttft_p50_s": _quantile(served, 0.5),
+        "ttft_p99_s": _quantile(served, 0.99),
+    }
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    return round(ordered[int(share * (len(ordered) - 1))], 2) if ordered else None
+
+
+@contextlib.asynccontextmanager
+async def ullage(folder: Path) -> AsyncIterator[Server]:
+    """Ullage's engine with vLLM, and a router."""
+    run = folder / "ullage"
+    run.mkdir()
+    sections: dict[str, Any] = {
+        "engine": "vllm",
+        "memory": {"device_bytes": 6 << 30, "safety_reserve": 32 << 20, "max_kv": KV_BYTES},
+        "batching": {"max_sequences": SEQUENCES},
+        "limits": {"request_timeout": 300},
+        "model": {"max_model_len": 4096, "dtype": "bfloat16"},
+        "server": {"weights_dir": str(folder / "weights"), "owns_cores": True},
+    }
+    log = str(folder / "engine.log")
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(start_engine(run, log, **sections))
+        slo = {"ttft_p95": 30.0, "e2e_p95": 90.0}
+        url, _ = await start_router(stack, MODEL, [engine.address], folder, slo)
+        pid = engine.worker_pid
+        yield Server("ullage", url, lambda: pid() or 0)
+
+
+@contextlib.asynccontextmanager
+async def plain(folder: Path) -> AsyncIterator[Server]:
+    """vLLM's own server with the checkpoint that Ullage has made."""
+    [checkpoint] = (folder / "weights").glob("vllm-*")
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--enforce-eager"]
+    command += ["--max-num-seqs", str(SEQUENCES), "--kv-cache-memory-bytes", str(KV_BYTES)]
+    log = (folder / "vllm.log").open("wb")
+    process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+
+    def compute_pid() -> int:
+        children = psutil.Process(process.pid).children(recursive=True)
+        return max(children, key=lambda each: each.memory_info().rss).pid
+
+    try:
+        await _ready(url, process)
+        yield Server("vllm", url, compute_pid)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if _runs(process) else []
+        for each in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _runs(process: asyncio.subprocess.Process) -> bool:
+    return process.returncode is None
+
+
+async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(START_S):
+        while True:
+            if process.returncode is not None:
+                raise SystemExit(f"error: vllm serve ended with status {process.returncode}")
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.5)
+
+
+async def measure_speed(
+    session: aiohttp.ClientSession, servers: list[Server], levels: list[int], rounds: int
+) -> dict[str, Any]:
+    """Measures both servers in turns; medians of all rounds."""
+    figures: dict[tuple[int, str], list[dict[str, float]]] = {}
+    number = 0
+    for turn in range(rounds):
+        for level in levels:
+            # The first of a turn is the last of the next one.
+            for server in servers if turn % 2 == 0 else servers[::-1]:
+                numbers = list(range(number, number + max(32, level)))
+                number += len(numbers)
+                figure = await closed_loop(session, server, level, numbers)
+                figures.setdefault((level, server.name), []).append(figure)
+                print(f"{level:3} {server.name:7} {figure}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {}
+    for level in levels:
+        medians = {
+            server.name: {
+                key: round(statistics.median(each[key] for each in figures[level, server.name]), 1)
+                for key in ("tokens_per_s", "ttft_p50_ms")
+            }
+            for server in servers
+        }
+        ours, theirs = medians["ullage"], medians["vllm"]
+        result[str(level)] = {
+            **medians,
+            "throughput_ratio": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3),
+            "ttft_added_ms": round(ours["ttft_p50_ms"] - theirs["ttft_p50_ms"], 1),
+        }
+    return result
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    levels = [int(level) for level in options.concurrency.split(",")]
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=600)
+    result: dict[str, Any] = {"kill": {}, "overload": {}}
+    with tempfile.TemporaryDirectory() as name:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            ullage(Path(name)) as ours,
+            plain(Path(name)) as theirs,
+        ):
+            servers = [ours, theirs]
+            for server in servers:  # libraries compile and allocate at the first steps
+                await closed_loop(session, server, 8, list(range(800_000, 800_016)))
+            result["speed"] = await measure_speed(session, servers, levels, options.rounds)
+            steps: list[tuple[str, Callable[[Server], Awaitable[dict[str, Any]]]]] = []
+            top = result["speed"][str(levels[-1])]
+            rate = 10 * top["vllm"]["tokens_per_s"] / OUTPUT
+            steps.append(("overload", lambda s: overload(session, s, rate, options.overload_s)))
+            # Last, since vLLM's own server does not come back.
+            steps.append(("kill", lambda server: kill(session, server)))
+            for kind, step in steps:
+                for server in servers:
+                    result[kind][server.name] = await step(server)
+                    line = f"{kind} {server.name} {result[kind][server.name]}"
+                    print(line, file=sys.stderr, flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", default="8,32", help="levels, with commas between them")
+    parser.add_argument("--overload-s", type=float, default=15.0)
+    parser.add_argument("--quick", action="store_true", help="one round of 8, a short overload")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.concurrency, options.overload_s = 1, "8", 3.0
+    result = asyncio.run(run(options))
+    print(json.dumps(result, indent=2))
+    statuses = set(result["overload"]["ullage"]["statuses"])
+    return int(bool(result["kill"]["ullage"]["errors_of_8"] or statuses - {"200", "429"}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
