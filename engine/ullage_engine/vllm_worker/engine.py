@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.messages import (
+    Embedding,
     EngineRequest,
     Rejected,
     ReleaseState,
@@ -185,7 +186,7 @@ class VllmEngine:
 
     # a step --------------------------------------------------------------------------------------
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> list[TokenOutput | Embedding]:
         """Computes one step.
 
         Raises:
@@ -204,11 +205,15 @@ class VllmEngine:
         self._start_deferred()
         return results
 
-    def _take(self, output: CoreOutput) -> TokenOutput | None:
+    def _take(self, output: CoreOutput) -> TokenOutput | Embedding | None:
         """Advances a sequence by what vLLM produced; None if it was cancelled meanwhile."""
         sequence = self._by_id.get(output.request_id)
         if sequence is None or not sequence.is_running:
             return None
+        if output.embedding:
+            self._core.forget(sequence.request_id)
+            self._remove(sequence)
+            return Embedding(output.request_id, output.embedding, output.num_cached_tokens)
         sequence.token_ids += output.token_ids
         sequence.has_token = True
         if sequence.num_cached_tokens is None:
@@ -347,7 +352,8 @@ class VllmEngine:
 
     def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         has_output = any(each.num_output for each in group)
-        least = [self._num_blocks(each, len(each.token_ids) + 1) for each in group]
+        first = 0 if requests[0].embed else 1
+        least = [self._num_blocks(each, len(each.token_ids) + first) for each in group]
         # Samples that have parted may run in turns.
         needed_bytes = (max if has_output else sum)(least) * self._profile.block_bytes
         return refuse_never_fits(requests, self._profile, self._limits.max_model_len, needed_bytes)
@@ -519,6 +525,8 @@ class VllmEngine:
 
     def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
         """Whether nothing is left to produce of a request that was admitted before."""
+        if request.embed:
+            return False
         num_produced = len(request.token_ids) - request.num_prompt_tokens
         was_admitted = resumed or num_produced > 0
         is_full = len(request.token_ids) >= self._longest(request, 1)

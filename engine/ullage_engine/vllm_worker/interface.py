@@ -29,6 +29,8 @@ class CoreOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request first started."""
+    embedding: bytes = b""
+    """Numbers of the prompt's embedding, which ends the request: float32, little-endian."""
 
 
 class Prefix(Protocol):

@@ -82,6 +82,7 @@ class Started:
             vocab_size=self.core.vocab_size,
             dtype=self.core.dtype,
             ranks=self.ranks,
+            task=self.core.task,
             state=state,
         )
 
@@ -242,7 +243,7 @@ class _Memory:
             # A model without KV is not asked for its size.
             self.ledger.record("model", max(0, self.used_bytes() - self._context))
             self.ledger.reserve("safety_reserve", self._config.memory.safety_reserve)
-        self.ledger.record("kv_pool", sum(core.pool_bytes))
+        self.ledger.record("kv_pool", core.pool_bytes)
 
     def used_bytes(self) -> int:
         """Bytes in use: resident ones of all ranks' processes, or those of the first GPU."""

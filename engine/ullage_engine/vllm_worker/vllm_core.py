@@ -1,29 +1,13 @@
-"""vLLM's engine in this process: the only file that imports vLLM.
+"""vLLM's engine in this process. Only this file and `vllm_blocks` import vLLM.
 
-It is written for one version of vLLM and reads what has no public name there: the scheduler's
+They are written for one version of it and read what has no public name there: the scheduler's
 requests, its block pool and the block tables of its KV cache managers. tests/vllm/test_contract.py
 says which of them a new version has changed.
 """
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
-
-from ullage_common.config.engine import EngineConfig
-from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
-from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
-from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError, Prefix
-from ullage_engine.vllm_worker.resume import RESUMED
-from ullage_engine.worker.device import open_ledger
-from ullage_engine.worker.grammar import Grammars
-
-# In one process: the block pool is read between steps, and one process dies as a whole.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# vLLM's lines go to the handlers that the worker has.
-os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
 import vllm
@@ -35,24 +19,34 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from ullage_common.config.engine import EngineConfig
+from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
+from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.resume import RESUMED
+from ullage_engine.vllm_worker.vllm_blocks import (
+    GroupKind,
+    VllmBlocks,
+    group_kind,
+    pool_block_bytes,
+)
+from ullage_engine.worker.device import open_ledger
+from ullage_engine.worker.grammar import Grammars
 
 log = logging.getLogger("ullage.engine.vllm")
 
@@ -144,84 +138,6 @@ def _sized_executor(base: type[Executor], size_pool: SizePool) -> type[Executor]
     return SizedExecutor
 
 
-class _Prefix:
-    def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
-        """`slides`: of each group whether it has a window."""
-        pairs = list(zip(groups, slides, strict=True))
-        self._lasting = [each for group, has_window in pairs if not has_window for each in group]
-        self._windows = [
-            each for group, has_window in pairs if has_window for each in group if not each.is_null
-        ]
-
-    @property
-    def blocks(self) -> list[KVCacheBlock]:
-        return self._lasting + self._windows
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._lasting) + len(self._windows)
-
-    @property
-    def num_held(self) -> float:
-        return len(self._lasting) + _shares(self._windows)
-
-    @property
-    def num_own(self) -> float:
-        num_lasting = sum(bool(each.ref_cnt == 1) for each in self._lasting)
-        return num_lasting + _shares(self._windows)
-
-
-def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Counts blocks, each divided by its holders."""
-    return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
-
-
-class VllmBlocks:
-    """The blocks of vLLM's pool; see `interface.Blocks`."""
-
-    def __init__(self, scheduler: Scheduler, requests: Mapping[str, Request]) -> None:
-        self._manager = scheduler.kv_cache_manager
-        self._pool = self._manager.block_pool
-        managers = self._manager.coordinator.single_type_managers
-        self._tables = [each.req_to_blocks for each in managers]
-        self._slides = [isinstance(each.kv_cache_spec, SlidingWindowSpec) for each in managers]
-        self._requests = requests
-
-    @property
-    def num_blocks(self) -> int:
-        # One stands for all that windows have slid past.
-        return max(0, int(self._pool.num_gpu_blocks) - 1)
-
-    @property
-    def num_free(self) -> int:
-        return int(self._pool.get_num_free_blocks())
-
-    def num_held(self, request_id: str) -> float:
-        request = self._requests.get(request_id)
-        if request is None:
-            return 0
-        num_held = 0.0
-        for table, slides in zip(self._tables, self._slides, strict=True):
-            blocks = table.get(request.request_id, ())
-            num_held += _shares(blocks) if slides else len(blocks)
-        return num_held
-
-    def num_computed(self, request_id: str) -> int:
-        request = self._requests.get(request_id)
-        return int(request.num_computed_tokens) if request else 0
-
-    def hold_prefix(self, request_id: str) -> Prefix:
-        groups = self._manager.get_computed_blocks(self._requests[request_id])[0].blocks
-        prefix = _Prefix(groups, self._slides)
-        self._pool.touch(prefix.blocks)
-        return prefix
-
-    def release(self, prefix: Prefix) -> None:
-        assert isinstance(prefix, _Prefix)
-        # The end of a prefix is of no use without its beginning, so it is evicted first.
-        self._pool.free_blocks(reversed(prefix.blocks))
-
-
 class VllmCore:
     """vLLM's engine; see `interface.Core`."""
 
@@ -266,6 +182,17 @@ class VllmCore:
         grammars.backend = _GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
         core.model_executor.collective_rpc("ullage_follow_resumed")
+        self._load_adapters()
+
+    def _load_adapters(self) -> None:
+        """Loads every adapter now: one that cannot be read would break the engine in a step."""
+        for name, adapter in self._adapters.items():
+            try:
+                is_loaded = self._engine.add_lora(adapter)
+            except Exception as error:
+                raise WorkerStartError(f"adapters: {name}: {_one_line(error)}") from error
+            if not is_loaded:
+                raise WorkerStartError(f"adapters: {name}: vLLM does not load it")
 
     # facts ---------------------------------------------------------------------------------------
 
@@ -278,9 +205,20 @@ class VllmCore:
         return str(self._config.model_config.dtype).removeprefix("torch.")
 
     @property
+    def task(self) -> Literal["generate", "embed"]:
+        """What the model is for."""
+        return "embed" if self._config.model_config.runner_type == "pooling" else "generate"
+
+    @property
     def max_model_len(self) -> int:
-        """Longest sequence that vLLM takes, tokens: at most what its pool holds."""
-        return int(self._config.model_config.max_model_len)
+        """Longest sequence that vLLM takes, tokens: at most what its pool or a step holds."""
+        longest, limits = (
+            int(self._config.model_config.max_model_len),
+            self._config.scheduler_config,
+        )
+        if limits.enable_chunked_prefill:
+            return longest
+        return min(longest, int(limits.max_num_batched_tokens))
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -297,21 +235,24 @@ class VllmCore:
         return int(self._config.max_in_flight_tokens)
 
     @property
-    def pool_bytes(self) -> list[int]:
-        """KV bytes of each rank, those of the block that is never given out included."""
-        return [sum(each.size for each in one.kv_cache_tensors) for one in self._kv_configs]
+    def pool_bytes(self) -> int:
+        """KV bytes of all ranks, those of the block that is never given out included."""
+        return self.block_bytes * (self.blocks.num_blocks + 1) if self._kv_configs else 0
 
     @property
     def block_bytes(self) -> int:
         """KV bytes of a block on all ranks together."""
-        num_blocks = self._kv_configs[0].num_blocks if self._kv_configs else 0
-        return sum(self.pool_bytes) // num_blocks if num_blocks else 0
+        return sum(
+            pool_block_bytes(rank, self._config)
+            for rank in self._kv_configs
+            if rank.kv_cache_groups
+        )
 
     @property
-    def groups(self) -> list["GroupKind"]:
+    def groups(self) -> list[GroupKind]:
         """What each cache group keeps of a sequence, with its block's length in tokens."""
         groups = self._scheduler.kv_cache_config.kv_cache_groups
-        return [_group_kind(group, self._config) for group in groups]
+        return [group_kind(group, self._config) for group in groups]
 
     @property
     def ranks(self) -> list[RankPlace]:
@@ -348,7 +289,9 @@ class VllmCore:
         prompt, sent = request.token_ids[:num_prompt], request.token_ids[num_prompt:]
         self._check(request)
         try:
-            params = SamplingParams(**_sampling(request, max_tokens + len(sent)))
+            params: SamplingParams | PoolingParams = PoolingParams(task="embed")
+            if not request.embed:
+                params = SamplingParams(**_sampling(request, max_tokens + len(sent)))
             internal = self._engine.add_request(
                 request.request_id,
                 tokens_input(prompt, cache_salt=request.cache_salt or None),
@@ -393,8 +336,12 @@ class VllmCore:
         outputs = []
         for each in self._engine.step():
             request = self._requests.get(each.request_id)
-            if request is not None and isinstance(each, RequestOutput):
+            if request is None:
+                continue
+            if isinstance(each, RequestOutput):
                 outputs.append(_output(each, request.sampling_params))
+            elif each.finished:
+                outputs.append(_embedding(each))
         return outputs
 
     def close(self) -> None:
@@ -479,32 +426,6 @@ def _sampling(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
     }
 
 
-class GroupKind:
-    """What a cache group keeps of a sequence."""
-
-    def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
-        self.block_tokens = block_tokens
-        """Tokens of one block; of a group of states, without meaning."""
-        self.window_tokens = window_tokens
-        self.state_blocks = state_blocks
-
-
-def _group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    if isinstance(spec, SlidingWindowSpec):
-        return GroupKind(spec.block_size, window_tokens=spec.sliding_window)
-    if isinstance(spec, MambaSpec):
-        blocks = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
-        return GroupKind(spec.block_size, state_blocks=blocks)
-    if isinstance(spec, FullAttentionSpec):
-        return GroupKind(spec.block_size)
-    raise WorkerStartError(
-        f"model.source: its layers keep {type(spec).__name__}, whose memory cannot be predicted"
-    )
-
-
 def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
     """Converts what a step produced of a request that was not aborted."""
     [sample] = output.outputs
@@ -522,6 +443,16 @@ def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
         finish=finish,
         logprobs=_logprobs(sample, params.logprobs if params else None),
         num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _embedding(output: PoolingRequestOutput) -> CoreOutput:
+    vector = output.outputs.data.to(device="cpu", dtype=torch.float32).contiguous()
+    return CoreOutput(
+        request_id=output.request_id,
+        token_ids=[],
+        num_cached_tokens=output.num_cached_tokens or 0,
+        embedding=vector.numpy().astype("<f4").tobytes(),
     )
 
 

@@ -32,6 +32,7 @@ from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_li
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
+    Embedding,
     EngineRequest,
     Fault,
     Loading,
@@ -125,7 +126,7 @@ class WorkerEngine(Protocol):
     def inject_out_of_memory(self, after_steps: int) -> None:
         """Makes one step run out of memory when `after_steps` more have been computed."""
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> Sequence[TokenOutput | Embedding]:
         """Computes one step."""
 
     def take_failed(self) -> list[RequestFailed]:
@@ -197,7 +198,7 @@ class Worker:
         if self._engine.num_steps == num_steps:
             time.sleep(_EMPTY_STEP_S)
         if outputs:
-            self._link.send(StepDone(outputs=outputs))
+            self._link.send(_step_done(outputs))
         self._send_failed()
         self._is_changed = True
 
@@ -287,6 +288,13 @@ class Worker:
         state = self._pressure.judge(self._started.state())
         self._engine.set_batch_share(self._pressure.batch_share)
         return state
+
+
+def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
+    return StepDone(
+        outputs=[each for each in outputs if isinstance(each, TokenOutput)],
+        embeddings=[each for each in outputs if isinstance(each, Embedding)],
+    )
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:

@@ -1,0 +1,136 @@
+"""The KV blocks of vLLM's pool, and what its cache groups keep in them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, _pool_bytes_per_block
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.vllm_worker.interface import Prefix
+
+
+class _Prefix:
+    def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
+        """`slides`: of each group whether it has a window."""
+        pairs = list(zip(groups, slides, strict=True))
+        self._lasting = [each for group, has_window in pairs if not has_window for each in group]
+        self._windows = [
+            each for group, has_window in pairs if has_window for each in group if not each.is_null
+        ]
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        return self._lasting + self._windows
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._lasting) + len(self._windows)
+
+    @property
+    def num_held(self) -> float:
+        return len(self._lasting) + _shares(self._windows)
+
+    @property
+    def num_own(self) -> float:
+        num_lasting = sum(bool(each.ref_cnt == 1) for each in self._lasting)
+        return num_lasting + _shares(self._windows)
+
+
+def _shares(blocks: Iterable[KVCacheBlock]) -> float:
+    """Counts blocks, each divided by its holders."""
+    return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
+
+
+class VllmBlocks:
+    """The blocks of vLLM's pool; see `interface.Blocks`."""
+
+    def __init__(self, scheduler: Scheduler, requests: Mapping[str, Request]) -> None:
+        self._manager = scheduler.kv_cache_manager
+        self._pool = self._manager.block_pool
+        managers = self._manager.coordinator.single_type_managers
+        self._tables = [each.req_to_blocks for each in managers]
+        # States move on to other blocks as well.
+        self._slides = [
+            isinstance(each.kv_cache_spec, SlidingWindowSpec | MambaSpec) for each in managers
+        ]
+        self._requests = requests
+
+    @property
+    def num_blocks(self) -> int:
+        # One stands for all that windows have slid past.
+        return max(0, int(self._pool.num_gpu_blocks) - 1)
+
+    @property
+    def num_free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def num_held(self, request_id: str) -> float:
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        num_held = 0.0
+        for table, slides in zip(self._tables, self._slides, strict=True):
+            blocks = table.get(request.request_id, ())
+            num_held += _shares(blocks) if slides else len(blocks)
+        return num_held
+
+    def num_computed(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        return int(request.num_computed_tokens) if request else 0
+
+    def hold_prefix(self, request_id: str) -> Prefix:
+        groups = self._manager.get_computed_blocks(self._requests[request_id])[0].blocks
+        prefix = _Prefix(groups, self._slides)
+        self._pool.touch(prefix.blocks)
+        return prefix
+
+    def release(self, prefix: Prefix) -> None:
+        assert isinstance(prefix, _Prefix)
+        # The end of a prefix is of no use without its beginning, so it is evicted first.
+        self._pool.free_blocks(reversed(prefix.blocks))
+
+
+class GroupKind:
+    """What a cache group keeps of a sequence."""
+
+    def __init__(self, block_tokens: int, window_tokens: int = 0, state_blocks: int = 0) -> None:
+        self.block_tokens = block_tokens
+        """Tokens of one block; of a group of states, without meaning."""
+        self.window_tokens = window_tokens
+        self.state_blocks = state_blocks
+
+
+def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
+    """Returns what a cache group keeps.
+
+    Raises:
+        WorkerStartError: nobody knows what it takes.
+    """
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(spec, SlidingWindowSpec):
+        return GroupKind(spec.block_size, window_tokens=spec.sliding_window)
+    if isinstance(spec, MambaSpec):
+        blocks = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+        return GroupKind(spec.block_size, state_blocks=blocks)
+    if isinstance(spec, FullAttentionSpec):
+        return GroupKind(spec.block_size)
+    raise WorkerStartError(
+        f"model.source: its layers keep {type(spec).__name__}, whose memory cannot be predicted"
+    )
+
+
+def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
+    """Returns the KV bytes of a block on one rank, whichever group has it."""
+    return int(_pool_bytes_per_block(config, rank.kv_cache_groups))
