@@ -23,8 +23,6 @@ if HAS_VLLM:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Else vLLM binds the threads of the process that runs the tests.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 
 WriteCheckpoint = Callable[..., Path]
