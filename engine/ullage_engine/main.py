@@ -105,7 +105,7 @@ def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
         config.engine,
         on_cuda=_computes_on_cuda(config),
         has_vllm=find_spec("vllm") is not None,
-        native_refusal=_native_refusal(config.model.source) if config.engine == "auto" else "",
+        native_refusal=_native_refusal(config) if config.engine == "auto" else "",
     )
     log.info("engine %s: %s", name, reason)
     if name == "native" and config.adapters:
@@ -134,9 +134,12 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
     return config.device != "cpu" and _NVIDIA_DRIVER.is_dir()
 
 
-def _native_refusal(source: str) -> str:
+def _native_refusal(config: EngineConfig) -> str:
     """Returns why the native engine does not serve a model; empty if it does, or if only its worker
     can say, as of what is not downloaded yet."""
+    if config.adapters:
+        return "it serves no adapters"
+    source = config.model.source
     if source.startswith("hf://"):
         return ""
     try:

@@ -269,11 +269,14 @@ class Admission:
             most = least = max(1, min(progress.max_tokens, limit) - received)
         if call.request.embed:
             most = least = 0
-        queue = self._queue
+        queue, state = self._queue, request.queue_state if request else QueueState.OPEN
+        is_apart = self._is_apart(call)
+        if is_apart and not call.is_trial:
+            state = QueueState.CLOSED
         ahead = waiting = passable = NOTHING
         if len(queue):  # mostly nobody waits
             waiting = queue.lengths()
-            if not call.is_trial:
+            if not is_apart:
                 ahead = queue.ahead(call.request.priority, entry)
                 passable = queue.passable(ahead)
         return RequestFacts(
@@ -283,7 +286,7 @@ class Admission:
             samples=num_samples(call.request.samples),
             has_session=bool(call.request.session_id),
             droppable=not received and prompt.can_shrink(rungs.shrink_context.keep_turns),
-            queue=request.queue_state if request else QueueState.OPEN,
+            queue=state,
             ahead=ahead,
             passable=passable,
             refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
@@ -292,6 +295,11 @@ class Admission:
             preferred=request.preferred.engine if request else "",
             draw=random.getrandbits(30),
         )
+
+    def _is_apart(self, call: Call) -> bool:
+        """Whether the request takes no place in a line, since it cannot run where all others can:
+        before engines that it cannot use nobody should wait for it."""
+        return call.is_trial or not self._engines.have_all(call.adapter)
 
     def _limits(self, call: Call) -> TimeLimits:
         """Returns the times to keep; the objectives hold until the answer has begun."""
@@ -339,7 +347,7 @@ class Admission:
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
-        if len(self._queue) and not request.call.is_trial:
+        if len(self._queue) and not self._is_apart(request.call):
             self._queue.on_passed(run.pool, request.entry)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()

@@ -14,7 +14,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import Admission
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
-from ullage_router.errors import draining
+from ullage_router.errors import draining, unknown_model
 from ullage_router.policy.decide import home_of, is_large, room_of
 from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
 
@@ -213,6 +213,7 @@ class ScaleToZero:
     """
 
     def __init__(self, config: RouterConfig, engines: Engines, admission: Admission) -> None:
+        self._model_name = config.model
         self._engines = engines
         self._admission = admission
         self.pools = tuple(pool.name for pool in config.pools if pool.sleeps)
@@ -240,6 +241,8 @@ class ScaleToZero:
         """
         size = call.request.ByteSize()
         while self._engines.model is None and (empty := self.scaled_to_zero):
+            if call.adapter:  # nobody knows whether there is one: an unknown name wakes no engine
+                raise unknown_model(call.adapter, self._model_name)
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
         return await proceed(call)
 

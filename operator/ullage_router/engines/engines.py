@@ -179,6 +179,10 @@ class Engines:
         self._canary = tuple(pool for pool in pools if pool.name in names)
         self._relist.set()
 
+    def have_all(self, adapter: str) -> bool:
+        """Whether every engine that takes requests has the adapter; an empty one all have."""
+        return not adapter or adapter in self.roster.common_adapters
+
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
         """Whether an engine of that side, with the adapter if one is named, takes requests."""
         return self.roster.is_ready(side, adapter)

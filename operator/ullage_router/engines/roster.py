@@ -107,6 +107,10 @@ class Roster:
             if state is USABLE
             for adapter in adapters
         )
+        self.common_adapters = frozenset[str]()
+        """Adapters that all usable engines have."""
+        if usable := [adapters for state, _, adapters in self._states.values() if state is USABLE]:
+            self.common_adapters = usable[0].intersection(*usable)
 
     def _add(self, engine: "Engine") -> None:
         state, fingerprint, _ = self._states[engine] = _state_of(engine)

@@ -202,6 +202,8 @@ class QueueState(Enum):
     """The request has waited as long as it may."""
     LATE = "late"
     """The request's answer can no longer end in time."""
+    CLOSED = "closed"
+    """The request has no place in it."""
 
 
 class Release(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import AdapterSection, EngineConfig
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.wire.errors import from_rpc_error
+from ullage_engine import main as engine_main
 from ullage_engine.main import main
 from ullage_engine.server.health import RestartPolicy
 
@@ -103,14 +104,28 @@ def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
             read_file(path, EngineConfig)
 
 
+@pytest.mark.parametrize("kind", ["native", "auto"])
 def test_the_native_engine_refuses_adapters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    monkeypatch.setattr(engine_main, "find_spec", lambda name: None)
     path = tmp_path / "engine.yaml"
     path.write_text(
-        "engine: native\nmodel: {source: 'file:///m', name: m}\n"
+        f"engine: {kind}\ndevice: cpu\nmodel: {{source: 'file:///m', name: m}}\n"
         "adapters: [{name: sql, source: 'file:///a', rank: 8}]\n"
     )
     assert main(["--config", str(path)]) == 2
     reason = "adapters: the native engine serves none; set engine: vllm or remove them"
     assert reason in capsys.readouterr().err
+
+
+def test_auto_takes_vllm_for_adapters(
+    config: EngineConfig, with_adapter: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is one that the native engine serves on a CPU, without them."""
+    monkeypatch.setattr(engine_main, "find_spec", lambda name: object())
+    workers = [
+        engine_main._launch(replace(each, device="cpu"), Path("engine.yaml")).command("ipc://x")[2]
+        for each in (config, with_adapter)
+    ]
+    assert workers == ["ullage_engine.worker.main", "ullage_engine.vllm_worker"]

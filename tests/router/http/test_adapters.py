@@ -162,6 +162,33 @@ def test_a_canary_gets_what_only_it_has_and_nothing_that_it_lacks(
     asyncio.run(scenario())
 
 
+def test_nobody_waits_behind_an_adapter_that_some_engines_lack(start_service: StartService) -> None:
+    """Its engine is full, and another one that lacks it is free."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            await learn(service, ("sql",), ())
+            full, free = service.engines
+            full.push(headroom_bytes=0, kv_free_bytes=0)
+            known = service.router.service.engines
+            await service.until(lambda: any(e.available == 0 for e in known.all()))
+            refused = await service.chat(model="sql")
+            assert refused.status_code == 429, refused.text
+            assert int(refused.headers["retry-after"]) >= 1
+            assert (await service.chat()).status_code == 200
+            assert len(free.requests) == 1
+            # What all engines have is waited for.
+            await learn(service, ("sql",), ("sql",))
+            free.push(headroom_bytes=0, kv_free_bytes=0)
+            await service.until(lambda: all(e.available == 0 for e in known.all()))
+            waiting = asyncio.create_task(service.chat(model="sql"))
+            await service.until(lambda: len(service.router.service.queue) == 1)
+            full.push(headroom_bytes=full.headroom.kv_pool_bytes)
+            assert (await waiting).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_a_tenant_may_use_the_adapters_that_its_rules_name(
     start_service: StartService, tmp_path: Path
 ) -> None:
