@@ -40,7 +40,7 @@ def test_the_page_is_of_this_crd() -> None:
     "line",
     [
         "| `threshold` | number | `0.85` | Share of the device's memory",
-        "| `NAME.gpus` | integer 1 to 64 |  | GPUs of a pod;",
+        "| `NAME.gpus` | integer 1 to 64 |  | GPUs of an engine,",
         "| **`secretName`** | string |  | Secret with one key a tenant",
         "* gpus must equal parallelism.tensor * parallelism.pipeline, which only 1 and 4 GPUs may ",
         "| `queue.timeout` | duration | `10s` | Longest wait",

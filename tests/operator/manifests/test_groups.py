@@ -43,14 +43,14 @@ def find(plan: ServicePlan, kind: str, name: str) -> dict[str, Any]:
 
 
 def template(plan: ServicePlan, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = find(plan, "StatefulSet", name)["spec"]["template"]
-    return found
+    pods: dict[str, Any] = find(plan, "StatefulSet", name)["spec"]["template"]
+    return pods
 
 
 def container(plan: ServicePlan, name: str) -> dict[str, Any]:
-    [found] = template(plan, name)["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    engine: dict[str, Any]
+    [engine] = template(plan, name)["spec"]["containers"]
+    return engine
 
 
 def environment(plan: ServicePlan, name: str) -> dict[str, Any]:
