@@ -88,7 +88,7 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
     """Rank of its matrices; memory is reserved for the largest of all adapters."""
 
 
-_SERVED_BY_ULLAGE = "nothing: requests come by Ullage's own server"
+_SERVED_BY_ULLAGE = "nothing, since requests come by Ullage's own server"
 _ADAPTERS = "adapters, each with its rank"
 _REVISION = "model.source, as hf://org/name@revision"
 _NODES = "nodes of the pool"
@@ -97,7 +97,7 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "model": "model.source",
         "model_weights": "model.source",
         "tokenizer": "model.source, whose tokenizer is used",
-        "skip_tokenizer_init": "nothing",
+        "skip_tokenizer_init": "nothing, since the server tokenises",
         "revision": _REVISION,
         "code_revision": _REVISION,
         "tokenizer_revision": _REVISION,
@@ -121,13 +121,16 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "gpu_memory_utilization": "memory.threshold and memory.safety_reserve",
         "kv_cache_memory_bytes": "memory.max_kv",
         "num_gpu_blocks_override": "memory.max_kv",
-        "enable_prefix_caching": "memory.prefix_cache",
+        "enable_prefix_caching": "nothing, since samples of a prompt share it",
         "max_num_seqs": "batching.max_sequences",
         "max_num_batched_tokens": "batching.prefill_chunk_tokens",
         "enable_chunked_prefill": "batching.prefill_chunk_tokens",
         "scheduling_policy": "the field priority of a request",
-        "scheduler_cls": "nothing: admission counts on vLLM's own scheduler",
-        "worker_cls": "nothing: admission counts on vLLM's own worker",
+        "scheduler_cls": "nothing, since admission counts on vLLM's own scheduler",
+        "worker_cls": "nothing, since admission counts on vLLM's own worker",
+        "worker_extension_cls": "nothing, since it is what resumes answers after a restart",
+        "structured_outputs_config": "nothing, since grammars are those of the native engine",
+        "disable_log_stats": "nothing, since the engine has metrics of its own",
         "enable_lora": _ADAPTERS,
         "max_lora_rank": _ADAPTERS,
         "lora_modules": _ADAPTERS,
@@ -154,7 +157,7 @@ class VllmSection(Strict, frozen=True, kw_only=True):
                     "lower-case letters, digits and underscores"
                 )
             if instead := OWNED_VLLM_ARGS.get(name):
-                raise ValueError(f"args.{name} is not yours to set; set {instead} instead")
+                raise ValueError(f"args.{name} is not yours to set; instead use {instead}")
 
 
 class GroupSection(Strict, frozen=True, kw_only=True):

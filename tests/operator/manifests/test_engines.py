@@ -86,14 +86,14 @@ def test_arguments_that_ullage_sets_are_refused_with_the_field_to_set(
     with pytest.raises(InvalidManifest) as refusal:
         make_plan(**wrong)
     message = str(refusal.value)
-    assert message.startswith(f"spec.vllm: args.{name} is not yours to set; set ")
+    assert message.startswith(f"spec.vllm: args.{name} is not yours to set; instead use ")
     # An API server cannot look into the map, so the operator refuses what it has stored.
     with pytest.raises(InvalidManifest, match=f"args.{name} is not yours to set"):
         parse_stored(stored(**wrong))
 
 
 def test_the_field_to_set_is_called_as_in_the_api(make_plan: MakePlan) -> None:
-    with pytest.raises(InvalidManifest, match=r"args\.max_model_len .* set model\.maxModelLen "):
+    with pytest.raises(InvalidManifest, match=r"args\.max_model_len .* use model\.maxModelLen"):
         make_plan(vllm={"args": {"max_model_len": 4096}})
 
 
