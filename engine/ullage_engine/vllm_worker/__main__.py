@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ullage_common.config.engine import EngineConfig
-from ullage_engine.vllm_worker.startup import Started, start
+from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker import loop
 
 
@@ -18,7 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return loop.run(parser, _start, arguments)
 
 
-def _start(config: EngineConfig, report: loop.Report, options: argparse.Namespace) -> Started:
+def _start(
+    config: EngineConfig, report: loop.Report, options: argparse.Namespace
+) -> loop.StartedEngine:
+    # vLLM takes seconds to import, and the server is to know that this process lives.
+    report(Loading(stage="imports", done_bytes=0, total_bytes=1))
+    from ullage_engine.vllm_worker.startup import start
+
     return start(config, report)
 
 

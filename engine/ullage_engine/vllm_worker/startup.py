@@ -108,24 +108,8 @@ def start(config: EngineConfig, report: Report) -> Started:
     arguments.check(config)
     memory = _Memory(config)
     progress = _Progress(report, memory.used_bytes)
-    with progress.stage("weights"):
-        dtype = vllm_core.resolve_dtype(config.model.dtype)
-        files = resolve_source(config.model.source)
-        folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
-        adapters = {each.name: str(resolve_source(each.source).path) for each in config.adapters}
-        vllm_config = vllm_core.make_config(
-            arguments.engine_args(
-                config,
-                folder,
-                dtype,
-                device_share=memory.device_share,
-                is_cpu=memory.is_cpu,
-            )
-        )
-        max_model_len = vllm_config.model_config.max_model_len
-        core = vllm_core.VllmCore(
-            vllm_config, memory.size_pool, adapters, partial(_load_vocabulary, files.path)
-        )
+    with progress.watch():
+        core, max_model_len = _load(config, memory, progress)
     memory.settle(core)
     profile = _profile(core, config)
     reservations = Reservations(
@@ -155,6 +139,40 @@ def start(config: EngineConfig, report: Report) -> Started:
         name=config.model.name,
         ranks=core.ranks,
     )
+
+
+def _load(
+    config: EngineConfig, memory: "_Memory", progress: "_Progress"
+) -> tuple[vllm_core.VllmCore, int]:
+    """Returns vLLM's engine and the longest sequence of the model as configured, tokens."""
+    progress.begin("weights")
+    dtype = vllm_core.resolve_dtype(config.model.dtype)
+    files = resolve_source(config.model.source)
+    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
+    adapters = {each.name: str(resolve_source(each.source).path) for each in config.adapters}
+    vllm_config = vllm_core.make_config(
+        arguments.engine_args(
+            config,
+            folder,
+            dtype,
+            device_share=memory.device_share,
+            is_cpu=memory.is_cpu,
+        )
+    )
+    max_model_len = vllm_config.model_config.max_model_len
+    progress.begin("weights", _weight_bytes(folder))
+    core = vllm_core.VllmCore(
+        vllm_config,
+        memory.size_pool,
+        adapters,
+        partial(_load_vocabulary, files.path),
+        progress.begin,
+    )
+    return core, max_model_len
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _load_vocabulary(path: Path, vocab_size: int) -> LLTokenizer:
@@ -271,32 +289,43 @@ class _Progress:
         self._report = report
         self._used_bytes = used_bytes
         self._lock = threading.Lock()
+        self._stage = ""
+        self._total = self._first = self._most = 0
+
+    def begin(self, stage: str, total_bytes: int = 0) -> None:
+        """Ends the stage before, and begins one that is going to take so many bytes; 0: unknown."""
+        with self._lock:
+            self._end()
+            self._stage, self._total = stage, total_bytes
+            self._first = self._most = self._used_bytes()
+            self._send(0, total_bytes or 1)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Reports bytes in use every second as long as they grow."""
+    def watch(self) -> Iterator[None]:
+        """Reports the bytes in use every second as long as they grow."""
         ended = threading.Event()
-        first = most = self._used_bytes()
-        self._send(name, 0, 1)
 
-        def watch() -> None:
-            nonlocal most
+        def look() -> None:
             while not ended.wait(_PROGRESS_S):
-                used = self._used_bytes()
-                if used > most:
-                    most = used
-                    self._send(name, used - first, used - first + 1)
+                with self._lock:
+                    used = self._used_bytes()
+                    if used > self._most and self._stage:
+                        self._most = used
+                        total = self._total or 1
+                        self._send(min(used - self._first, total - 1), total)
 
-        thread = threading.Thread(target=watch, name="loading", daemon=True)
+        thread = threading.Thread(target=look, name="loading", daemon=True)
         thread.start()
         try:
             yield
         finally:
             ended.set()
             thread.join()
-        taken = self._used_bytes() - first
-        self._send(name, taken, taken)
+        self._end()
 
-    def _send(self, stage: str, done: int, total: int) -> None:
-        with self._lock:
-            self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))
+    def _end(self) -> None:
+        if self._stage:
+            self._send(self._total, self._total)
+
+    def _send(self, done: int, total: int) -> None:
+        self._report(Loading(stage=self._stage, done_bytes=done, total_bytes=total))

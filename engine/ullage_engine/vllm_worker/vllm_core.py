@@ -122,17 +122,21 @@ SizePool = Callable[[list[int]], list[int]]
 """Returns the KV bytes of each rank, of those that vLLM found to be free for it."""
 
 
-def _sized_executor(base: type[Executor], size_pool: SizePool) -> type[Executor]:
+def _sized_executor(
+    base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
+) -> type[Executor]:
     """Makes vLLM's executor ask the ledger how large the KV pool becomes."""
 
     class SizedExecutor(base):  # type: ignore[misc]
         kv_configs: list[KVCacheConfig]
 
         def determine_available_memory(self) -> list[int]:
+            on_stage("warm_up")
             return size_pool(super().determine_available_memory())
 
         def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
             self.kv_configs = kv_cache_configs
+            on_stage("kv_pool")
             super().initialize_from_config(kv_cache_configs)
 
     return SizedExecutor
@@ -147,16 +151,18 @@ class VllmCore:
         size_pool: SizePool,
         adapters: Mapping[str, str],
         load_vocabulary: Callable[[int], LLTokenizer],
+        on_stage: Callable[[str], None],
     ) -> None:
         """Loads the model and allocates everything.
 
         `adapters`: folders by name. `load_vocabulary`: makes what grammars need of the tokenizer,
-        for a vocabulary of so many tokens, when the first grammar comes.
+        for a vocabulary of so many tokens, when the first grammar comes. `on_stage` is called when
+        the weights are loaded and warm_up begins, and kv_pool.
 
         Raises:
             WorkerStartError: the model or its memory cannot be served as configured.
         """
-        executor = _sized_executor(Executor.get_class(config), size_pool)
+        executor = _sized_executor(Executor.get_class(config), size_pool, on_stage)
         try:
             self._engine = LLMEngine(
                 vllm_config=config,
