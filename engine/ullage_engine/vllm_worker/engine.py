@@ -308,6 +308,10 @@ class VllmEngine:
         """Makes sequences of one arrival; all but the first are children of the first if they have
         a common prefix that vLLM keeps."""
         self._num_submitted += 1
+        if not self._limits.keeps_prompts:
+            # vLLM shares KV among requests of one salt.
+            salt = f"{requests[0].cache_salt}\0{self._num_submitted}"
+            requests = [structs.replace(each, cache_salt=salt, session_id="") for each in requests]
         group = [
             Sequence(
                 request=request,

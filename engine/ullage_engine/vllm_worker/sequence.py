@@ -18,6 +18,8 @@ class EngineLimits:
     flight and of speculation."""
     shares_prompts: bool
     """Whether vLLM keeps computed KV, so that samples of one prompt share it."""
+    keeps_prompts: bool = True
+    """Whether requests that begin alike share it as well."""
 
 
 @dataclass(slots=True, eq=False)

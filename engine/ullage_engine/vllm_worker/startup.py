@@ -125,6 +125,7 @@ def start(config: EngineConfig, report: Report) -> Started:
         max_sequences=config.batching.max_sequences,
         lookahead_tokens=core.lookahead_tokens,
         shares_prompts=core.has_prefix_cache,
+        keeps_prompts=config.memory.prefix_cache,
     )
     return Started(
         engine=VllmEngine(core, profile, limits, reservations),

@@ -42,6 +42,7 @@ def make_engine(
     max_model_len: int = 10_000,
     session_blocks: int = 0,
     shares_prompts: bool = True,
+    keeps_prompts: bool = True,
 ) -> tuple[VllmEngine, FakeVllm, Clock]:
     core, clock = FakeVllm(num_blocks, BLOCK, windows=windows, chunk_tokens=CHUNK), Clock()
     profile = MemoryProfile(
@@ -60,6 +61,7 @@ def make_engine(
         max_sequences=8,
         lookahead_tokens=0,
         shares_prompts=shares_prompts,
+        keeps_prompts=keeps_prompts,
     )
     return VllmEngine(core, profile, limits, reservations, clock), core, clock
 
@@ -241,6 +243,17 @@ def test_without_a_prefix_cache_samples_share_nothing() -> None:
     engine, _, _ = make_engine(num_blocks=40, shares_prompts=False)
     assert Client(engine).submit(*[make_request(str(i), 100, 10) for i in range(4)]) is None
     assert engine.stats().headroom_bytes == (40 - 4 * 7) * BLOCK * BYTES
+
+
+def test_where_prompts_are_not_kept_only_samples_of_one_share_them() -> None:
+    engine, core, _ = make_engine(keeps_prompts=False, session_blocks=8)
+    client = Client(engine)
+    client.submit(*[make_request(str(index), 100, 10, session_id="s") for index in range(2)])
+    client.run()
+    assert (client.cached["0"], client.cached["1"]) == (0, 96)
+    client.submit(make_request("2", 100, 10, session_id="s"))
+    client.run()
+    assert client.cached["2"] == 0 and core.num_free == core.num_blocks
 
 
 def test_samples_that_do_not_fit_together_take_turns() -> None:
