@@ -4,14 +4,21 @@ where vLLM is not installed, none is collected."""
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from ullage_testing.small_models import SOURCE, random_model_of, smollm2_path
+from ullage_testing.small_models import (
+    SOURCE,
+    foreign_warnings_allowed,
+    random_model_of,
+    smollm2_path,
+)
 
+from ullage_common.config.engine import EngineConfig
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -25,6 +32,8 @@ if HAS_VLLM:
         "DO_NOT_TRACK": "1",
     }
 
+CONTRACT = "test_contract.py"
+
 WriteCheckpoint = Callable[..., Path]
 
 
@@ -32,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Allows the warnings of vLLM's own modules; those of Ullage stay errors."""
     for message in (r".torch\.jit\.script_method. is deprecated",):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:DeprecationWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs what says which part of vLLM has changed before what fails because of it."""
+    items.sort(key=lambda item: item.path.name != CONTRACT)
 
 
 @pytest.fixture
@@ -76,3 +90,61 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> WriteCheckpoin
         return folder
 
     return write
+
+
+def vllm_config(source: str, **sections: Any) -> dict[str, Any]:
+    """Returns the configuration of a small engine on two cores; sections given by keyword replace
+    fields of the default one."""
+    config: dict[str, Any] = {
+        "engine": "vllm",
+        "model": {
+            "source": source,
+            "name": "served",
+            "dtype": "float32",
+            "max_model_len": 1024,
+        },
+        "device": "cpu",
+        "memory": {
+            "threshold": 1.0,
+            "safety_reserve": 0,
+            "device_bytes": 4 << 30,
+            "max_kv": 64 << 20,
+        },
+        "batching": {"max_sequences": 8, "prefill_chunk_tokens": 256},
+        "server": {"threads": 2},
+        # The smallest block that vLLM's attention on CPUs takes.
+        "vllm": {"args": {"block_size": 32}},
+    }
+    for name, value in sections.items():
+        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
+    return config
+
+
+StartHere = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def start_here(weights_dir: Path) -> Iterator[StartHere]:
+    """Starts engines with vLLM in this process, one after the other; sections given by keyword
+    replace fields of `vllm_config`. What is returned is a `vllm_worker.startup.Started`."""
+    from ullage_engine.vllm_worker.startup import start
+
+    running: list[Any] = []
+
+    def start_one(source: str | Path, **sections: Any) -> Any:
+        stop_running(running)
+        uri = f"file://{source}" if isinstance(source, Path) else source
+        config = vllm_config(uri, **sections)
+        config["server"]["weights_dir"] = str(weights_dir)
+        with foreign_warnings_allowed():
+            running.append(start(msgspec.convert(config, EngineConfig), lambda _: None))
+        return running[-1]
+
+    yield start_one
+    stop_running(running)
+
+
+def stop_running(running: list[Any]) -> None:
+    while running:
+        with foreign_warnings_allowed():
+            running.pop().stop()

@@ -151,7 +151,7 @@ def smollm2_path() -> Path:
 
 
 @contextmanager
-def _foreign_warnings_allowed() -> Iterator[None]:
+def foreign_warnings_allowed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -159,7 +159,7 @@ def _foreign_warnings_allowed() -> Iterator[None]:
 
 def continue_greedily(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy continuation by transformers."""
-    with _foreign_warnings_allowed(), torch.inference_mode():
+    with foreign_warnings_allowed(), torch.inference_mode():
         result = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -175,7 +175,7 @@ def continue_greedily(model: Any, prompt: list[int], num_tokens: int) -> list[in
 def load_smollm2_reference() -> Any:
     """transformers' model of the same file."""
     path = smollm2_path()
-    with _foreign_warnings_allowed():
+    with foreign_warnings_allowed():
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
@@ -186,7 +186,7 @@ def load_smollm2_reference() -> Any:
 
 def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
     """Writes a small random Llama as safetensors; returns transformers' model and the folder."""
-    with _foreign_warnings_allowed():
+    with foreign_warnings_allowed():
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes: dict[str, Any] = {
@@ -207,7 +207,7 @@ def make_llama(folder: Path, **overrides: Any) -> tuple[Any, Path]:
 
 def make_family(family: str, seed: int, **overrides: Any) -> Any:
     """transformers' model of a family, small, with weights of a seed; sizes can be overridden."""
-    with _foreign_warnings_allowed():
+    with foreign_warnings_allowed():
         from transformers import CONFIG_MAPPING
 
         config = CONFIG_MAPPING[family](**(SMALL | FAMILIES[family] | overrides))
@@ -216,7 +216,7 @@ def make_family(family: str, seed: int, **overrides: Any) -> Any:
 
 def random_model_of(config: Any, seed: int, encoder: bool = False) -> Any:
     """transformers' model of a configuration, with weights of a seed; an encoder has no head."""
-    with _foreign_warnings_allowed():
+    with foreign_warnings_allowed():
         from transformers import AutoModel, AutoModelForCausalLM
 
         torch.manual_seed(seed)
