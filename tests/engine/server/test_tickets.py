@@ -88,6 +88,12 @@ def test_a_ticket_may_leave_out_the_session(
     assert refusal(gate, request(), ticket(is_sessionless=is_sessionless, uses=2)) == "TICKET_USED"
 
 
+def test_an_embedding_has_no_output_to_bound(make_gate: Callable[..., TicketVerifier]) -> None:
+    asked = request(embed=True)
+    make_gate().admit(asked, ticket(max_tokens=0))
+    assert not asked.HasField("stop")
+
+
 def test_a_tenants_ticket_is_for_no_adapter(make_gate: Callable[..., TicketVerifier]) -> None:
     """Its router knows which ones a tenant may use, and the ticket does not say."""
     gate = make_gate()

@@ -65,9 +65,8 @@ class EmbeddingsEndpoint:
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             body = parse(_BODY, await request.read(tenant.name))
-            record = RequestRecord(
-                record.request_id
-            )  # its time begins when all of the body is there
+            # Its time begins when all of the body is there.
+            record = RequestRecord(record.request_id)
             asked = _requests(body)
         except Exception as error:
             refusal = as_service_error(error, record)
@@ -195,7 +194,9 @@ def _request(
     body: EmbeddingsRequest, item: str | int | list[int] | list[str | int | list[int]], field: str
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
-        model=body.model or "", cache_salt=body.cache_salt or "", embed=True
+        model=utf8("model", body.model or ""),
+        cache_salt=utf8("cache_salt", body.cache_salt or ""),
+        embed=True,
     )
     if isinstance(item, str):
         request.text = utf8(field, item)
