@@ -5,6 +5,7 @@ from collections.abc import AsyncIterable
 from typing import TYPE_CHECKING, Any
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.wire.errors import invalid
 
 if TYPE_CHECKING:
     StartService = Any
@@ -168,5 +169,18 @@ def test_what_is_known_only_at_its_end_may_take_longer_than_a_token(
             assert (await service.complete("x")).status_code in (429, 504)
             hold.set()
             assert [(await answer).status_code for answer in slow] == [200, 200]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_searches_no_beams_names_the_field(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            message = "samples.beam: this engine searches no beams; ask for samples"
+            service.engine.script.refuse = invalid("samples.beam", message)
+            answer = await service.complete(use_beam_search=True, n=2)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "use_beam_search")
+            assert error["message"] == message.replace("samples.beam", "use_beam_search")
 
     asyncio.run(scenario())

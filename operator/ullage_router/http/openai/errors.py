@@ -29,6 +29,7 @@ _FIELDS = {
     "grammar.choice": "structured_outputs.choice",
     "grammar.lark": "structured_outputs.grammar",
     "grammar": "response_format",
+    "samples.beam": "use_beam_search",
 }
 """OpenAI's and vLLM's names of fields that are known by other names on the wire, by their
 beginnings."""
