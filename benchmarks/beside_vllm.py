@@ -186,7 +186,7 @@ async def ullage(folder: Path) -> AsyncIterator[Server]:
     log = str(folder / "engine.log")
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(start_engine(run, log, **sections))
-        slo = {"ttft_p95": 30.0, "e2e_p95": 90.0}
+        slo = {"ttft_p95": 15.0, "e2e_p95": 40.0}
         url, _ = await start_router(stack, MODEL, [engine.address], folder, slo)
         pid = engine.worker_pid
         yield Server("ullage", url, lambda: pid() or 0)

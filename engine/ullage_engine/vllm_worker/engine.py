@@ -360,7 +360,9 @@ class VllmEngine:
         least = [self._num_blocks(each, len(each.token_ids) + first) for each in group]
         # Samples that have parted may run in turns.
         needed_bytes = (max if has_output else sum)(least) * self._profile.block_bytes
-        return refuse_never_fits(requests, self._profile, self._limits.max_model_len, needed_bytes)
+        # A prompt that is only embedded needs no room for output.
+        longest = self._limits.max_model_len + (1 - first)
+        return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[Sequence]) -> Rejected | None:
         """Gives the first of new samples to vLLM and reserves the blocks of all; refuses them where
@@ -412,7 +414,7 @@ class VllmEngine:
         """
         request_id, reservations = sequence.request_id, self.reservations
         num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
-        key = sequence.request.session_key
+        key = sequence.session_key
         is_cached = (bool(key) and reservations.use_session(key)) or is_cached
         if not is_cached and reservations.reserve(request_id, num_blocks, spared):
             return self._give(sequence)
@@ -523,7 +525,7 @@ class VllmEngine:
         self._defer(sequence)
 
     def _keep_session(self, sequence: Sequence) -> None:
-        key = sequence.request.session_key
+        key = sequence.session_key
         if key:
             self.reservations.keep_session(key, sequence.request_id)
 

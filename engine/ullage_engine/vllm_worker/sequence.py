@@ -52,6 +52,12 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def session_key(self) -> str:
+        """The session's name among those of all salts and adapters; empty: no session."""
+        key = self.request.session_key
+        return f"{self.request.adapter}\0{key}" if key else ""
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Order of importance, smallest first: larger priority, then earlier arrival."""
         return (-self.request.priority, self.arrival, self.serial)

@@ -1,6 +1,7 @@
 """Serving with vLLM: what is admitted fits, nothing is lost, and vLLM never preempts."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from ullage_testing.fake_vllm import FakeVllm, next_token
 from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks
 from ullage_engine.protocol.messages import (
     BeamParams,
+    Embedding,
     EngineRequest,
     Rejected,
     SamplingParams,
@@ -116,8 +118,9 @@ class Client:
             self.step()
         raise AssertionError("requests do not end")
 
-    def _take(self, outputs: list[TokenOutput]) -> None:
+    def _take(self, outputs: Sequence[TokenOutput | Embedding]) -> None:
         for each in outputs:
+            assert isinstance(each, TokenOutput)
             assert each.request_id not in self.finished, "output after the end"
             self.texts[each.request_id] += each.token_ids
             self.cached[each.request_id] = each.num_cached_tokens
@@ -373,6 +376,29 @@ def test_beams_are_refused_by_name() -> None:
     Client(engine).submit(make_request("a", beam=BeamParams(width=2)))
     [failed] = engine.take_failed()
     assert failed.field == "samples.beam" and not engine.has_work
+
+
+def test_a_prompt_as_long_as_the_model_allows_is_embedded() -> None:
+    engine, core, _ = make_engine(max_model_len=100)
+    request = make_request("a", 100, 0, embed=True)
+    assert engine.submit_group([request]) == []
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    [embedding] = outputs
+    assert isinstance(embedding, Embedding) and len(embedding.vector) == 4
+    refusal = engine.submit_group([make_request("b", 101, 0, embed=True)])
+    assert isinstance(refusal, Rejected) and refusal.never
+    assert core.num_free == core.num_blocks
+
+
+def test_a_session_is_kept_by_adapter() -> None:
+    engine, _, _ = make_engine(session_blocks=8)
+    client = Client(engine)
+    client.submit(make_request("1", 40, 9, session_id="s"))
+    client.submit(make_request("2", 40, 9, session_id="s", adapter="x"))
+    client.run()
+    assert engine.stats().num_sessions == 2
 
 
 def test_an_injected_fault_breaks_the_engine_in_its_step() -> None:

@@ -152,7 +152,7 @@ class FakeVllm:
         if request.sampling.temperature > 2:
             raise InvalidRequestError("temperature: is above 2", "temperature")
         assert request.request_id not in self._requests, "added twice"
-        assert max_tokens > 0, "nothing to produce"
+        assert max_tokens > 0 or request.embed, "nothing to produce"
         self._num_added += 1
         order = (-request.priority, self._num_added)
         self._requests[request.request_id] = Running(
@@ -218,6 +218,8 @@ class FakeVllm:
         self.most_held[request_id] = max(held, self.most_held.get(request_id, 0))
 
     def _produce(self, running: Running) -> CoreOutput:
+        if running.request.embed:
+            return self._embed(running)
         token = next_token(running.token_ids)
         running.token_ids.append(token)
         running.num_produced += 1
@@ -230,6 +232,14 @@ class FakeVllm:
             self._free_tables(running)
         finish = "stop" if is_stop else "length" if is_full else ""
         return CoreOutput(request_id, [token], finish, num_cached_tokens=running.num_cached)  # type: ignore[arg-type]
+
+    def _embed(self, running: Running) -> CoreOutput:
+        request_id = running.request.request_id
+        self._ended[request_id] = self._requests.pop(request_id)
+        self._free_tables(running)
+        return CoreOutput(
+            request_id, [], embedding=bytes([next_token(running.token_ids) % 256] * 4)
+        )
 
     def _match(self, running: Running) -> tuple[int, list[list[Block | None]]]:
         """Finds the whole blocks of a request's tokens before its last that all groups have."""
