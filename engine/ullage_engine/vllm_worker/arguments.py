@@ -59,8 +59,9 @@ def engine_args(
         "tensor_parallel_size": ranks.tensor,
         "pipeline_parallel_size": ranks.pipeline,
         "max_num_seqs": batching.max_sequences,
-        # Samples of one prompt share it by vLLM's prefix cache, so that it is always on.
-        "enable_prefix_caching": True,
+        # Samples of one prompt share it by vLLM's prefix cache, which is on by itself but for
+        # encoders: those do not start with it.
+        "enable_prefix_caching": None,
         "gpu_memory_utilization": device_share,
         "scheduling_policy": "priority",
         "seed": 0,
@@ -68,7 +69,7 @@ def engine_args(
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": EXTENSION,
         **_chunk_args(batching.prefill_chunk_tokens, batching.max_sequences),
-        **_adapter_args(config),
+        **_adapter_args(config, is_cpu),
     }
     if is_cpu:
         # Compiling takes a minute at every start and makes little of a CPU's steps.
@@ -85,15 +86,18 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
     return {"max_num_batched_tokens": chunk_tokens + max_sequences}
 
 
-def _adapter_args(config: EngineConfig) -> dict[str, Any]:
+def _adapter_args(config: EngineConfig, is_cpu: bool) -> dict[str, Any]:
     if not config.adapters:
         return {}
     largest = max(adapter.rank for adapter in config.adapters)
+    # On CPUs vLLM computes what is for the base model with the last slot when adapters are in the
+    # same batch; one slot more stays empty.
+    num_slots = len(config.adapters) + is_cpu
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= largest),
-        "max_loras": len(config.adapters),
-        "max_cpu_loras": len(config.adapters),
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots,
     }
 
 

@@ -19,7 +19,7 @@ from ullage_common.process.memory import free_bytes
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.pressure import FreeMemoryMonitor
-from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.model_loader.source import resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
@@ -150,7 +150,7 @@ def _load(
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
-    adapters = {each.name: str(resolve_source(each.source).path) for each in config.adapters}
+    adapters = {each.name: str(resolve_adapter(each.source)) for each in config.adapters}
     vllm_config = vllm_core.make_config(
         arguments.engine_args(
             config,

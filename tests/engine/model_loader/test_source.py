@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.model_loader.source import resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 
 
@@ -64,3 +64,12 @@ def test_what_is_no_model_is_said_to_be_none(tmp_path: Path) -> None:
 def test_a_path_that_the_system_refuses_is_told() -> None:
     with pytest.raises(WeightsError, match=r"File name too long; check the path"):
         resolve_source(f"file:///{'x' * 300}.gguf")
+
+
+def test_an_adapter_is_a_folder_with_its_configuration(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"^adapters: source 'file://.*no adapter_config.json"):
+        resolve_adapter(f"file://{tmp_path}")
+    with pytest.raises(WeightsError, match=r"^adapters: source 's3://bucket/a': unknown scheme"):
+        resolve_adapter("s3://bucket/a")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert resolve_adapter(f"file://{tmp_path}") == tmp_path
