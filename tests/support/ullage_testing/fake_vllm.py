@@ -67,6 +67,8 @@ class Running:
     token_ids: list[int]
     max_tokens: int
     order: tuple[int, int]
+    started: tuple[int, int] = (0, 0)
+    """Its place among those that have started."""
     num_produced: int = 0
     num_computed: int = 0
     num_cached: int = 0
@@ -99,10 +101,11 @@ class FakeVllm:
         self._free: OrderedDict[Block, None] = OrderedDict(
             (Block(), None) for _ in range(num_blocks)
         )
-        self._cached: dict[object, Block] = {}
+        self._cached: dict[object, dict[Block, None]] = {}
+        """Blocks by what they cache, which may be the same, the first ones first."""
         self._requests: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
-        self._num_added = 0
+        self._num_added = self._num_started = 0
 
     @property
     def blocks(self) -> "FakeVllm":
@@ -175,7 +178,11 @@ class FakeVllm:
         outputs = []
         budget = self._chunk_tokens
         num_running = sum(bool(each.tables) for each in self._requests.values())
-        ranked = sorted(self._requests.values(), key=lambda each: (not each.tables, each.order))
+        # Those that run go on in the order in which they started, whatever their priorities.
+        ranked = sorted(
+            self._requests.values(),
+            key=lambda each: (not each.tables, each.started if each.tables else each.order),
+        )
         for each in ranked:
             if not each.tables:
                 if num_running >= self.max_running or budget <= 0:
@@ -194,6 +201,8 @@ class FakeVllm:
     # --------------------------------------------------------------------------------------------
 
     def _begin(self, running: Running) -> None:
+        self._num_started += 1
+        running.started = (self._num_started, 0)
         num_hits, running.tables = self._match(running)
         for table in running.tables:
             for block in table:
@@ -253,7 +262,7 @@ class FakeVllm:
         window = self._windows[group]
         first = max(0, num_hits * self._size - window + 1) // self._size if window else 0
         found = [
-            self._cached.get(self._content(running, group, index))
+            next(iter(self._cached.get(self._content(running, group, index), ())), None)
             for index in range(first, num_hits)
         ]
         return [None] * first + found if all(found) else []
@@ -272,14 +281,17 @@ class FakeVllm:
         if not self._free:
             raise PreemptedError("no block is free")
         block, _ = self._free.popitem(last=False)
-        self._cached.pop(block.content, None)
+        if block.content is not None:
+            alike = self._cached[block.content]
+            del alike[block]
+            if not alike:
+                del self._cached[block.content]
         block.content, block.ref_count = None, 1
         return block
 
     def _cache(self, block: Block, content: object) -> None:
-        if content not in self._cached:
-            self._cached[content] = block
-            block.content = content
+        self._cached.setdefault(content, {})[block] = None
+        block.content = content
 
     def _take(self, block: Block) -> None:
         self._free.pop(block, None)
