@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import yaml
 import zmq
 from safetensors.torch import save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -107,6 +110,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
+    vector: bytes = b""
 
 
 class Worker:
@@ -159,10 +163,13 @@ class Worker:
                 pytest.fail(repr(message))
             case StateReport(state=state):
                 self._state = state
-            case StepDone(outputs=outputs):
+            case StepDone(outputs=outputs, embeddings=embeddings):
                 for output in outputs:
                     self._answers[output.request_id].token_ids += output.token_ids
                     self._answers[output.request_id].finish = output.finish
+                for each in embeddings:
+                    answer = self._answers[each.request_id]
+                    answer.vector, answer.finish = each.vector, "embedded"
         return message
 
 
@@ -309,4 +316,24 @@ def test_requests_for_the_base_and_for_adapters_share_a_batch(
     requests = [request_of(str(i), prompt, adapter=name) for i, name in enumerate(names)]
     answers = worker.answer(*requests)
     assert [each.token_ids for each in answers] == [expected[name] for name in names]
+    worker.stop()
+
+
+def test_embeddings_of_an_encoder_are_those_of_transformers(
+    write_checkpoint: Callable[..., Path], start_worker: StartWorker
+) -> None:
+    folder = write_checkpoint(BertConfig(**WIDE), seed=7, encoder=True)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = prompts_of(seed=3)
+    with torch.inference_mode():
+        states = [model(torch.tensor([each])).last_hidden_state[0, 0] for each in prompts]
+    expected = [torch.nn.functional.normalize(each, dim=0).numpy() for each in states]
+
+    worker = start_worker(folder, batching={"max_sequences": 8}, vllm={"args": {}})
+    assert worker.ready.task == "embed"
+    answers = worker.answer(
+        *(request_of(str(i), each, max_tokens=0, embed=True) for i, each in enumerate(prompts))
+    )
+    for answer, vector in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(np.frombuffer(answer.vector, "<f4"), vector, atol=1e-5)
     worker.stop()

@@ -110,6 +110,7 @@ def start(config: EngineConfig, report: Report) -> Started:
     progress = _Progress(report, memory.used_bytes)
     with progress.watch():
         core, max_model_len = _load(config, memory, progress)
+    core.probe()
     memory.settle(core)
     profile = _profile(core, config)
     reservations = Reservations(

@@ -37,6 +37,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
+from ullage_engine.protocol.messages import SamplingParams as OurSamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.resume import RESUMED
 from ullage_engine.vllm_worker.vllm_blocks import (
@@ -56,6 +57,7 @@ VERSION = "0.32.0"
 _SEEDS = 1 << 63
 _GRAMMAR = "ullage_grammar"
 """Name under `extra_args` of a request's grammar, in llguidance's form."""
+_PROBE_STEPS = 100
 _ANY = r"start: /(.|\n)*/"
 """A grammar that vLLM accepts in place of the one that is used."""
 
@@ -349,6 +351,36 @@ class VllmCore:
             elif each.finished:
                 outputs.append(_embedding(each))
         return outputs
+
+    def probe(self) -> None:
+        """Computes one token: what fails in every step is to fail the start.
+
+        Raises:
+            WorkerStartError: the step fails, and not for memory, of which another start may have
+                more.
+        """
+        is_embedding = self.task == "embed"
+        request = EngineRequest(
+            request_id="probe",
+            token_ids=[0],
+            num_prompt_tokens=1,
+            max_tokens=0 if is_embedding else 1,
+            sampling=OurSamplingParams(temperature=0.0),
+            embed=is_embedding,
+        )
+        try:
+            self.add(request, 1)
+            if not any(self.step() for _ in range(_PROBE_STEPS)):
+                raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.exception("the first step failed")
+            raise WorkerStartError(
+                f"vllm: the first step fails ({_one_line(error)}); vLLM cannot serve this model on "
+                "this device, see the log above"
+            ) from error
+        self.forget(request.request_id)
 
     def close(self) -> None:
         """Ends the processes of other ranks."""
