@@ -180,7 +180,8 @@ class Engines:
         self._relist.set()
 
     def have_all(self, adapter: str) -> bool:
-        """Whether every engine that takes requests has the adapter; an empty one all have."""
+        """Whether every engine that takes requests has the adapter, or while none does an engine
+        that may come back; an empty one all have."""
         return not adapter or adapter in self.roster.common_adapters
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:

@@ -107,10 +107,9 @@ class Roster:
             if state is USABLE
             for adapter in adapters
         )
-        self.common_adapters = frozenset[str]()
-        """Adapters that all usable engines have."""
-        if usable := [adapters for state, _, adapters in self._states.values() if state is USABLE]:
-            self.common_adapters = usable[0].intersection(*usable)
+        self.common_adapters = self._common_adapters()
+        """Adapters that all usable engines have; while there is none, those that any has which may
+        come back: nobody runs before it, whatever adapter the request has that waits first."""
 
     def _add(self, engine: "Engine") -> None:
         state, fingerprint, _ = self._states[engine] = _state_of(engine)
@@ -120,6 +119,12 @@ class Roster:
         group.usable.append(engine)
         self._group_of[engine] = group
         self.on_load_change(engine)
+
+    def _common_adapters(self) -> frozenset[str]:
+        states = self._states.values()
+        if usable := [adapters for state, _, adapters in states if state is USABLE]:
+            return usable[0].intersection(*usable)
+        return frozenset[str]().union(*(a for state, _, a in states if state is RECOVERING))
 
     def is_right_about(self, engine: "Engine") -> bool:
         """Whether the engine is in the state that it was in."""
@@ -174,4 +179,4 @@ def engine_key(side: Side, pool: str, address: str) -> str:
     return f"{side}/{pool}/{address}"
 
 
-USABLE = EngineState.USABLE
+USABLE, RECOVERING = EngineState.USABLE, EngineState.RECOVERING

@@ -189,6 +189,51 @@ def test_nobody_waits_behind_an_adapter_that_some_engines_lack(start_service: St
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("others", [(), ((),)], ids=["alone", "beside one without it"])
+def test_what_names_an_adapter_waits_while_engines_restart(
+    start_service: StartService, others: tuple[tuple[str, ...], ...]
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100,) * (1 + len(others))) as service:
+            await learn(service, ("sql",), *others)
+            for engine in service.engines:
+                engine.push(ready=False)
+            router = service.router.service
+            await service.until(lambda: not router.engines.is_ready)
+            asking = [asyncio.create_task(service.chat(model=m)) for m in ("sql", "tiny")]
+            await service.until(lambda: len(router.queue) == 2 or any(t.done() for t in asking))
+            assert len(router.queue) == 2
+            service.engine.push(ready=True)
+            assert [(await task).status_code for task in asking] == [200, 200]
+            assert Counter(served(service)[0]) == {"sql": 1, "tiny": 1}
+
+    asyncio.run(scenario())
+
+
+def test_what_names_an_adapter_does_not_block_an_engine_without_it(
+    start_service: StartService,
+) -> None:
+    """It was the first in line when that engine came back."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            await learn(service, ("sql",), ())
+            for engine in service.engines:
+                engine.push(ready=False)
+            router, (_, lacking) = service.router.service, service.engines
+            await service.until(lambda: not router.engines.is_ready)
+            with_adapter = asyncio.create_task(service.chat(model="sql"))
+            await service.until(lambda: len(router.queue) == 1)
+            without = asyncio.create_task(service.chat())
+            await service.until(lambda: len(router.queue) == 2)
+            lacking.push(ready=True)
+            assert (await without).status_code == 200
+            assert (await with_adapter).status_code == 503
+            assert served(service) == [[], ["tiny"]]
+
+    asyncio.run(scenario())
+
+
 def test_a_tenant_may_use_the_adapters_that_its_rules_name(
     start_service: StartService, tmp_path: Path
 ) -> None:
