@@ -101,13 +101,19 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
+    has_vllm = find_spec("vllm") is not None
     name, reason = choose_engine(
         config.engine,
         on_cuda=_computes_on_cuda(config),
-        has_vllm=find_spec("vllm") is not None,
+        has_vllm=has_vllm,
         native_refusal=_native_refusal(config) if config.engine == "auto" else "",
     )
     log.info("engine %s: %s", name, reason)
+    if name == "vllm" and not has_vllm:
+        raise AppError(
+            "engine: vllm is asked for and not installed here; run make install-vllm, take an "
+            "image that has it, or set engine: native"
+        )
     if name == "native" and config.adapters:
         raise AppError(
             f"adapters: the native engine serves none; set engine: vllm or remove them ({reason})"

@@ -216,9 +216,7 @@ def test_every_argument_of_the_engine_is_one_of_vllm() -> None:
     for chunk in (None, 0, 64):
         batching = structs.replace(config.batching, prefill_chunk_tokens=chunk)
         config = structs.replace(config, batching=batching)
-        made |= arguments.engine_args(
-            config, smollm2_path(), "float32", device_share=1, is_cpu=True
-        )
+        made |= arguments.engine_args(config, smollm2_path(), "float32", None)
     missing = made.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     assert not missing, changed(f"EngineArgs has no {missing}; it")
 

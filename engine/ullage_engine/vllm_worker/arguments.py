@@ -11,6 +11,9 @@ from ullage_engine.vllm_worker.resume import EXTENSION
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
 
+_CPU_CHUNK_TOKENS = 512
+"""Most prompt tokens of one step on CPUs, where thousands would take longer than a step may."""
+
 
 def check(config: EngineConfig) -> None:
     """Checks what vLLM cannot do or Ullage does not ask of it.
@@ -42,13 +45,16 @@ def check(config: EngineConfig) -> None:
 
 
 def engine_args(
-    config: EngineConfig, folder: Path, dtype: str, *, device_share: float, is_cpu: bool
+    config: EngineConfig, folder: Path, dtype: str, device_share: float | None
 ) -> dict[str, Any]:
     """Returns the arguments for a checked configuration whose checkpoint is in `folder`.
 
-    `device_share`: share of a device's memory that vLLM may plan with, 0 to 1.
+    `device_share`: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
     """
     model, batching, ranks = config.model, config.batching, config.parallelism
+    chunk_tokens, is_cpu = batching.prefill_chunk_tokens, device_share is None
+    if chunk_tokens is None and is_cpu:
+        chunk_tokens = _CPU_CHUNK_TOKENS
     arguments: dict[str, Any] = {
         "model": str(folder),
         "served_model_name": model.name,
@@ -62,18 +68,21 @@ def engine_args(
         # Samples of one prompt share it by vLLM's prefix cache, which is on by itself but for
         # encoders: those do not start with it.
         "enable_prefix_caching": None,
-        "gpu_memory_utilization": device_share,
         "scheduling_policy": "priority",
         "seed": 0,
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": EXTENSION,
-        **_chunk_args(batching.prefill_chunk_tokens, batching.max_sequences),
+        **_chunk_args(chunk_tokens, batching.max_sequences),
         **_adapter_args(config, is_cpu),
     }
     if is_cpu:
         # Compiling takes a minute at every start and makes little of a CPU's steps.
         arguments["enforce_eager"] = True
+        # Any size: the ledger's takes its place, and vLLM compares none with the machine's.
+        arguments["kv_cache_memory_bytes"] = 1
+    else:
+        arguments["gpu_memory_utilization"] = device_share
     return {**arguments, **config.vllm.args}
 
 

@@ -197,9 +197,9 @@ class VllmEngine:
         started = self._clock()
         outputs = self._core.step()
         seconds = self._clock() - started
-        self._num_steps += 1
         self.reservations.on_step()
-        self._observe(seconds, outputs)
+        # A step in which nothing was computed is no progress: the server looks for that.
+        self._num_steps += self._observe(seconds, outputs)
         results = [each for output in outputs if (each := self._take(output)) is not None]
         self._extend_reservations()
         self._start_deferred()
@@ -222,8 +222,11 @@ class VllmEngine:
             self._prefix_hit_tokens += output.num_cached_tokens
         if output.finish == "error":
             self._remove(sequence)
-            message = "vLLM gave it up; see the engine's log"
-            self._failed.append(RequestFailed(request_id=output.request_id, message=message))
+            self._core.forget(output.request_id)
+            message = output.error or "vLLM gave it up; see the engine's log"
+            self._failed.append(
+                RequestFailed(request_id=output.request_id, message=message, field=output.field)
+            )
             return None
         if output.finish:
             if output.finish == "stop" or sequence.num_output >= self._output_lengths.estimate:
@@ -242,23 +245,25 @@ class VllmEngine:
             num_cached_tokens=sequence.num_cached_tokens,
         )
 
-    def _observe(self, seconds: float, outputs: list[CoreOutput]) -> None:
-        """Counts the time of a step and what was computed in it."""
+    def _observe(self, seconds: float, outputs: list[CoreOutput]) -> bool:
+        """Counts the time of a step and what was computed in it; returns whether anything was."""
         num_decodes = sum(
             len(output.token_ids)
             for output in outputs
             if (each := self._by_id.get(output.request_id)) is not None and each.has_token
         )
-        num_prompt_tokens = 0
+        is_advanced, num_prompt_tokens = bool(outputs), 0
         for each in self._by_id.values():
             if each.is_running and not each.has_token:
                 num_computed = self._core.blocks.num_computed(each.request_id)
+                is_advanced |= num_computed > each.num_computed
                 if each.num_computed:
                     num_prompt_tokens += num_computed - each.num_computed
                 each.num_computed = num_computed
         self.throughput.observe(
             seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens
         )
+        return is_advanced
 
     # admission -----------------------------------------------------------------------------------
 
@@ -338,11 +343,13 @@ class VllmEngine:
         profile, longest = self._profile, self._limits.max_model_len
         if not profile.block_bytes:
             return longest
-        longest = min(longest, most_tokens(profile, profile.kv_pool_bytes))
+        lookahead = self._limits.lookahead_tokens
+        longest = min(longest, most_tokens(profile, profile.kv_pool_bytes) - lookahead)
         limit = profile.session_kv_bytes if request.session_id else 0
         if limit:
             num_prompt = request.num_prompt_tokens
-            longest = min(longest, most_tokens(profile, limit, num_prompt, num_samples))
+            most = most_tokens(profile, limit, num_prompt, num_samples) - lookahead
+            longest = min(longest, most)
         return longest
 
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
@@ -351,7 +358,7 @@ class VllmEngine:
         shared = 0
         if sequence.parent is not None:
             shared = shared_tokens([sequence.parent.request, sequence.request])
-        stored = min(num_tokens + self._limits.lookahead_tokens, self._limits.max_model_len)
+        stored = num_tokens + self._limits.lookahead_tokens
         return sample_blocks(self._profile, stored, shared_tokens=shared)
 
     def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
@@ -387,16 +394,19 @@ class VllmEngine:
         for sequence in reversed(group):
             self._remove(sequence)
         size = self._profile.block_bytes
-        refusal = refuse_now(
+        available = max(0, self.reservations.num_unreserved - spared)
+        if not is_full:
+            # What is refused for memory lacks a block, if only by what one or the other shares.
+            needed = max(needed, 1)
+            available = min(available, needed - 1)
+        return refuse_now(
             [each.request for each in group],
             needed * size,
-            max(0, self.reservations.num_unreserved - spared) * size,
+            available * size,
             None,
             slots if is_full else len(group),
             [(each.after_s, each.num_bytes) for each in self.releases()],
         )
-        assert refusal is not None, "refused what fits"
-        return refusal
 
     def _reserve_new(self, sequence: Sequence, spared: int) -> bool:
         if sequence.parent is None:

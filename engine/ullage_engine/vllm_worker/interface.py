@@ -3,6 +3,7 @@
 `VllmCore` in `vllm_core` is the real one. Everything else is written against these protocols.
 """
 
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -29,6 +30,10 @@ class CoreOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request first started."""
+    error: str = ""
+    """Why vLLM or its grammar gave the request up; one line for the client."""
+    field: str = ""
+    """Field of the request that is at fault; empty: the engine is."""
     embedding: bytes = b""
     """Numbers of the prompt's embedding, which ends the request: float32, little-endian."""
 
@@ -42,11 +47,6 @@ class Prefix(Protocol):
     @property
     def num_held(self) -> float:
         """What a request that begins with them would hold; see `Blocks.num_held`."""
-
-    @property
-    def num_own(self) -> float:
-        """Blocks that others could have if these were given back: those that nobody else holds,
-        and a share of those of windows."""
 
 
 class Blocks(Protocol):
@@ -72,6 +72,10 @@ class Blocks(Protocol):
 
     def hold_prefix(self, request_id: str) -> Prefix:
         """Holds the cached blocks of a request's tokens, which may have ended in the last step."""
+
+    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
+        """Counts the blocks that are free for others once all of these are given back; of blocks of
+        windows that requests hold as well, the prefixes' part."""
 
     def release(self, prefix: Prefix) -> None:
         """Gives blocks back; they stay cached until they are needed."""

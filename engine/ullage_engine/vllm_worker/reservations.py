@@ -60,21 +60,31 @@ class Reservations:
     @property
     def num_committed(self) -> int:
         """Blocks that are reserved and not yet held."""
-        reserved = (
-            max(0, each.num_blocks - self._held(request_id, each))
-            for request_id, each in self._by_id.items()
-        )
-        return math.ceil(sum(reserved) - _ROUNDING)
+        return math.ceil(self._committed - _ROUNDING)
 
     @property
     def num_reclaimable(self) -> int:
         """Blocks that only idle sessions hold."""
-        return int(sum(each.prefix.num_own for each in self._sessions.values()) + _ROUNDING)
+        return math.floor(self._reclaimable + _ROUNDING)
 
     @property
     def num_unreserved(self) -> int:
         """Blocks that a reservation may still take; negative while frees are under way."""
-        return self._blocks.num_free + self.num_reclaimable - self.num_committed
+        # Shares of blocks make whole ones together, so that only their sum is rounded.
+        unreserved = self._blocks.num_free + self._reclaimable - self._committed
+        return math.floor(unreserved + _ROUNDING)
+
+    @property
+    def _committed(self) -> float:
+        return sum(
+            max(0.0, each.num_blocks - self._held(request_id, each))
+            for request_id, each in self._by_id.items()
+        )
+
+    @property
+    def _reclaimable(self) -> float:
+        sessions = self._sessions.values()
+        return self._blocks.num_reclaimable([each.prefix for each in sessions]) if sessions else 0.0
 
     @property
     def num_sessions(self) -> int:
@@ -133,6 +143,8 @@ class Reservations:
             if each.prefix is not None and self._blocks.num_held(request_id):
                 self._blocks.release(each.prefix)
                 each.prefix = None
+        # A request that slid past a block which a session holds needs another one.
+        self._make_free()
 
     # sessions ------------------------------------------------------------------------------------
 
@@ -146,6 +158,7 @@ class Reservations:
             self._blocks.release(prefix)
             return
         self._sessions[key] = _Session(prefix, self._clock())
+        self._make_free()
 
     def use_session(self, key: str) -> bool:
         """Notes that a request of the session has come; returns whether blocks are kept for it."""

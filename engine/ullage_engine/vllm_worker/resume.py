@@ -23,6 +23,13 @@ _LARGEST_DRAW = 1 << 31
 class WorkerExtension:
     """Methods that every vLLM worker has, in whatever process it is."""
 
+    def ullage_warm_up(self) -> None:
+        """Computes the largest step, which takes what libraries and activations need. On CPUs vLLM
+        leaves it out where it is told how large the KV pool is."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        runner.warming_up_model()
+        runner.profile_run()
+
     def ullage_follow_resumed(self) -> None:
         """Makes the model runner count a request's former output as its own."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]

@@ -106,6 +106,7 @@ def start(config: EngineConfig, report: Report) -> Started:
     """
     vllm_core.check_version()
     arguments.check(config)
+    vllm_core.check_device(config.device)
     memory = _Memory(config)
     progress = _Progress(report, memory.used_bytes)
     with progress.watch():
@@ -157,8 +158,7 @@ def _load(
             config,
             folder,
             dtype,
-            device_share=memory.device_share,
-            is_cpu=memory.is_cpu,
+            memory.device_share,
         )
     )
     max_model_len = vllm_config.model_config.max_model_len
@@ -223,17 +223,17 @@ class _Memory:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
             total = vllm_core.cpu_budget(config)
         else:
-            total = vllm_core.device_bytes(0)[1] * self._num_ranks
+            total = vllm_core.device_bytes(self._num_ranks)[1]
         self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
         self._context = self.used_bytes()
         self.ledger.record("context", self._context)
 
     @property
-    def device_share(self) -> float:
-        """Share of a device's memory that vLLM may plan with before the ledger has its say."""
+    def device_share(self) -> float | None:
+        """Share of a GPU's memory that vLLM may plan with; None on CPUs, of which only the ledger
+        knows how much is there."""
         if self.is_cpu:
-            machine = psutil.virtual_memory()
-            return float(0.9 * machine.available / machine.total)
+            return None
         reserve = self._config.memory.safety_reserve * self._num_ranks
         share = (self.ledger.budget_bytes - reserve) / self.ledger.total_bytes
         if share <= 0:
@@ -262,13 +262,15 @@ class _Memory:
         if "model" not in {each.name for each in self.ledger.states()}:
             # A model without KV is not asked for its size.
             self.ledger.record("model", max(0, self.used_bytes() - self._context))
-            self.ledger.reserve("safety_reserve", self._config.memory.safety_reserve)
+            self.ledger.reserve(
+                "safety_reserve", self._config.memory.safety_reserve * self._num_ranks
+            )
         self.ledger.record("kv_pool", core.pool_bytes)
 
     def used_bytes(self) -> int:
-        """Bytes in use: resident ones of all ranks' processes, or those of the first GPU."""
+        """Bytes in use: resident ones of all ranks' processes, or those of its GPUs."""
         if not self.is_cpu:
-            free, total = vllm_core.device_bytes(0)
+            free, total = vllm_core.device_bytes(self._num_ranks)
             return total - free
         used = int(self._process.memory_info().rss)
         if self._num_ranks > 1:
@@ -281,7 +283,7 @@ class _Memory:
 
     def free_bytes(self) -> int:
         """Bytes of the first device that are free; on a CPU, those the container may take."""
-        return free_bytes() if self.is_cpu else vllm_core.device_bytes(0)[0]
+        return free_bytes() if self.is_cpu else vllm_core.device_bytes(1)[0]
 
 
 class _Progress:

@@ -1,5 +1,6 @@
 """The KV blocks of vLLM's pool, and what its cache groups keep in them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm.config import VllmConfig
@@ -23,27 +24,22 @@ class _Prefix:
     def __init__(self, groups: Sequence[Sequence[KVCacheBlock]], slides: Sequence[bool]) -> None:
         """`slides`: of each group whether it has a window."""
         pairs = list(zip(groups, slides, strict=True))
-        self._lasting = [each for group, has_window in pairs if not has_window for each in group]
-        self._windows = [
+        self.lasting = [each for group, has_window in pairs if not has_window for each in group]
+        self.windows = [
             each for group, has_window in pairs if has_window for each in group if not each.is_null
         ]
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        return self._lasting + self._windows
+        return self.lasting + self.windows
 
     @property
     def num_blocks(self) -> int:
-        return len(self._lasting) + len(self._windows)
+        return len(self.lasting) + len(self.windows)
 
     @property
     def num_held(self) -> float:
-        return len(self._lasting) + _shares(self._windows)
-
-    @property
-    def num_own(self) -> float:
-        num_lasting = sum(bool(each.ref_cnt == 1) for each in self._lasting)
-        return num_lasting + _shares(self._windows)
+        return len(self.lasting) + _shares(self.windows)
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
@@ -93,6 +89,15 @@ class VllmBlocks:
         prefix = _Prefix(groups, self._slides)
         self._pool.touch(prefix.blocks)
         return prefix
+
+    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
+        lasting, windows = Counter[KVCacheBlock](), Counter[KVCacheBlock]()
+        for prefix in prefixes:
+            assert isinstance(prefix, _Prefix)
+            lasting.update(prefix.lasting)
+            windows.update(prefix.windows)
+        own = sum(bool(count == block.ref_cnt) for block, count in lasting.items())
+        return own + sum(count / int(block.ref_cnt) for block, count in windows.items())
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, _Prefix)

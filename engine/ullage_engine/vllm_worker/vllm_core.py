@@ -97,6 +97,20 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def check_device(asked: str) -> None:
+    """Checks that vLLM computes where the configuration says.
+
+    Raises:
+        WorkerStartError: this vLLM is for other devices.
+    """
+    own = "cpu" if is_cpu() else "cuda"
+    if asked not in ("auto", own):
+        raise WorkerStartError(
+            f"device: {asked} is asked for, but this vLLM computes on {own}; install the other one "
+            f"(make install-vllm{' CUDA=1' if is_cpu() else ''}), or set device: {own}"
+        )
+
+
 def resolve_dtype(name: str) -> str:
     """Returns the type of weights; auto is bfloat16 where the device computes in it."""
     if name != "auto":
@@ -110,14 +124,19 @@ def cpu_budget(config: EngineConfig) -> int:
     return open_ledger(config, torch.device("cpu")).total_bytes * config.gpus
 
 
-def device_bytes(index: int) -> tuple[int, int]:
-    """Returns the free and all bytes of a GPU, without a context of this process on it."""
+def device_bytes(num_ranks: int) -> tuple[int, int]:
+    """Returns the free and all bytes of the ranks' GPUs, without a context of this process on
+    them."""
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    info = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(info.free), int(info.total)
+    free = total = 0
+    for rank in range(num_ranks):
+        # NVML counts all GPUs of the machine, CUDA those that are visible.
+        index = current_platform.device_id_to_physical_device_id(rank)
+        info = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+        free, total = free + int(info.free), total + int(info.total)
+    return free, total
 
 
 SizePool = Callable[[list[int]], list[int]]
@@ -134,6 +153,8 @@ def _sized_executor(
 
         def determine_available_memory(self) -> list[int]:
             on_stage("warm_up")
+            if is_cpu():
+                self.collective_rpc("ullage_warm_up")
             return size_pool(super().determine_available_memory())
 
         def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
@@ -180,6 +201,8 @@ class VllmCore:
         self._kv_configs: list[KVCacheConfig] = getattr(core.model_executor, "kv_configs", [])
         self._requests: dict[str, Request] = {}
         """vLLM's requests by our ids."""
+        self._broken: dict[str, str] = {}
+        """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
         self._adapters = {
             name: LoRARequest(name, number, path)
             for number, (name, path) in enumerate(adapters.items(), 1)
@@ -235,7 +258,7 @@ class VllmCore:
     @property
     def lookahead_tokens(self) -> int:
         """Tokens that it may store beyond a sequence's last known one, for speculation."""
-        return int(self._scheduler.num_lookahead_tokens)
+        return int(self._scheduler.num_spec_tokens + self._scheduler.num_lookahead_tokens)
 
     @property
     def max_in_flight_tokens(self) -> int:
@@ -327,7 +350,7 @@ class VllmCore:
         ):
             raise InvalidRequestError("a token is not of the vocabulary", "prompt")
         if request.grammar and (error := self._grammars.compile(request.grammar).exception()):
-            raise InvalidRequestError(f"the grammar cannot be followed: {error}", "grammar")
+            raise InvalidRequestError(_unmatched(str(error)), "grammar")
 
     def abort(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
@@ -350,7 +373,20 @@ class VllmCore:
                 outputs.append(_output(each, request.sampling_params))
             elif each.finished:
                 outputs.append(_embedding(each))
-        return outputs
+        return self._without_broken(outputs) if self._broken else outputs
+
+    def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
+        """Gives up the requests whose grammars have failed in this step."""
+        broken, self._broken = self._broken, {}
+        failed = [
+            CoreOutput(request_id, [], "error", error=_unmatched(reason), field="grammar")
+            for request_id, request in self._requests.items()
+            if (reason := broken.get(request.request_id)) is not None
+        ]
+        ids = {each.request_id for each in failed}
+        for request_id in ids:
+            self.abort(request_id)
+        return [each for each in outputs if each.request_id not in ids] + failed
 
     def probe(self) -> None:
         """Computes one token: what fails in every step is to fail the start.
@@ -391,17 +427,19 @@ class VllmCore:
         params = request.sampling_params
         assert params is not None and params.extra_args is not None
         matcher = self._grammars.compile(params.extra_args[_GRAMMAR]).result().deep_copy()
+        internal = request.request_id
         sent = params.extra_args.get(RESUMED)
         if sent:
             matcher.consume_tokens(sent)
-        return _Grammar(matcher)
+        return _Grammar(matcher, lambda reason: self._broken.setdefault(internal, reason))
 
 
 class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
     """The state of one answer's matcher, as vLLM asks for it."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
         self._matcher = matcher
+        self._on_error = on_error
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         return self._matcher.is_stopped() or bool(self._matcher.consume_tokens(tokens))
@@ -414,6 +452,9 @@ class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         fill_next_token_bitmask(self._matcher, bitmask, idx)
+        if self._matcher.is_error():
+            # All that it allows now is to end, as if the answer were complete.
+            self._on_error(self._matcher.get_error())
 
     def is_terminated(self) -> bool:
         return False  # the server names the tokens that end an answer
@@ -506,6 +547,11 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
             TokenLogprobs(entries[token_id].logprob, top, [entries[other].logprob for other in top])
         )
     return converted
+
+
+def _unmatched(reason: str) -> str:
+    line = " ".join(reason.split())[:300]
+    return f"the grammar cannot be followed: {line}; simplify it"
 
 
 def _field_of(error: Exception) -> str:

@@ -243,6 +243,7 @@ class Worker:
             case Cancel(request_id=request_id, is_answered=is_answered):
                 self._compiling = [each for m in self._compiling for each in _left(m, request_id)]
                 self._engine.cancel(request_id, is_answered=is_answered)
+                self._send_failed()
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
             case Shutdown():

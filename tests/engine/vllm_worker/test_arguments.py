@@ -48,5 +48,5 @@ def test_people_set_nothing_that_the_worker_sets(chunk_tokens: int) -> None:
         adapters=(AdapterSection(name="a", source="file:///a", rank=8),),
         batching=BatchingSection(prefill_chunk_tokens=chunk_tokens),
     )
-    given = engine_args(config, Path("/m"), "bfloat16", device_share=0.5, is_cpu=True)
+    given = engine_args(config, Path("/m"), "bfloat16", None)
     assert given.keys() - OWNED_VLLM_ARGS.keys() == TUNABLE

@@ -1,7 +1,7 @@
 """Serving with vLLM: what is admitted fits, nothing is lost, and vLLM never preempts."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +45,7 @@ def make_engine(
     session_blocks: int = 0,
     shares_prompts: bool = True,
     keeps_prompts: bool = True,
+    lookahead_tokens: int = 0,
 ) -> tuple[VllmEngine, FakeVllm, Clock]:
     core, clock = FakeVllm(num_blocks, BLOCK, windows=windows, chunk_tokens=CHUNK), Clock()
     profile = MemoryProfile(
@@ -61,7 +62,7 @@ def make_engine(
     limits = EngineLimits(
         max_model_len=max_model_len,
         max_sequences=8,
-        lookahead_tokens=0,
+        lookahead_tokens=lookahead_tokens,
         shares_prompts=shares_prompts,
         keeps_prompts=keeps_prompts,
     )
@@ -117,6 +118,13 @@ class Client:
                 return
             self.step()
         raise AssertionError("requests do not end")
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_done():
+                return
+            self.step()
+        raise AssertionError("it does not come to that")
 
     def _take(self, outputs: Sequence[TokenOutput | Embedding]) -> None:
         for each in outputs:
@@ -346,6 +354,135 @@ def test_a_session_keeps_its_blocks_until_somebody_needs_them_or_it_is_idle() ->
     assert engine.stats().num_sessions == 0 and core.num_free == core.num_blocks
 
 
+def test_sessions_that_share_a_prompt_give_way_as_well() -> None:
+    engine, core, _ = make_engine(num_blocks=30, session_blocks=12)
+    client, system = Client(engine), [7] * 160
+    for index in (1, 2):
+        client.submit(make_request(str(index), [*system, *[index] * 10], 3, session_id=f"s{index}"))
+        client.run()
+    assert engine.stats().num_sessions == 2
+    assert engine.stats().headroom_bytes == 30 * BLOCK * BYTES
+    # 24 blocks, while 18 to 20 are free.
+    assert client.submit(make_request("large", [5] * 320, 60)) is None
+    client.run()
+    assert client.finished["large"] == "length" and core.num_free == core.num_blocks
+
+
+def test_a_turn_that_just_misses_its_blocks_is_refused() -> None:
+    engine, _, _ = make_engine(num_blocks=10, windows=(0, 48), session_blocks=10)
+    client, first = Client(engine), make_request("1", 20, 9, session_id="s")
+    client.submit(first)
+    client.run()
+    turn = [*first.token_ids, *client.texts["1"], *[3] * 20]
+    for length in range(20, 60):
+        refusal = client.submit(make_request(f"turn {length}", turn, length, session_id="s"))
+        if refusal is not None:
+            assert refusal.needed_bytes > refusal.available_bytes
+        client.run()
+
+
+def test_those_that_wait_come_before_new_ones_and_the_most_important_first() -> None:
+    engine, _, _ = make_engine(num_blocks=8)
+    client = Client(engine)
+    client.submit(make_request("running", [9] * 50, 40))
+    for name, priority in (("low", -1), ("high", 1), ("usual", 0)):
+        request = make_request(name, [priority + 5] * 60, 40, priority=priority)
+        client.submit(request, resumed=True)
+    # It would fit: two blocks are free, and those that wait need more.
+    assert client.submit(make_request("new", [1] * 10, 5)) is not None
+    client.run()
+    assert list(client.finished) == ["running", "high", "usual", "low"]
+
+
+def test_the_least_important_is_the_one_that_gives_way() -> None:
+    engine, _, _ = make_engine(num_blocks=12)
+    for _ in range(200):
+        engine._output_lengths.observe(2)
+    client = Client(engine)
+    for index, priority in enumerate((1, -1, 0)):
+        client.submit(make_request(str(index), [index] * 30, 90, priority=priority))
+    preempted: set[str] = set()
+    while engine.has_work:
+        client.step()
+        preempted |= {each.request_id for each in engine._deferred}
+        if not preempted:
+            continue
+        break
+    assert preempted == {"1"}
+    client.run()
+    assert len(client.finished) == 3
+
+
+def test_a_queue_is_bounded_in_batches() -> None:
+    engine, core, _ = make_engine(num_blocks=1000)
+    client = Client(engine)
+    core.max_running = 0
+    for index in range(32):
+        assert client.submit(make_request(str(index), 10, 2)) is None
+    refusal = client.submit(make_request("more", 10, 2))
+    assert refusal is not None and "waiting room" in refusal.message
+
+
+def test_output_ended_by_a_stop_string_says_how_long_outputs_are() -> None:
+    engine, _, _ = make_engine()
+    client, before = Client(engine), engine.stats().expected_output_tokens
+    for index in range(200):
+        client.submit(make_request(str(index), 10, 50))
+        for _ in range(3):
+            client.step()
+        engine.cancel(str(index), is_answered=True)
+    assert engine.stats().expected_output_tokens < 5 < before
+
+
+@pytest.mark.parametrize("lookahead_tokens", [4, 16])
+def test_what_vllm_looks_ahead_is_reserved_and_ends_a_sequence_sooner(
+    lookahead_tokens: int,
+) -> None:
+    engine, core, _ = make_engine(num_blocks=8, lookahead_tokens=lookahead_tokens)
+    client = Client(engine)
+    client.submit(make_request("a", 14, 2))
+    assert engine.stats().kv_committed_bytes == 2 * BLOCK * BYTES
+    client.run()
+    client.submit(make_request("long", 40, 500))
+    client.run()
+    assert client.finished["long"] == "length"
+    assert len(client.texts["long"]) == 8 * BLOCK - 40 - lookahead_tokens
+    whole = client.submit(make_request("whole", 8 * BLOCK - 1, 5))
+    assert whole is not None and whole.never
+    assert core.num_free == core.num_blocks
+
+
+def test_a_step_in_which_nothing_is_computed_is_no_progress() -> None:
+    engine, core, _ = make_engine()
+    client = Client(engine)
+    client.submit(make_request("a", 100, 5))
+    client.step()
+    client.step()
+    assert engine.num_steps == 2
+    core.max_running = 0
+    client.submit(make_request("b", [3] * 100, 5))
+    client.run_until(lambda: "a" in client.finished)
+    steps = engine.num_steps
+    client.step()
+    client.step()
+    assert engine.num_steps == steps
+    core.max_running = 8
+    client.run()
+
+
+def test_a_request_that_vllm_gives_up_fails_with_the_reason() -> None:
+    engine, core, _ = make_engine()
+    client = Client(engine)
+    core.broken = {"a": ("the grammar cannot be followed", "grammar")}
+    client.submit(make_request("a", 20, 30))
+    client.submit(make_request("b", 20, 30))
+    client.run()
+    [failed] = engine.take_failed()
+    assert (failed.request_id, failed.field) == ("a", "grammar")
+    assert "cannot be followed" in failed.message
+    assert client.finished == {"b": "length"} and core.num_free == core.num_blocks
+
+
 def test_a_cancelled_request_leaves_nothing() -> None:
     engine, core, _ = make_engine()
     client = Client(engine)
@@ -507,10 +644,10 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
                     requests.append(
                         make_request(
                             str(number),
-                            [which] * length,  # type: ignore[operator]
+                            [0] * (length // 2) + [which] * (length - length // 2),  # type: ignore[operator]
                             output,  # type: ignore[arg-type]
                             priority=priority,
-                            session_id=f"s{which}" if has_session else "",
+                            session_id=f"s{length % 3}" if has_session else "",  # type: ignore[operator]
                         )
                     )
                     number += 1

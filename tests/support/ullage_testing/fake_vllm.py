@@ -6,8 +6,8 @@ the newest; blocks of windows are given back as they are slid past; what is free
 it is needed. Where vLLM would preempt it fails.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ullage_engine.protocol.messages import EngineRequest
@@ -53,11 +53,6 @@ class FakePrefix:
     def num_held(self) -> float:
         return len(self.lasting) + sum(1 / block.ref_count for block in self.of_windows)
 
-    @property
-    def num_own(self) -> float:
-        own = sum(block.ref_count == 1 for block in self.lasting)
-        return own + sum(1 / block.ref_count for block in self.of_windows)
-
 
 @dataclass(eq=False, slots=True)
 class Running:
@@ -92,6 +87,8 @@ class FakeVllm:
         """`windows`: the length of each group's window in tokens, 0 for one that grows."""
         self.num_blocks = num_blocks
         self.max_running = max_running
+        self.broken: dict[str, tuple[str, str]] = {}
+        """Why requests are given up at their first token, and the field at fault."""
         self.most_held: dict[str, int] = {}
         """Most blocks that each request held at a time."""
         self._size = block_tokens
@@ -140,6 +137,15 @@ class FakeVllm:
         for block in prefix.blocks:
             self._take(block)
         return prefix
+
+    def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
+        lasting, of_windows = Counter[Block](), Counter[Block]()
+        for prefix in prefixes:
+            assert isinstance(prefix, FakePrefix)
+            lasting.update(prefix.lasting)
+            of_windows.update(prefix.of_windows)
+        own = sum(count == block.ref_count for block, count in lasting.items())
+        return own + sum(count / block.ref_count for block, count in of_windows.items())
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, FakePrefix)
@@ -229,6 +235,12 @@ class FakeVllm:
     def _produce(self, running: Running) -> CoreOutput:
         if running.request.embed:
             return self._embed(running)
+        if running.request.request_id in self.broken:
+            self.abort(running.request.request_id)
+            error, broken_field = self.broken[running.request.request_id]
+            return CoreOutput(
+                running.request.request_id, [], "error", error=error, field=broken_field
+            )
         token = next_token(running.token_ids)
         running.token_ids.append(token)
         running.num_produced += 1
