@@ -1,14 +1,25 @@
-"""How a request goes on in vLLM's model runner where a former worker's output ended.
+"""What Ullage adds to vLLM's workers, in the processes of all ranks, and removes after them.
 
-vLLM's scheduler is told which tokens of a request are output, as of one that it has preempted. The
-model runner for CPUs gets only the prompt of what is new to it, so it is told, too: penalties then
-count that output, and the noise of sampling goes on instead of beginning again. The runner for GPUs
-needs no telling: it gets all tokens, and its noise is a function of seed and position.
+A request goes on where a former worker's output ended. vLLM's scheduler is told which tokens of a
+request are output, as of one that it has preempted. The model runner for CPUs gets only the prompt
+of what is new to it, so it is told, too: penalties then count that output, and the noise of
+sampling goes on instead of beginning again. The runner for GPUs needs no telling: it gets all
+tokens, and its noise is a function of seed and position.
 """
 
-from typing import Any
+import contextlib
+import logging
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+
+from ullage_engine.worker.loop import die_with_parent
+
+log = logging.getLogger("ullage.engine.vllm")
 
 RESUMED = "ullage_resumed"
 """Name under `extra_args` of a request's output so far, a list of token ids."""
@@ -19,9 +30,24 @@ EXTENSION = f"{__name__}.WorkerExtension"
 _LARGEST_DRAW = 1 << 31
 """Bound of the number that the sampler for CPUs draws for each token of a seeded request."""
 
+SHARED_MEMORY = Path("/dev/shm")
+_NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
+"""What Python's shared memory and semaphores, vLLM's ranks on CPUs and NCCL call their files."""
+_NEW_S = 10.0
+"""Seconds that a file may be there before the process that made it maps it; it takes less than a
+millisecond."""
+
 
 class WorkerExtension:
-    """Methods that every vLLM worker has, in whatever process it is."""
+    """What every vLLM worker has beside its own, in whatever process it is."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Makes the process of a rank end with the one that started it, in whatever it is then:
+        vLLM's own ranks look for the end of that one between two steps only."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            die_with_parent(parent.pid)
+        return super().__new__(cls)
 
     def ullage_warm_up(self) -> None:
         """Computes the largest step, which takes what libraries and activations need. On CPUs vLLM
@@ -49,3 +75,52 @@ class WorkerExtension:
             return add_request(request)
 
         batch.add_request = add
+
+    def ullage_receive_stages(self) -> None:
+        """Gives the model runner for CPUs what it takes the output of the stage before in, which it
+        makes in a warm-up that it leaves out where nothing is compiled."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        has_stages = runner.parallel_config.pipeline_parallel_size > 1
+        if not has_stages or getattr(runner, "intermediate_tensors", ...) is not None:
+            return
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def sweep(folder: Path = SHARED_MEMORY, processes: Path = Path("/proc")) -> list[str]:
+    """Removes the files that killed ranks left; returns their names.
+
+    Ring buffers between ranks take 240 MiB each once they are used, and a pod is charged with them
+    until it ends. Removed are this user's files of such names that no process maps.
+    Those of processes in another process namespace with the same `folder` are removed, too; what
+    they have mapped stays theirs.
+    """
+    old = time.time() - _NEW_S
+    unused = []
+    for path in sorted(path for name in _NAMES for path in folder.glob(name)):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if stat.st_uid == os.geteuid() and stat.st_mtime < old:
+                unused.append(path)
+    if not unused:
+        return []
+    maps = _maps(processes)
+    removed = []
+    for path in unused:
+        if not any(f" {path}\n" in each for each in maps):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    if removed:
+        log.info("removed %d files that ended processes left in %s", len(removed), folder)
+    return removed
+
+
+def _maps(processes: Path) -> list[str]:
+    """Returns what each process maps; nothing of those that may not be read, which are not this
+    user's."""
+    texts = []
+    for path in processes.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            texts.append(path.read_text(errors="replace"))
+    return texts

@@ -27,6 +27,7 @@ from ullage_engine.vllm_worker import arguments, vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.reservations import Reservations
+from ullage_engine.vllm_worker.resume import sweep
 from ullage_engine.vllm_worker.sequence import EngineLimits
 from ullage_engine.worker.grammar import GrammarError, vocabulary
 from ullage_engine.worker.loop import Report
@@ -56,7 +57,12 @@ class Started:
     ranks: list[RankPlace]
 
     def state(self) -> WorkerState:
-        """Measures memory and load; ends idle sessions and withholds KV that others took."""
+        """Measures memory and load; ends idle sessions and withholds KV that others took.
+
+        Raises:
+            RuntimeError: the process of a rank has ended.
+        """
+        self.core.check_ranks()
         engine, missing = self.engine, self.free_memory.missing_bytes()
         engine.reservations.end_idle_sessions()
         engine.withhold(missing)
@@ -107,6 +113,7 @@ def start(config: EngineConfig, report: Report) -> Started:
     vllm_core.check_version()
     arguments.check(config)
     vllm_core.check_device(config.device)
+    sweep()
     memory = _Memory(config)
     progress = _Progress(report, memory.used_bytes)
     with progress.watch():

@@ -6,7 +6,8 @@ says which of them a new version has changed.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
@@ -146,7 +147,8 @@ SizePool = Callable[[list[int]], list[int]]
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Makes vLLM's executor ask the ledger how large the KV pool becomes."""
+    """Makes vLLM's executor ask the ledger how large the KV pool becomes, and end its ranks at
+    once."""
 
     class SizedExecutor(base):  # type: ignore[misc]
         kv_configs: list[KVCacheConfig]
@@ -161,6 +163,14 @@ def _sized_executor(
             self.kv_configs = kv_cache_configs
             on_stage("kv_pool")
             super().initialize_from_config(kv_cache_configs)
+
+        @staticmethod
+        def _ensure_worker_termination(worker_procs: Sequence[BaseProcess]) -> None:
+            # They have nothing to save, and would take 10 s to end each other's queues.
+            for process in worker_procs:
+                process.kill()
+            for process in worker_procs:
+                process.join()
 
     return SizedExecutor
 
@@ -212,7 +222,10 @@ class VllmCore:
         grammars = self._scheduler.structured_output_manager
         grammars.backend = _GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
+        self._has_lost_rank = False
+        core.model_executor.register_failure_callback(self._on_lost_rank)
         core.model_executor.collective_rpc("ullage_follow_resumed")
+        core.model_executor.collective_rpc("ullage_receive_stages")
         self._load_adapters()
 
     def _load_adapters(self) -> None:
@@ -394,6 +407,7 @@ class VllmCore:
         Raises:
             WorkerStartError: the step fails, and not for memory, of which another start may have
                 more.
+            RuntimeError: the process of a rank has ended.
         """
         is_embedding = self.task == "embed"
         request = EngineRequest(
@@ -411,12 +425,26 @@ class VllmCore:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            self.check_ranks()  # another start may do better then
             log.exception("the first step failed")
             raise WorkerStartError(
                 f"vllm: the first step fails ({_one_line(error)}); vLLM cannot serve this model on "
                 "this device, see the log above"
             ) from error
         self.forget(request.request_id)
+
+    def check_ranks(self) -> None:
+        """Checks that the processes of all ranks on this node are there.
+
+        Raises:
+            RuntimeError: one has ended.
+        """
+        if self._has_lost_rank:
+            raise RuntimeError("the process of a rank has ended")
+
+    def _on_lost_rank(self) -> None:
+        # Called by a thread of vLLM's.
+        self._has_lost_rank = True
 
     def close(self) -> None:
         """Ends the processes of other ranks."""

@@ -20,24 +20,25 @@ TUNABLE = {"enforce_eager", "max_loras", "max_cpu_loras"}
 """What the worker gives a value that people may change."""
 
 
-def test_a_leader_says_that_it_cannot_compute_on_several_nodes() -> None:
-    one = EngineConfig(
+def configured(gpus: int, tensor: int, pipeline: int, nodes: int = 1) -> EngineConfig:
+    return EngineConfig(
         engine="vllm",
         model=ModelSection(source="file:///m", name="m"),
-        gpus=4,
-        parallelism=ParallelismSection(tensor=2, pipeline=2),
+        gpus=gpus,
+        parallelism=ParallelismSection(tensor=tensor, pipeline=pipeline),
+        group=GroupSection(nodes=nodes),
     )
-    check(one)
+
+
+def test_a_leader_says_that_it_cannot_compute_on_several_nodes() -> None:
+    check(configured(4, 2, 2))
     with pytest.raises(WorkerStartError, match=r"group\.nodes: engines on 2 nodes"):
-        check(
-            EngineConfig(
-                engine="vllm",
-                model=one.model,
-                gpus=4,
-                parallelism=one.parallelism,
-                group=GroupSection(nodes=2),
-            )
-        )
+        check(configured(4, 2, 2, nodes=2))
+
+
+def test_ranks_are_as_many_as_gpus() -> None:
+    with pytest.raises(WorkerStartError, match=r"^parallelism: tensor 2 times pipeline 1 is not"):
+        check(configured(4, 2, 1))
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 512])

@@ -1,0 +1,170 @@
+"""Several ranks on one node: they compute what one does, and no process outlives the others."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from ullage_testing.small_models import continue_greedily, foreign_warnings_allowed
+from ullage_testing.worker_link import WorkerProcess, launcher
+
+from ullage_engine.protocol.messages import EngineRequest, RankPlace, SamplingParams
+from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.vllm_worker.resume import SHARED_MEMORY, sweep
+
+from .conftest import vllm_config
+
+Launch = Callable[..., WorkerProcess]
+BLOCK, POOL = 32, 8 << 20
+PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(write_checkpoint) -> Path:
+    """Heads that two ranks can share, which SmolLM2's cannot be."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint(LlamaConfig(**sizes, **heads, max_position_embeddings=1024), seed=3)
+
+
+@pytest.fixture(scope="module")
+def launch(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[Launch]:
+    """Launches workers of so many ranks."""
+    with launcher() as launch_command:
+
+        def launch_one(tensor: int, pipeline: int = 1) -> WorkerProcess:
+            folder = tmp_path_factory.mktemp("w")
+            config = vllm_config(
+                f"file://{checkpoint}",
+                gpus=tensor * pipeline,
+                parallelism={"tensor": tensor, "pipeline": pipeline},
+                memory={"device_bytes": 2 << 30, "max_kv": POOL},
+                server={"weights_dir": str(weights_dir)},
+            )
+            # A subset of YAML.
+            (folder / "engine.yaml").write_text(json.dumps(config))
+            command = [sys.executable, "-m", "ullage_engine.vllm_worker"]
+            return launch_command(command, folder, vllm_env(1, tensor * pipeline))
+
+        yield launch_one
+
+
+@pytest.fixture(scope="module")
+def pair(launch: Launch) -> Iterator[tuple[WorkerProcess, Any]]:
+    """A worker with two stages of two ranks, and what it said when it was ready."""
+    worker = launch(tensor=2, pipeline=2)
+    yield worker, worker.wait_ready()
+
+
+@pytest.fixture
+def worker(pair: tuple[WorkerProcess, Any]) -> WorkerProcess:
+    return pair[0]
+
+
+def make_request(name: str, token_ids: list[int], **fields: Any) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        token_ids=token_ids,
+        num_prompt_tokens=len(PROMPT),
+        sampling=fields.pop("sampling", SamplingParams(temperature=0.0)),
+        **{"max_tokens": 24, **fields},
+    )
+
+
+def ranks_of(worker: WorkerProcess) -> list[psutil.Process]:
+    """The processes of its ranks, which vLLM names so."""
+    children = psutil.Process(worker.process.pid).children(recursive=True)
+    return [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
+
+
+def assert_nothing_is_left(processes: list[psutil.Process]) -> None:
+    assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
+    # What the next worker does first; files are removed when they are some seconds old.
+    deadline = time.monotonic() + PATIENCE_S
+    while list(SHARED_MEMORY.glob("vllm_dist_*")) or list(SHARED_MEMORY.glob("psm_*")):
+        assert time.monotonic() < deadline, list(SHARED_MEMORY.iterdir())
+        sweep()
+        time.sleep(0.5)
+
+
+def test_four_ranks_compute_what_one_does(worker: WorkerProcess, checkpoint: Path) -> None:
+    answer = worker.submit(make_request("greedy", PROMPT))
+    worker.finish_all()
+    with foreign_warnings_allowed():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert answer.token_ids == continue_greedily(model, PROMPT, 24)
+    assert answer.finish == "length"
+
+
+def test_a_seeded_answer_goes_on_on_all_ranks(worker: WorkerProcess) -> None:
+    sampling = SamplingParams(seed=5, presence_penalty=1.0)
+    whole = worker.submit(make_request("whole", PROMPT, sampling=sampling))
+    worker.finish_all()
+    sent = PROMPT + whole.token_ids[:9]
+    rest = worker.submit(make_request("rest", sent, sampling=sampling), resumed=True)
+    worker.finish_all()
+    assert len(whole.token_ids) == 24
+    assert rest.token_ids == whole.token_ids[9:]
+
+
+def test_memory_and_places_are_those_of_all_ranks(pair: tuple[WorkerProcess, Any]) -> None:
+    worker, ready = pair
+    layers = {"num_layers": 2, "num_attention_layers": 2}
+    heads = {"num_heads": 2, "num_kv_heads": 1, "device": "cpu"}
+    assert ready.ranks == [
+        RankPlace(rank=0, stage=0, tensor_rank=0, first_layer=0, **layers, **heads),
+        RankPlace(rank=1, stage=0, tensor_rank=1, first_layer=0, **layers, **heads),
+        RankPlace(rank=2, stage=1, tensor_rank=0, first_layer=2, **layers, **heads),
+        RankPlace(rank=3, stage=1, tensor_rank=1, first_layer=2, **layers, **heads),
+    ]
+    # Keys and values of 4 layers, 2 heads of 32 numbers, 4 bytes each: on all ranks together.
+    token_bytes = 2 * 4 * 2 * 32 * 4
+    assert ready.profile.groups[0].bytes_per_token == token_bytes
+    num_blocks = 4 * POOL // (BLOCK * token_bytes)
+    assert ready.profile.kv_pool_bytes == (num_blocks - 1) * BLOCK * token_bytes
+    reserved = {each.name: each.reserved_bytes for each in ready.state.ledger}
+    assert reserved["kv_pool"] == 4 * POOL
+    assert ready.state.total_bytes == 4 * (2 << 30)
+    used = sum(each.memory_info().rss for each in ranks_of(worker))
+    # Each rank has PyTorch and a context of its own.
+    assert len(ranks_of(worker)) == 4
+    assert used < worker.fresh_state().rss_bytes <= ready.state.total_bytes
+    assert reserved["context"] + reserved["model"] > used / 2
+
+
+def test_a_worker_that_stops_leaves_nothing(worker: WorkerProcess) -> None:
+    ranks = ranks_of(worker)
+    assert worker.stop() == 0
+    assert_nothing_is_left(ranks)
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+def test_a_worker_ends_when_one_of_its_ranks_does(launch: Launch, is_busy: bool) -> None:
+    worker = launch(tensor=2)
+    worker.wait_ready()
+    ranks = ranks_of(worker)
+    if is_busy:
+        answer = worker.submit(make_request("long", PROMPT, max_tokens=900))
+        worker.wait_for(lambda: len(answer.token_ids) > 3)
+    ranks[1].kill()
+    assert worker.process.wait(PATIENCE_S) == 1
+    assert_nothing_is_left(ranks)
+
+
+def test_no_rank_outlives_its_worker(launch: Launch) -> None:
+    worker = launch(tensor=2)
+    worker.wait_ready()
+    ranks = ranks_of(worker)
+    # As a rank is that waits for another one.
+    ranks[0].suspend()
+    worker.process.kill()
+    assert_nothing_is_left(ranks)
