@@ -1,0 +1,241 @@
+"""An engine whose worker computes with vLLM: however the worker ends, every stream goes on as it
+would have gone on undisturbed. How long that takes is printed, as `pytest -rP` shows it.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ullage_testing.small_models import SOURCE
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+
+PATIENCE_S = 300.0
+LENGTH = 64
+PROMPT = [504, 1296, 3995, 4199, 282, 7158, 359]  # "The three largest cities of Italy are"
+HANDLERS = '''
+"""Makes workers with vLLM end and fail inside whatever they compute, by signals."""
+
+import os, signal, sys
+
+def fail(number, frame):
+    raise RuntimeError("an error inside a step")
+
+if "ullage_engine.vllm_worker" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+    signal.signal(signal.SIGUSR2, fail)
+'''
+
+
+def ask(
+    stop: dict[str, Any] | None = None, samples: int = 1, regex: str = "", **sampling: Any
+) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        sampling=pb.SamplingParams(**sampling),
+        stop=pb.StopConditions(max_tokens=LENGTH, ignore_eos=not regex, **(stop or {})),
+        output=pb.OutputOptions(return_token_ids=True),
+        samples=pb.Samples(n=samples),
+    )
+    if regex:
+        request.grammar.regex = regex
+    return request
+
+
+REQUESTS = (
+    ask(temperature=0.0),
+    ask(temperature=0.0, stop={"stop_token_ids": [30]}),
+    ask(temperature=0.0, frequency_penalty=0.5),
+    ask(temperature=1.0, seed=5, top_p=0.95),
+    ask(temperature=0.8, seed=6, presence_penalty=1.0, min_p=0.02),
+    ask(temperature=0.9, seed=7, samples=2),
+    ask(temperature=1.0, seed=8, regex="[a-z ]{40,60}"),
+    ask(temperature=0.0, stop={"stop_strings": [" Milan"]}),
+)
+
+
+@dataclass
+class Answer:
+    """What a client has of one stream."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    end: int = 0
+
+
+class Streams:
+    """All requests at once."""
+
+    def __init__(self, target: str) -> None:
+        self.times: list[float] = []
+        """When something came."""
+        self._started = [threading.Event() for _ in REQUESTS]
+        self._channel = grpc.insecure_channel(target)
+        self._pool = ThreadPoolExecutor(len(REQUESTS))
+        self._answers = [
+            self._pool.submit(self._follow, request, started)
+            for request, started in zip(REQUESTS, self._started, strict=True)
+        ]
+
+    def _follow(self, request: pb.GenerateRequest, started: threading.Event) -> Answer:
+        answer = Answer()
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        for response in stub.Generate(request, timeout=PATIENCE_S):
+            if response.HasField("delta"):
+                delta = response.delta
+                self.times.append(time.monotonic())
+                answer.tokens.setdefault(delta.sample, []).extend(delta.token_ids)
+                answer.texts[delta.sample] = answer.texts.get(delta.sample, "") + delta.text
+                if sum(map(len, answer.tokens.values())) >= 4:
+                    started.set()
+            if response.HasField("finished"):
+                answer.end = int(response.finished.reason)
+        return answer
+
+    def wait_started(self) -> None:
+        """Waits until each has a few tokens."""
+        assert all(each.wait(PATIENCE_S) for each in self._started)
+
+    def end(self) -> list[Answer]:
+        answers = [each.result(PATIENCE_S) for each in self._answers]
+        self._pool.shutdown()
+        self._channel.close()
+        return answers
+
+
+@dataclass
+class Engine:
+    """A server with its worker."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    folder: Path
+
+    @property
+    def worker(self) -> int:
+        """Process id of the worker; 0 between two."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children():
+                if "ullage_engine.vllm_worker" in child.cmdline():
+                    return int(child.pid)
+        return 0
+
+    def wait_serving(self) -> None:
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        with grpc.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            def serves() -> bool:
+                assert self.process.poll() is None, (self.folder / "log").read_text()[-4000:]
+                with contextlib.suppress(grpc.RpcError):
+                    answer = stub.Check(request, wait_for_ready=True, timeout=1.0)
+                    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+                return False
+
+            wait_until(serves)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.worker, number)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Engine]:
+    """One engine of the module, in float32."""
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "sitecustomize.py").write_text(HANDLERS)
+    grpc_port, metrics_port = free_ports(2)
+    config = {
+        "engine": "vllm",
+        "model": {"source": SOURCE, "name": "m", "dtype": "float32", "max_model_len": 1024},
+        "device": "cpu",
+        "memory": {"device_bytes": 4 << 30, "safety_reserve": 0, "max_kv": 256 << 20},
+        "batching": {"max_sequences": 16},
+        "limits": {"request_timeout": PATIENCE_S, "step_deadline": 20.0},
+        "server": {
+            "host": "127.0.0.1",
+            "grpc_port": grpc_port,
+            "metrics_port": metrics_port,
+            "run_dir": str(folder),
+            "weights_dir": str(weights_dir),
+            "log_level": "info",
+        },
+    }
+    (folder / "engine.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ullage_engine.main", "--config", str(folder / "engine.yaml")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stderr=log, env={**os.environ, "PYTHONPATH": str(folder)}
+        )
+    running = Engine(process, f"127.0.0.1:{grpc_port}", folder)
+    try:
+        running.wait_serving()
+        yield running
+    finally:
+        process.terminate()
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(engine: Engine) -> list[Answer]:
+    return Streams(engine.target).end()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+FAULTS: dict[str, Callable[[Engine], None]] = {
+    "killed": lambda engine: engine.signal(signal.SIGKILL),
+    "error in a step": lambda engine: engine.signal(signal.SIGUSR2),
+    "exit with status 0": lambda engine: engine.signal(signal.SIGUSR1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_eight_streams_go_on_the_same(
+    engine: Engine, undisturbed: list[Answer], fault: Callable[[Engine], None]
+) -> None:
+    engine.wait_serving()
+    streams, before = Streams(engine.target), engine.worker
+    streams.wait_started()
+    struck_at = time.monotonic()
+    fault(engine)
+    wait_until(lambda: engine.worker not in (0, before))
+    started_at = time.monotonic()
+    assert streams.end() == undisturbed
+    resumed_at = next(each for each in streams.times if each > started_at)
+    print(
+        f"a new worker after {started_at - struck_at:.1f} s, "
+        f"a new token after {resumed_at - struck_at:.1f} s"
+    )
