@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from ullage_common.config.engine import EngineConfig, choose_engine
+from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_vllm
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.cores import is_pinned, pin, usable_cores
@@ -102,11 +102,13 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
     threads = config.server.threads or max(1, usable_cores() // config.gpus)
     has_vllm = find_spec("vllm") is not None
+    vllm_refusal = refusal_by_vllm(config.model, config.memory, config.adapters)
     name, reason = choose_engine(
         config.engine,
         on_cuda=_computes_on_cuda(config),
         has_vllm=has_vllm,
         native_refusal=_native_refusal(config) if config.engine == "auto" else "",
+        vllm_refusal=vllm_refusal,
     )
     log.info("engine %s: %s", name, reason)
     if name == "vllm" and not has_vllm:
@@ -115,9 +117,10 @@ def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
             "image that has it, or set engine: native"
         )
     if name == "native" and config.adapters:
-        raise AppError(
-            f"adapters: the native engine serves none; set engine: vllm or remove them ({reason})"
-        )
+        remedy = "set engine: vllm or remove them"
+        if vllm_refusal:
+            remedy = f"remove them, for vLLM refuses {vllm_refusal}"
+        raise AppError(f"adapters: the native engine serves none; {remedy} ({reason})")
     module, environment = _WORKERS[name]
     owns_cores = config.server.owns_cores
     return WorkerLaunch(

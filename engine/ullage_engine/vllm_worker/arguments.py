@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import VLLM_LORA_RANKS, EngineConfig, refusal_by_vllm
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.resume import EXTENSION
-
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
 
 _CPU_CHUNK_TOKENS = 512
 """Most prompt tokens of one step on CPUs, where thousands would take longer than a step may."""
@@ -21,26 +18,18 @@ def check(config: EngineConfig) -> None:
     Raises:
         WorkerStartError: one line naming the field and what to set.
     """
-    model, ranks = config.model, config.parallelism
-    problems = {
-        f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, or "
-        "name a checkpoint that is quantised itself": model.quantization not in ("none", "fp8"),
-        "model.deterministic: vLLM has no such mode here; set false, or engine: native": (
-            model.deterministic
-        ),
-        "memory.hostKV: vLLM workers preempt by computing again; set 0": config.memory.host_kv > 0,
-        f"group.nodes: engines on {config.group.nodes} nodes are planned by the operator, and this "
-        "release cannot compute on them yet; set nodes of the pool to 1": config.group.nodes > 1,
-        f"parallelism: tensor {ranks.tensor} times pipeline {ranks.pipeline} is not gpus "
-        f"{config.gpus}; change one": ranks.tensor * ranks.pipeline != config.gpus,
-    }
-    for problem, applies in problems.items():
-        if applies:
-            raise WorkerStartError(problem)
-    largest = max((adapter.rank for adapter in config.adapters), default=0)
-    if largest > _LORA_RANKS[-1]:
+    ranks = config.parallelism
+    if problem := refusal_by_vllm(config.model, config.memory, config.adapters):
+        raise WorkerStartError(problem)
+    if config.group.nodes > 1:
         raise WorkerStartError(
-            f"adapters: rank {largest} is above {_LORA_RANKS[-1]}, the largest that vLLM serves"
+            f"group.nodes: engines on {config.group.nodes} nodes are planned by the operator, and "
+            "this release cannot compute on them yet; set nodes of the pool to 1"
+        )
+    if ranks.tensor * ranks.pipeline != config.gpus:
+        raise WorkerStartError(
+            f"parallelism: tensor {ranks.tensor} times pipeline {ranks.pipeline} is not gpus "
+            f"{config.gpus}; change one"
         )
 
 
@@ -104,7 +93,7 @@ def _adapter_args(config: EngineConfig, is_cpu: bool) -> dict[str, Any]:
     num_slots = len(config.adapters) + is_cpu
     return {
         "enable_lora": True,
-        "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= largest),
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= largest),
         "max_loras": num_slots,
         "max_cpu_loras": num_slots,
     }

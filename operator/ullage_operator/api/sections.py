@@ -6,7 +6,7 @@ Sections that routers and engines read too are in `ullage_common.config`.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal
@@ -220,6 +220,26 @@ def _section_reader(kind: inspect.StructType) -> Reader:
         return values
 
     return read_section
+
+
+def field_names(section: type[Strict]) -> set[str]:
+    """Returns the names of a section's fields, and of those of the sections in it."""
+    return set(_field_names(inspect.type_info(section)))
+
+
+def _field_names(kind: inspect.Type) -> Iterator[str]:
+    match kind:
+        case inspect.Metadata(type=inner) | inspect.VarTupleType(item_type=inner):
+            yield from _field_names(inner)
+        case inspect.DictType(value_type=inner):
+            yield from _field_names(inner)
+        case inspect.UnionType(types=types):
+            for member in types:
+                yield from _field_names(member)
+        case inspect.StructType(fields=fields):
+            for each in fields:
+                yield each.name
+                yield from _field_names(each.type)
 
 
 def _is_complete(kind: type) -> bool:

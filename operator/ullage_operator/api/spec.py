@@ -49,6 +49,7 @@ from ullage_operator.api.sections import (
     ServiceAccount,
     amount,
     camel,
+    field_names,
     parse_bytes,
     section_reader,
 )
@@ -210,6 +211,9 @@ class Spec(Strict, frozen=True, kw_only=True):
 
 
 _read_spec = section_reader(Spec)
+_API_NAMES = {name: camel(name) for name in field_names(Spec)}
+_NAMES = re.compile(r"args\.\S+|(?<!\w)'[^']*'|\w+")
+"""A word of a message; what is quoted and arguments of vLLM are one."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,11 +269,18 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
         raise _refusal(error) from error
 
 
+def in_api_names(text: str) -> str:
+    """Returns a message with the fields of configuration files called as in the API.
+
+    Arguments of vLLM and what is quoted keep their names: people gave them.
+    """
+    return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
+
+
 def _refusal(error: msgspec.ValidationError) -> InvalidManifest:
     text, _, where = str(error).partition(" - at `$")
-    # Arguments of vLLM keep their names, fields are called as the API has them.
-    text = re.sub(r"(?<!args\.)\b[a-z]+(?:_[a-z]+)+\b", lambda match: camel(match[0]), text)
-    path = "spec" + re.sub(r"\w+", lambda match: camel(match[0]), where.rstrip("`"))
+    text = in_api_names(text)
+    path = "spec" + in_api_names(where.rstrip("`"))
     if missing := re.search("missing required field `(.+)`", text):
         problem = Problem(
             f"{path}.{camel(missing[1])}",

@@ -99,13 +99,17 @@ def engine_lines(service: Service, settings: Settings) -> list[str]:
     """Returns for each pool the engine that its pods will be, why, and their image."""
     spec = service.spec
     image = engine_image(spec, settings)
-    expected = expected_engine(
-        spec,
-        on_cuda=spec.device != "cpu",
-        has_vllm=image_has_vllm(image, settings),
-        place=f"image {image}",
-    )
-    return [f"pool {pool}: engine {expected} (image {image})" for pool in spec.pools]
+    expected = {
+        name: expected_engine(
+            spec,
+            pool,
+            on_cuda=spec.device != "cpu",
+            has_vllm=image_has_vllm(image, settings),
+            place=f"image {image}",
+        )
+        for name, pool in spec.pools.items()
+    }
+    return [f"pool {name}: engine {line} (image {image})" for name, line in expected.items()]
 
 
 def render(objects: list[Manifest], output: str) -> str:

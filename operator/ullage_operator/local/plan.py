@@ -308,8 +308,12 @@ def plan_local(
 def engine_lines(service: Service, has_vllm: bool) -> list[str]:
     spec = service.spec
     on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
-    expected = expected_engine(spec, on_cuda=on_cuda, has_vllm=has_vllm, place="this environment")
-    return [f"pool {pool}: engine {expected}" for pool in spec.pools]
+    place = "this environment"
+    expected = {
+        name: expected_engine(spec, pool, on_cuda=on_cuda, has_vllm=has_vllm, place=place)
+        for name, pool in spec.pools.items()
+    }
+    return [f"pool {name}: engine {line}" for name, line in expected.items()]
 
 
 def policies_of(service: Service) -> dict[str, AutoscalingSpec]:

@@ -6,24 +6,34 @@ and is what `ullage plan` and `ullage up` say.
 
 from itertools import product
 
-from ullage_common.config.engine import choose_engine
-from ullage_operator.api.spec import ENGINE_IMAGE, Settings, Spec
+from ullage_common.config.engine import choose_engine, refusal_by_vllm
+from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.spec import ENGINE_IMAGE, Settings, Spec, in_api_names
 
 _NO_ADAPTERS = "it serves no adapters"
+_IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 
 
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Returns the image of engine pods: the service's own, else the operator's with vLLM where the
-    pods are to be vLLM and there is one, else its engine image."""
+    pods of a pool are to be vLLM and there is one, else its engine image."""
     if spec.image:
         return spec.image
-    engine, _ = choose_engine(
-        spec.engine,
-        on_cuda=spec.device != "cpu",
-        has_vllm=bool(settings.vllm_engine_image),
-        native_refusal=_NO_ADAPTERS if spec.adapters else "",
-    )
-    return (settings.vllm_engine_image if engine == "vllm" else "") or settings.engine_image
+    engines = {
+        choose_engine(
+            spec.engine,
+            on_cuda=spec.device != "cpu",
+            has_vllm=bool(settings.vllm_engine_image),
+            native_refusal=_NO_ADAPTERS if spec.adapters else "",
+            vllm_refusal=_refusal_by_vllm(spec, pool),
+        )[0]
+        for pool in spec.pools.values()
+    }
+    return (settings.vllm_engine_image if "vllm" in engines else "") or settings.engine_image
+
+
+def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:
+    return in_api_names(refusal_by_vllm(spec.model, pool.memory, spec.adapters))
 
 
 def image_has_vllm(image: str, settings: Settings) -> bool | None:
@@ -38,8 +48,10 @@ def may_be_vllm(spec: Spec) -> bool:
     return spec.engine != "native"
 
 
-def expected_engine(spec: Spec, *, on_cuda: bool | None, has_vllm: bool | None, place: str) -> str:
-    """Returns one line: the engine that will compute, and why or where.
+def expected_engine(
+    spec: Spec, pool: PoolSpec, *, on_cuda: bool | None, has_vllm: bool | None, place: str
+) -> str:
+    """Returns one line: the engine that will compute in a pool's pods, and why or where.
 
     Args:
         on_cuda: whether the device is a CUDA GPU; None is unknown.
@@ -49,18 +61,33 @@ def expected_engine(spec: Spec, *, on_cuda: bool | None, has_vllm: bool | None, 
     # Whether the native engine serves the model is known to who reads its files.
     refusals = (_NO_ADAPTERS,) if spec.adapters else ("", "of a family that it does not know")
     devices = (True, False) if on_cuda is None else (on_cuda,)
-    places = (True, False) if has_vllm is None else (has_vllm,)
+    # Of reasons for one engine the last is said, which is the one where vLLM is.
+    places = (False, True) if has_vllm is None else (has_vllm,)
+    vllm_refusal = _refusal_by_vllm(spec, pool)
     choices = dict(
-        choose_engine(spec.engine, on_cuda=cuda, has_vllm=has, native_refusal=refusal)
-        for cuda, has, refusal in product(devices, places, refusals)
+        choose_engine(
+            spec.engine,
+            on_cuda=cuda,
+            has_vllm=has,
+            native_refusal=refusal,
+            vllm_refusal=vllm_refusal,
+        )
+        for has, cuda, refusal in product(places, devices, refusals)
     )
     if len(choices) == 1:
         [(engine, reason)] = choices.items()
         if has_vllm is False:
             reason += f", which {place} has not" if engine == "vllm" else f", in {place}"
+        if engine == "native" and spec.adapters:
+            return f"native, which serves no adapters: {_IMAGE_WITH_VLLM} ({reason})"
         return f"{engine}: {reason}"
+    if spec.adapters:
+        return (
+            f"vllm where {place} has vLLM; the native engine serves no adapters: {_IMAGE_WITH_VLLM}"
+            " where it has not"
+        )
     conditions = [f"{place} has vLLM"] if has_vllm is None else []
-    if not on_cuda and not spec.adapters:
+    if not on_cuda:
         gpu = "a GPU is present or " if on_cuda is None else ""
         conditions.append(f"{gpu}the native engine does not serve the model")
     return f"vllm where {' and '.join(conditions)}, else native"

@@ -1,7 +1,7 @@
 """The engine's configuration: one YAML or JSON file, read once, never changed."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -313,8 +313,44 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
             )
 
 
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
+
+
+def refusal_by_vllm(
+    model: ModelSection, memory: MemorySection, adapters: Iterable[AdapterSection] = ()
+) -> str:
+    """Returns why vLLM does not take these settings, as a line that names the field and what to
+    set; empty: it takes them."""
+    largest = max((adapter.rank for adapter in adapters), default=0)
+    if model.quantization not in ("none", "fp8"):
+        return (
+            f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "
+            "or name a checkpoint that is quantised itself"
+        )
+    if model.deterministic:
+        return (
+            "model.deterministic: vLLM has no such mode here; set false, or choose the native "
+            "engine"
+        )
+    if memory.host_kv:
+        return (
+            "memory.host_kv: vLLM computes preempted requests again; set 0, or choose the native "
+            "engine"
+        )
+    if largest > VLLM_LORA_RANKS[-1]:
+        most = VLLM_LORA_RANKS[-1]
+        return f"adapters: rank {largest} is above {most}, the largest that vLLM serves"
+    return ""
+
+
 def choose_engine(
-    kind: EngineKind, *, on_cuda: bool, has_vllm: bool, native_refusal: str = ""
+    kind: EngineKind,
+    *,
+    on_cuda: bool,
+    has_vllm: bool,
+    native_refusal: str = "",
+    vllm_refusal: str = "",
 ) -> tuple[Literal["native", "vllm"], str]:
     """Returns the engine that computes, and why.
 
@@ -322,11 +358,14 @@ def choose_engine(
         on_cuda: whether the device is a CUDA GPU.
         has_vllm: whether vLLM is installed, or the image has it.
         native_refusal: why the native engine does not serve the model; empty: it does.
+        vllm_refusal: why vLLM does not take the settings, of `refusal_by_vllm`; empty: it does.
     """
     if kind != "auto":
         return kind, f"engine is {kind}"
     if not has_vllm:
         return "native", "vLLM is not installed"
+    if vllm_refusal:
+        return "native", f"vLLM refuses {vllm_refusal}"
     if on_cuda:
         return "vllm", "vLLM is installed and the device is a CUDA GPU"
     if native_refusal:

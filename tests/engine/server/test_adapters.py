@@ -119,6 +119,20 @@ def test_the_native_engine_refuses_adapters(
     assert reason in capsys.readouterr().err
 
 
+def test_adapters_that_neither_engine_serves_are_refused_by_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_main, "find_spec", lambda name: object())
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        "device: cpu\nmodel: {source: 'file:///m', name: m, quantization: int8}\n"
+        "adapters: [{name: sql, source: 'file:///a', rank: 8}]\n"
+    )
+    assert main(["--config", str(path)]) == 2
+    refused = "error: adapters: the native engine serves none; remove them, for vLLM refuses "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{refused}model.quantization: int8")
+
+
 def test_auto_takes_vllm_for_adapters(
     config: EngineConfig, with_adapter: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """What a configuration becomes for vLLM, and what it may not say."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,11 @@ from ullage_common.config.engine import (
     BatchingSection,
     EngineConfig,
     GroupSection,
+    MemorySection,
     ModelSection,
     ParallelismSection,
+    choose_engine,
+    refusal_by_vllm,
 )
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.arguments import check, engine_args
@@ -39,6 +44,35 @@ def test_a_leader_says_that_it_cannot_compute_on_several_nodes() -> None:
 def test_ranks_are_as_many_as_gpus() -> None:
     with pytest.raises(WorkerStartError, match=r"^parallelism: tensor 2 times pipeline 1 is not"):
         check(configured(4, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"quantization": "int8"}, "model.quantization: int8"),
+        ({"quantization": "int4"}, "model.quantization: int4"),
+        ({"quantization": "w8a8"}, "model.quantization: w8a8"),
+        ({"deterministic": True}, "model.deterministic"),
+        ({"memory": MemorySection(host_kv=1)}, "memory.host_kv"),
+        ({"adapters": (AdapterSection(name="a", source="file:///a", rank=513),)}, "adapters: rank"),
+    ],
+)
+def test_auto_leaves_to_the_native_engine_what_the_worker_refuses(
+    changes: dict[str, Any], field: str
+) -> None:
+    memory = changes.pop("memory", MemorySection())
+    adapters = changes.pop("adapters", ())
+    model = ModelSection(source="file:///m", name="m", **changes)
+    config = EngineConfig(model=model, memory=memory, adapters=adapters)
+    with pytest.raises(WorkerStartError, match=f"^{re.escape(field)}") as refusal:
+        check(config)
+    engine, reason = choose_engine(
+        "auto",
+        on_cuda=True,
+        has_vllm=True,
+        vllm_refusal=refusal_by_vllm(model, memory, adapters),
+    )
+    assert (engine, reason) == ("native", f"vLLM refuses {refusal.value}")
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 512])

@@ -294,8 +294,24 @@ RULES = [
     ),
     rule(
         "model.deterministic",
-        "results of vLLM depend on what else",
+        "results of vLLM, which alone serves adapters, depend on what else",
         {"engine": "VLLM", "model.deterministic": True},
+    ),
+    rule("memory.hostKV", "vLLM, which alone", {"engine": "VLLM", "memory": {"hostKV": "1Gi"}}),
+    rule(
+        "memory.hostKV",
+        "set hostKV of the service and of every pool to 0",
+        {"adapters": [ADAPTER], "pools.single": {"memory": {"hostKV": "1Gi"}}},
+    ),
+    rule(
+        "model.quantization",
+        "which serves no adapters",
+        {"adapters": [ADAPTER], "model.quantization": "Int8"},
+    ),
+    rule(
+        "model.deterministic",
+        "or engine to Native without adapters",
+        {"adapters": [ADAPTER], "model.deterministic": True},
     ),
     rule(
         "engine",

@@ -13,7 +13,7 @@ import pytest
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import Settings, parse, parse_stored, with_pod_template
+from ullage_operator.api.spec import Settings, in_api_names, parse, parse_stored, with_pod_template
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.rollout.state import release_of, revision_of
 
@@ -543,3 +543,25 @@ def test_field_names() -> None:
     assert camel("session_kv_limit") == "sessionKVLimit"
     assert camel("e2e_p95") == "e2eP95"
     assert camel("large_request_tokens") == "largeRequestTokens"
+
+
+def with_spec(stored: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    """A stored service with values that this definition would have refused."""
+    return stored | {"spec": stored["spec"] | spec}
+
+
+def test_messages_call_fields_as_the_api_does_and_values_as_they_are(stored: Make) -> None:
+    with pytest.raises(InvalidManifest, match=r"^spec\.device: Invalid enum value 'my_device'$"):
+        parse_stored(with_spec(stored(), device="my_device"))
+    with pytest.raises(InvalidManifest, match=r"^spec\.vllm: args\.my-max_kv is no argument"):
+        parse_stored(stored(vllm={"args": {"my-max_kv": 1}}))
+    with pytest.raises(InvalidManifest, match=r"^spec\.pools\.single\.memory\.maxKV: "):
+        parse_stored(with_spec(stored(), memory=stored()["spec"]["memory"] | {"maxKV": "few"}))
+    line = "the engine's memory.host_kv is for 'host_kv', not the pool's safety_reserve"
+    named = "the engine's memory.hostKV is for 'host_kv', not the pool's safetyReserve"
+    assert in_api_names(line) == named
+
+
+def test_no_adapters_are_no_reason_against_the_native_engine(manifest: Make) -> None:
+    spec = parse(manifest(engine="Native", adapters=[], memory={"hostKV": "1Gi"})).spec
+    assert (spec.engine, spec.adapters) == ("native", ())

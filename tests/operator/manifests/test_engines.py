@@ -117,6 +117,11 @@ LORA = {"adapters": ADAPTERS[:1]}
         ({"engine": "Native"}, "native"),
         ({"engine": "VLLM", "image": "own"}, "own"),
         ({"engine": "Native", "image": "own"}, "own"),
+        ({"model": MODEL | {"quantization": "Int8"}}, "native"),
+        ({"model": MODEL | {"quantization": "FP8"}}, "vllm"),
+        ({"model": MODEL | {"deterministic": True}}, "native"),
+        ({"memory": {"hostKV": "1Gi"}}, "native"),
+        ({"memory": {"hostKV": "1Gi"}, "pools": {"large": {"memory": {"hostKV": 0}}}}, "vllm"),
     ],
 )
 def test_pods_run_the_image_that_has_their_engine(
@@ -175,6 +180,12 @@ def test_shared_memory_grows_with_vllms_ranks(
 
 
 UNSERVED = "the native engine does not serve the model"
+ELSE_IMAGE = "the native engine serves no adapters: set vllmEngineImage or spec.image"
+INT8 = {"model": MODEL | {"quantization": "Int8"}}
+NOT_INT8 = (
+    "vLLM refuses model.quantization: int8 is the native engine's; with vLLM set fp8, or name a "
+    "checkpoint that is quantised itself"
+)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +200,25 @@ UNSERVED = "the native engine does not serve the model"
         ({}, False, None, f"vllm where HERE has vLLM and {UNSERVED}, else native"),
         ({}, False, True, f"vllm where {UNSERVED}, else native"),
         ({}, None, True, f"vllm where a GPU is present or {UNSERVED}, else native"),
-        (LORA, False, None, "vllm where HERE has vLLM, else native"),
+        (INT8, True, True, f"native: {NOT_INT8}"),
+        (INT8, None, None, f"native: {NOT_INT8}"),
+        (INT8, True, False, "native: vLLM is not installed, in HERE"),
+        (
+            {"memory": {"hostKV": "1Gi"}},
+            True,
+            True,
+            "native: vLLM refuses memory.hostKV: vLLM computes preempted requests again; set 0, "
+            "or choose the native engine",
+        ),
+        (LORA, False, None, f"vllm where HERE has vLLM; {ELSE_IMAGE} where it has not"),
+        (LORA, None, None, f"vllm where HERE has vLLM; {ELSE_IMAGE} where it has not"),
+        (
+            LORA,
+            True,
+            False,
+            "native, which serves no adapters: set vllmEngineImage or spec.image (vLLM is not "
+            "installed, in HERE)",
+        ),
         (LORA, False, True, f"vllm: {UNSERVED}: it serves no adapters"),
     ],
 )
@@ -197,5 +226,6 @@ def test_what_is_not_known_is_said_so(
     manifest: Make, spec: dict[str, Any], on_cuda: bool, has_vllm: bool, expected: str
 ) -> None:
     service = parse(manifest(**spec)).spec
-    line = expected_engine(service, on_cuda=on_cuda, has_vllm=has_vllm, place="HERE")
+    pool = service.pools["single"]
+    line = expected_engine(service, pool, on_cuda=on_cuda, has_vllm=has_vllm, place="HERE")
     assert line == expected
