@@ -300,6 +300,8 @@ def outdated_followers(
         pool = service.spec.pools.get(naming.stable_pool(pool_of(pod)))
         if pool is None or pool.nodes == 1 or pod["metadata"]["name"] not in revisions:
             continue
+        if not index.isdecimal():  # a pod made by hand, with labels of a follower
+            continue
         group, _ = naming.follower_place(int(index), pool.nodes)
         leader = f"{naming.leaders_name(workload)}-{group}"
         revision = wanted.get(workload)

@@ -13,9 +13,10 @@ what nobody has analysed.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -244,36 +245,60 @@ def dump(state: RolloutState) -> str:
 
 
 _VALUE, _VALUE_HASH = "value", "valueHash"
+_HAS_ENV = "pools"
+"""Section of a release in which lists called `env` have environment variables: elsewhere maps are
+people's own, such as arguments of vLLM."""
 
 
-def _sealed(section: Any) -> Any:
+def _sealed(release: Mapping[str, Any]) -> Release:
     """Returns a release with hashes for the values of environment variables."""
-    match section:
-        case {"name": name, "value": value}:
-            kept = {key: item for key, item in section.items() if key != _VALUE}
-            return kept | {_VALUE_HASH: _value_hash(name, value)}
-        case Mapping():
-            return {key: _sealed(item) for key, item in section.items()}
-        case list() | tuple():
-            return [_sealed(item) for item in section]
-    return section
+    return _with_env(release, _sealed_variable)
 
 
-def _unsealed(section: Any, values: Mapping[str, str]) -> Any:
+def _unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
     """Returns what was sealed.
 
     Raises:
         KeyError: nobody has the value any more.
     """
+    return _with_env(release, partial(_unsealed_variable, values))
+
+
+def _with_env(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Release:
+    return {
+        name: _with_lists(section, change) if name == _HAS_ENV else section
+        for name, section in release.items()
+    }
+
+
+def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
     match section:
-        case {"valueHash": str(value_hash)}:
-            kept = {key: item for key, item in section.items() if key != _VALUE_HASH}
-            return kept | {_VALUE: values[value_hash]}
         case Mapping():
-            return {key: _unsealed(item, values) for key, item in section.items()}
+            return {
+                name: [change(variable) for variable in item]
+                if name == "env" and isinstance(item, list)
+                else _with_lists(item, change)
+                for name, item in section.items()
+            }
         case list():
-            return [_unsealed(item, values) for item in section]
+            return [_with_lists(item, change) for item in section]
     return section
+
+
+def _sealed_variable(variable: Any) -> Any:
+    match variable:
+        case {"name": name, "value": value}:
+            kept = {key: item for key, item in variable.items() if key != _VALUE}
+            return kept | {_VALUE_HASH: _value_hash(name, value)}
+    return variable
+
+
+def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
+    match variable:
+        case {"valueHash": str(value_hash)}:
+            kept = {key: item for key, item in variable.items() if key != _VALUE_HASH}
+            return kept | {_VALUE: values[value_hash]}
+    return variable
 
 
 def _hashed_values(section: Any) -> Iterator[tuple[str, str]]:

@@ -216,6 +216,17 @@ def test_followers_are_renewed_once_their_leader_is_and_no_others(make_plan: Mak
     assert deleted(make_plan, [*old, *renewed]) == []
 
 
+@pytest.mark.parametrize("name", ["debug", f"{GROUP}-debug", f"{GROUP}-", "debug-0"])
+def test_a_pod_that_only_has_a_followers_labels_is_left_alone(
+    make_plan: MakePlan, name: str
+) -> None:
+    made = make_plan(**SPEC)
+    copy = pod_of(made, GROUP, 0, old=True)
+    copy["metadata"]["name"] = name
+    follower, leader = pod_of(made, GROUP, 0, old=True), pod_of(made, LEADERS, 0)
+    assert deleted(make_plan, [leader, follower, copy]) == [f"{GROUP}-0"]
+
+
 def test_what_ends_already_is_not_deleted_again(make_plan: MakePlan) -> None:
     made = make_plan(**SPEC)
     follower, leader = pod_of(made, GROUP, 0, old=True), pod_of(made, LEADERS, 0)

@@ -95,6 +95,27 @@ def test_an_empty_value_that_pods_lack_is_recalled(manifest):
     assert load(text, edited) is None, "no pod names it"
 
 
+@pytest.mark.parametrize("key", ["rope", "env"])
+def test_arguments_of_vllm_that_look_like_variables_are_recalled(manifest, key):
+    def release_with(**args):
+        spec = {"engine": "VLLM", "vllm": {"args": args}}
+        return release_of(parse(manifest(**spec)), Settings())
+
+    items = [{"name": "yarn", "value": 2}, {"valueHash": "none"}]
+    stable = release_with(hf_overrides={key: items})
+    text, edited = dump(initial(stable, NOW)), release_with()
+    assert load(text, edited).release == stable
+
+
+def test_values_of_variables_are_not_kept(manifest):
+    variable = {"name": "TOKEN", "value": "s3cret"}
+    template = {"spec": {"containers": [{"name": "engine", "env": [variable]}]}}
+    release = release_of(parse(manifest(pools={"single": {"podTemplate": template}})), Settings())
+    text = dump(initial(release, NOW))
+    assert "s3cret" not in text and "valueHash" in text
+    assert load(text, release).release == release
+
+
 def known_before(release):
     """As an operator that knew a field less kept it, and what it called that."""
     older = release | {"memory": dict(list(release["memory"].items())[1:])}
