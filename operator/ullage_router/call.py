@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.continuation import Progress
+from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
 from ullage_router.prompts.prompts import Prompt
@@ -123,6 +124,9 @@ class Call:
     """Whether the answers arrive while they grow; otherwise all is known only at the end."""
     progress: Progress = NO_PROGRESS
     """What was received of the answer; where engines are chosen it gets one of its own."""
+    ended_by: ServiceError | None = None
+    """Error of another request, as which this one counts when it is cancelled; None: its client has
+    gone."""
     deadline: PausableDeadline = field(init=False)
     adapter: str = ""
     """The adapter that the request names as its model; empty: the model without one."""

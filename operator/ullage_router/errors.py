@@ -21,7 +21,7 @@ import grpc
 
 from ullage_common.wire.errors import ServiceError, served_names
 from ullage_router.policy.decide import Refuse
-from ullage_router.policy.quota import Shortage
+from ullage_router.policy.quota import Limit, Shortage
 from ullage_router.policy.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
 
 CLIENT_CLOSED = 499
@@ -280,6 +280,18 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
     )
 
 
+def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
+    """Returns the error of a body whose inputs take more of a limit than that ever allows."""
+    what = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INPUTS_ABOVE_QUOTA",
+        f"input has {count} inputs{what}, and the {limit.replace('_', ' ')} of this key are "
+        f"{allowed:g}; send fewer at a time",
+        metadata={"field": "input", "limit": limit, "allowed": f"{allowed:g}"},
+    )
+
+
 def internal(request_id: str = "") -> ServiceError:
     """A failure of the router itself; what failed is only in its log."""
     where = f"its log names request {request_id}" if request_id else "its log says why"
@@ -339,5 +351,14 @@ def bodies_full() -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
         "requests that arrive fill the memory for their bodies; retry",
+        retry_after_s=1,
+    )
+
+
+def vectors_full() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "VECTORS_FULL",
+        "answers with embeddings fill the memory for their vectors; retry",
         retry_after_s=1,
     )

@@ -252,6 +252,33 @@ class TenantSession:
             return salt
         return cache_salt(self.name, salt).hex()
 
+    @property
+    def max_concurrency(self) -> int | None:
+        """How many requests the tenant may have at a time; None: any number."""
+        return self._account.own_quota.concurrency
+
+    def check_many(self, count: int, tokens: int) -> None:
+        """Checks that so many requests may be sent at once; nothing is taken.
+
+        Args:
+            tokens: fewest that they have together.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT when a limit is lower than that, or RESOURCE_EXHAUSTED
+                when fewer requests are left now.
+        """
+        own = self._account.own_quota
+        if own.requests and count > own.requests.capacity:
+            allowed = own.requests.capacity
+            raise errors.inputs_above_quota(count, count, "requests_per_minute", allowed)
+        if own.tokens and tokens > own.tokens.capacity:
+            allowed = own.tokens.capacity
+            raise errors.inputs_above_quota(count, tokens, "tokens_per_minute", allowed)
+        requests = self._account.quota.requests
+        if requests and (wait_s := requests.wait_s(count, time.monotonic())):
+            short = Shortage("requests_per_minute", requests.capacity, wait_s)
+            raise self._shortage_error(short)
+
     def num_allowed(self, count: int, tokens: int) -> int:
         """Returns how many of that many equal requests, of that many tokens each, the tenant may
         send now."""
@@ -392,9 +419,9 @@ class TenantSession:
 
 
 def _was_served(record: RequestRecord) -> bool:
-    """Tokens came, or the client left an engine that was working for it."""
-    has_left = record.status == errors.CLIENT_CLOSED and bool(record.decision.engine)
-    return record.ttft_s is not None or has_left
+    """Tokens came, or an engine was working for it when it was cancelled."""
+    is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
+    return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
 
 
 def duration(seconds: float) -> str:

@@ -36,6 +36,9 @@ from ullage_router.engines.engines import Engines
 from ullage_router.policy.cascade import estimated_tokens
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants import TenantSession
+
+_CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 def chain(stages: Sequence[Stage], last: Handler) -> Handler:
@@ -77,9 +80,18 @@ class RequestPipeline:
         """
         return _Serving(self, self._handler, self._on_end, call)
 
-    def refuse(self, record: RequestRecord, error: ServiceError) -> None:
-        """Counts a request that was refused before it became a Call."""
+    def refuse(
+        self, record: RequestRecord, error: ServiceError, tenant: TenantSession | None = None
+    ) -> None:
+        """Counts a request that was refused before it became a Call.
+
+        Args:
+            tenant: its session; None where it is not known.
+        """
         _copy_error(record, error)
+        if tenant:
+            record.tenant, record.limits = tenant.name, tenant.limit_headers
+            tenant.count_refusals(record.status, 1)
         record.ended = time.monotonic()
         self._on_end(record)
 
@@ -131,7 +143,8 @@ class _Serving:
             record.status = 200
         else:
             _copy_decision(call)
-            _copy_error(record, error)
+            record.is_cancelled = isinstance(error, _CANCELLED)
+            _copy_error(record, (record.is_cancelled and call.ended_by) or error)
         try:
             if stream:
                 record.output_tokens = stream.output_tokens
@@ -156,7 +169,7 @@ def _copy_error(record: RequestRecord, error: BaseException) -> None:
     """Copies the client's error into the record."""
     if isinstance(error, ServiceError):
         record.status, record.error = errors.http_status(error), error.reason
-    elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+    elif isinstance(error, _CANCELLED):
         record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
     else:
         record.status, record.error = 500, "INTERNAL"

@@ -33,6 +33,8 @@ class RequestRecord:
     """HTTP status that the client got, or would have got; 499 when it had gone."""
     error: str = ""
     """Reason of the error that the client got."""
+    is_cancelled: bool = False
+    """Whether it ended because its client left, or got an error of another request."""
     priority: int = 0
     held_s: float = 0.0
     """Seconds that it was held until its pool was awake."""

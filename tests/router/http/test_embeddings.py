@@ -2,11 +2,12 @@
 
 import asyncio
 import base64
+import json
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import openai
@@ -16,6 +17,8 @@ from ullage_testing.fake_engine import vector_of
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.config_file import entry
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_router.http.openai import embeddings
+from ullage_router.http.openai.embeddings import PIECE_BYTES
 
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 NO_KV = {"kv_pool_bytes": 0, "kv_free_bytes": 0, "headroom_bytes": 0}
@@ -184,26 +187,210 @@ def test_a_refusal_of_one_input_is_that_of_all(start_service: StartService) -> N
     asyncio.run(scenario())
 
 
-def test_each_input_counts_against_its_tenants_quota(
-    start_service: StartService, tmp_path: Path
-) -> None:
+@pytest.fixture
+def alice(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """alice(concurrency=2) returns the section of a tenant with this limit."""
     keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "alice").write_text(entry("sk-alice-0123456789"))
-    rules = {"name": "alice", "requests_per_minute": 3, "tokens_per_minute": 1000}
-    tenants = {"keys_dir": str(keys), "tenants": [rules]}
+    return lambda **rules: {"keys_dir": str(keys), "tenants": [{"name": "alice", **rules}]}
 
+
+KEY = {"authorization": "Bearer sk-alice-0123456789"}
+
+
+async def embed_as_alice(service: Any, input_: Any) -> Any:
+    body = {"model": "tiny", "input": input_}
+    return await service.http.post("/v1/embeddings", json=body, headers=KEY)
+
+
+def test_each_input_counts_against_its_tenants_quota(
+    start_service: StartService, alice: Callable[..., dict[str, Any]]
+) -> None:
     async def scenario() -> None:
+        tenants = alice(requests_per_minute=3, tokens_per_minute=1000)
         async with start_service(tenants=tenants) as service:
             await learn(service)
             client = service.openai.with_options(api_key="sk-alice-0123456789")
             await client.embeddings.create(model="tiny", input=["Hi", "there"])
             usage = (await service.stats())["tenants"]["usage"]
-            [alice] = [each for each in usage if each["name"] == "alice"]
-            assert (alice["prompt_tokens"], alice["output_tokens"]) == (7, 0)
+            [of_alice] = [each for each in usage if each["name"] == "alice"]
+            assert (of_alice["prompt_tokens"], of_alice["output_tokens"]) == (7, 0)
             with pytest.raises(openai.RateLimitError) as caught:
                 await client.embeddings.create(model="tiny", input=["Hi", "there"])
             assert "retry-after" in caught.value.response.headers
+            assert len(service.engine.requests) == 2, "nothing of it was begun"
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_never_fits_a_quota_takes_nothing_of_it(
+    start_service: StartService, alice: Callable[..., dict[str, Any]]
+) -> None:
+    async def scenario() -> None:
+        tenants = alice(requests_per_minute=3, tokens_per_minute=20)
+        async with start_service(tenants=tenants) as service:
+            await learn(service)
+            for inputs, limit in ((["a"] * 4, "requests"), ([[1] * 7] * 3, "tokens")):
+                answer = await embed_as_alice(service, inputs)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "input"), answer.text
+                assert f"{limit} per minute of this key are" in error["message"]
+            answer = await embed_as_alice(service, [[1] * 7, [1] * 7, [1] * 6])
+            assert answer.status_code == 200, answer.text
+
+    asyncio.run(scenario())
+
+
+def test_a_body_waits_for_tokens_that_its_own_inputs_took(
+    start_service: StartService, alice: Callable[..., dict[str, Any]]
+) -> None:
+    async def scenario() -> None:
+        tenants = alice(tokens_per_minute=60_000)
+        async with start_service(tenants=tenants, max_model_len=60_000) as service:
+            await learn(service)
+            assert (await embed_as_alice(service, [[1] * 59_900])).status_code == 200
+            answer = await embed_as_alice(service, [[1] * 100] * 6)
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["data"]) == 6
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("rules", "routing"),
+    [
+        ({"concurrency": 2}, {}),
+        ({}, {"queue": {"max_requests": 1}}),
+        ({}, {"queue": {"max_bytes": 16_000}}),
+        ({}, {"ladder": ["reject"]}),
+    ],
+    ids=["concurrency", "queue's requests", "queue's bytes", "no queue"],
+)
+def test_inputs_of_one_body_do_not_refuse_one_another(
+    start_service: StartService,
+    alice: Callable[..., dict[str, Any]],
+    rules: dict[str, Any],
+    routing: dict[str, Any],
+) -> None:
+    """The engine has memory for two of them at a time."""
+
+    async def scenario() -> None:
+        tenants = alice(**rules)
+        async with start_service(single=(2,), tenants=tenants, routing=routing) as service:
+            await learn(service, has_kv=True)
+            answer = await embed_as_alice(service, [[n] for n in range(1, 41)])
+            assert answer.status_code == 200, answer.text
+            vectors = [tuple(each["embedding"]) for each in answer.json()["data"]]
+            assert vectors == [vector_of([n]) for n in range(1, 41)]
+
+    asyncio.run(scenario())
+
+
+def test_inputs_beside_a_wrong_one_are_not_clients_that_left(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(max_model_len=160) as service:
+            await learn(service)
+            service.engine.script.hold = asyncio.Event()
+            answer = await post(service, ["a", "b", "x" * 161])
+            assert answer.status_code == 400
+            await service.until(lambda: service.router.service.pipeline.inflight == 0)
+            latest = (await service.stats())["latest"]
+            assert [each["status"] for each in latest] == [400] * 3
+            assert len({each["error"] for each in latest}) == 1
+
+    asyncio.run(scenario())
+
+
+async def chunks_of(service: Any, body: Any) -> list[bytes]:
+    """The chunks of an answer, as the router sends them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in answer.splitlines()[0]
+    assert b"transfer-encoding: chunked" in answer.lower()
+    chunks = []
+    while size := int(await reader.readline(), 16):
+        chunks.append(await reader.readexactly(size))
+        await reader.readline()
+    writer.close()
+    return chunks
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_many_long_vectors_are_encoded_piece_by_piece(
+    start_service: StartService, form: str
+) -> None:
+    inputs, dims = [[n] for n in range(1, 65)], 4096
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service)
+            service.engine.script.dims = dims
+            body = {"model": "tiny", "input": inputs, "encoding_format": form}
+            chunks = await chunks_of(service, body)
+            assert max(map(len, chunks)) < 2 * PIECE_BYTES
+            answer = json.loads(b"".join(chunks))
+            assert answer["usage"] == {"prompt_tokens": 64, "total_tokens": 64}
+            assert [each["index"] for each in answer["data"]] == list(range(64))
+            for item, ids in zip(answer["data"], inputs, strict=True):
+                vector = item["embedding"]
+                if form == "base64":
+                    vector = struct.unpack(f"<{dims}f", base64.b64decode(vector))
+                assert len(vector) == dims
+                assert tuple(vector[:3]) == vector_of(ids)
+
+    asyncio.run(scenario())
+
+
+def test_vectors_of_one_body_are_bounded(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_VECTOR_BYTES", 3 * 12)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service)
+            answer = await post(service, ["a"] * 4)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "input"), answer.text
+            assert "send at most 3 at a time" in error["message"]
+            assert (await post(service, ["a"] * 3)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+class AllButTheSecond(asyncio.Event):
+    """What waits for it second waits until it is set; others do not wait."""
+
+    num_waited = 0
+
+    async def wait(self) -> Literal[True]:
+        self.num_waited += 1
+        return await super().wait() if self.num_waited == 2 else True
+
+
+def test_vectors_of_all_bodies_are_bounded(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_ALL_VECTOR_BYTES", 3 * 12)
+
+    async def scenario() -> None:
+        # One input of a body at a time.
+        async with start_service(routing={"queue": {"max_requests": 0}}) as service:
+            await learn(service)
+            hold = service.engine.script.hold = AllButTheSecond()
+            first = asyncio.create_task(post(service, ["a"] * 2))
+            await service.until(lambda: hold.num_waited == 2)
+            answer = await post(service, ["a"] * 2)
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"]["code"] == "VECTORS_FULL"
+            assert "retry-after" in answer.headers
+            hold.set()
+            assert (await first).status_code == 200
+            assert (await post(service, ["a"] * 3)).status_code == 200
 
     asyncio.run(scenario())
 

@@ -64,6 +64,8 @@ class Script:
     """Of every token."""
     max_tokens: int = 0
     """Output limit that Accepted names; 0: none."""
+    dims: int = 3
+    """Numbers of an embedding, at least 3."""
 
 
 class FakeEngine(
@@ -230,6 +232,7 @@ class FakeEngine(
             await abort(context, self.script.failure)
         ids = request.token_ids.ids
         vector = struct.pack("<3f", *vector_of(ids))
+        vector += struct.pack("<f", 0.1) * (self.script.dims - 3)
         yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(embedding=vector))
         if self.script.fail_after == 1:
             await abort(context, self.script.failure)

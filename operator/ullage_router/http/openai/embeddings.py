@@ -4,7 +4,10 @@ all of them are one answer, or one error."""
 import asyncio
 import base64
 import struct
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,11 +17,12 @@ from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.call import Call
-from ullage_router.errors import deadline, internal
-from ullage_router.http.messages import Reply, Request
+from ullage_router.errors import deadline, http_status, internal, vectors_full
+from ullage_router.http.messages import BodyRoom, Reply, Request
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
 from ullage_router.http.openai.requests import parse, utf8
 from ullage_router.http.openai.schemas import Token
+from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, trace_context
 from ullage_router.tenants import TenantSession
@@ -26,6 +30,12 @@ from ullage_router.tenants import TenantSession
 MAX_INPUTS = 2048
 MAX_PARALLEL = 32
 """Inputs of one body that are with engines, or wait for one, at a time."""
+MAX_VECTOR_BYTES = 64 << 20
+"""Most bytes of one body's vectors, which are kept until all are there."""
+MAX_ALL_VECTOR_BYTES = 256 << 20
+"""Most bytes of the vectors of all bodies of a process; one tenant gets at most half of them."""
+PIECE_BYTES = 64 << 10
+"""Bytes of an answer that are encoded before other requests have their turn."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
@@ -59,108 +69,202 @@ class EmbeddingsEndpoint:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
+        self._room = BodyRoom(MAX_ALL_VECTOR_BYTES)
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         service, record = self._service, RequestRecord(request_id(request.headers))
+        tenant: TenantSession | None = None
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             body = parse(_BODY, await request.read(tenant.name))
-            # Its time begins when all of the body is there.
-            record = RequestRecord(record.request_id)
             asked = _requests(body)
+            if len(asked) > 1:
+                tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
             refusal = as_service_error(error, record)
-            service.pipeline.refuse(record, refusal)
+            service.pipeline.refuse(record, refusal, tenant)
             await Writer(reply, record, "input").error(refusal)
             return
-        trace = trace_context(request.headers)
-        run = _Run(service, record, tenant, trace, asked, body.encoding_format == "base64")
-        writer = Writer(reply, record, "input")
+        trace, room = trace_context(request.headers), self._room
+        run = _Run(service, record.request_id, tenant, trace, asked, room)
         try:
-            await writer.whole(await run.answer())
-        except Exception as error:
-            await writer.error(as_service_error(error, record))
+            try:
+                await run.compute()
+            except Exception as error:
+                refusal = as_service_error(error, run.record)
+                await Writer(reply, run.record, "input").error(refusal)
+                return
+            pieces = run.pieces(is_base64=body.encoding_format == "base64")
+            await Writer(reply, run.record, "input").in_pieces(pieces)
+        finally:
+            run.close()
 
 
 class _Run:
     """The inputs of one body on their way.
 
     Args:
-        record: of the first input, whose decision the headers tell.
-        tenant: its session; the others get sessions of their own.
+        name: request id; those of all inputs but the first get numbers behind it.
+        tenant: a session of it; each input gets one of its own.
+        room: for the vectors of all bodies.
+
+    record
+        the first input's, whose decision the headers tell
     """
 
     def __init__(
         self,
         service: RouterService,
-        record: RequestRecord,
+        name: str,
         tenant: TenantSession,
         trace: tuple[tuple[str, str], ...],
         asked: Sequence[inference_pb2.GenerateRequest],
-        is_base64: bool,
+        room: BodyRoom,
     ) -> None:
+        self.record = RequestRecord(name)
         self._pipeline = service.pipeline
         self._limits = service.config.limits
+        self._max_queued = service.config.routing.queue.max_requests
         self._model = service.config.model
-        self._record = record
+        self._name = name
         self._tenant = tenant
         self._trace = trace
         self._asked = asked
-        self._is_base64 = is_base64
-        self._slots = asyncio.Semaphore(MAX_PARALLEL)
-        self._data = [msgspec.Raw()] * len(asked)
-        self._num_tokens = 0
+        self._deadline = time.monotonic() + self._limits.total_timeout
+        self._waiting = deque(range(len(asked)))
+        """Inputs that are still to be served, by index."""
+        self._running: dict[int, Call] = {}
+        self._vectors = [b""] * len(asked)
+        """Numbers as float32, little-endian."""
+        self._num_tokens = self._num_done = 0
+        self._room = room
+        self._taken_bytes = 0
 
-    async def answer(self) -> dict[str, object]:
-        """Returns the body of the answer.
+    async def compute(self) -> None:
+        """Has all vectors computed.
 
         Raises:
             ServiceError: an input was refused or failed; the others are cancelled.
         """
-        limit_s = self._limits.total_timeout
         try:
-            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
-                for index in range(len(self._asked)):
-                    group.create_task(self._embed(index))
-        except TimeoutError as error:
-            raise deadline(limit_s) from error
+            async with asyncio.TaskGroup() as group:
+                timer = group.create_task(self._time_out())
+                count = range(self._max_parallel())
+                await asyncio.wait([group.create_task(self._work()) for _ in count])
+                timer.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+
+    def close(self) -> None:
+        """Gives back the room of the vectors."""
+        self._room.give_back(self._taken_bytes, self._tenant.name)
+        self._taken_bytes = 0
+
+    def pieces(self, *, is_base64: bool) -> Iterator[bytes]:
+        """Yields the body of the answer in pieces of about PIECE_BYTES; each vector once."""
+        piece = bytearray(b'{"object":"list","data":[')
+        for index, vector in enumerate(self._vectors):
+            piece += b"," if index else b""
+            piece += _item(index, vector, is_base64=is_base64)
+            self._vectors[index] = b""
+            if len(piece) >= PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
-        return {"object": "list", "data": self._data, "model": self._model, "usage": usage}
+        yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
+
+    def _max_parallel(self) -> int:
+        """Returns how many inputs may run or wait at a time without refusing one another."""
+        most = self._tenant.max_concurrency or MAX_PARALLEL
+        return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
+
+    async def _time_out(self) -> None:
+        await asyncio.sleep(self._deadline - time.monotonic())
+        error = deadline(self._limits.total_timeout)
+        self._end_others(error)
+        raise error
+
+    async def _work(self) -> None:
+        """Serves one input after another.
+
+        One that lacks what others of this body take is served when one of them has ended, and
+        fewer run at a time from then on. Once a vector is there, the last worker waits shortages
+        out.
+        """
+        while self._waiting:
+            index = self._waiting.popleft()
+            try:
+                await self._embed(index)
+            except ServiceError as error:
+                is_shortage = http_status(error) == HTTPStatus.TOO_MANY_REQUESTS
+                wait_s = error.retry_after_s or UNKNOWN_RETRY_AFTER_S
+                may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
+                if not (is_shortage and (self._running or may_wait)):
+                    self._end_others(error)
+                    raise
+                self._waiting.appendleft(index)
+                if self._running:
+                    return
+                await asyncio.sleep(wait_s)
+
+    def _end_others(self, error: ServiceError) -> None:
+        """Makes the inputs that end with the body count as its error, not as clients that left."""
+        for call in self._running.values():
+            call.ended_by = error
 
     async def _embed(self, index: int) -> None:
-        async with self._slots:
-            call = self._call(index)
-            vector = b""
-            try:
-                async with self._pipeline.serve(call) as stream:
-                    async for event in stream.events():
-                        vector += event.delta.embedding
-                        self._num_tokens += event.finished.usage.prompt_tokens
-            except ServiceError as error:
-                raise _named(error, _name(index, len(self._asked))) from error
+        call = self._running[index] = self._call(index)
+        vector = b""
+        try:
+            async with self._pipeline.serve(call) as stream:
+                async for event in stream.events():
+                    vector += event.delta.embedding
+                    self._num_tokens += event.finished.usage.prompt_tokens
             if not vector:
                 raise internal(call.record.request_id)
-            self._model = call.adapter or self._model
-            self._data[index] = msgspec.Raw(self._item(index, vector))
+        except ServiceError as error:
+            raise _named(error, _name(index, len(self._asked))) from error
+        finally:
+            del self._running[index]
+        self._take_room(len(vector))
+        self._model = call.adapter or self._model
+        self._vectors[index] = vector
+        self._num_done += 1
+
+    def _take_room(self, size: int) -> None:
+        """Takes room for all vectors of the body, once the size of one in bytes is known.
+
+        Raises:
+            ServiceError: they are too large together, or there is no room now.
+        """
+        count, most = len(self._asked), max(1, MAX_VECTOR_BYTES // size)
+        if self._taken_bytes:
+            return
+        if count > most:
+            raise invalid(
+                "input",
+                f"input has {count} inputs, and their vectors of {size} bytes would have more than "
+                f"{MAX_VECTOR_BYTES >> 20} MiB; send at most {most} at a time",
+            )
+        if not self._room.take(count * size, self._tenant.name):
+            raise vectors_full()
+        self._taken_bytes = count * size
 
     def _call(self, index: int) -> Call:
-        record, tenant = self._record, self._tenant
-        if index:
-            suffix = f"-{index}"
-            name = record.request_id[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix
-            record, tenant = RequestRecord(name), tenant.new_session()
+        suffix = f"-{index}" if index else ""
+        record = RequestRecord(self._name[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix)
+        if not index:
+            self.record = record
         total_s, stall_s = self._limits.total_timeout, self._limits.request_timeout
-        request = self._asked[index]
+        request, tenant = self._asked[index], self._tenant.new_session()
         return Call(request, record, total_s, stall_s, self._trace, tenant, is_streamed=False)
 
-    def _item(self, index: int, vector: bytes) -> bytes:
-        numbers: object = base64.b64encode(vector).decode()
-        if not self._is_base64:
-            numbers = struct.unpack(f"<{len(vector) // 4}f", vector)
-        item = {"object": "embedding", "index": index, "embedding": numbers}
-        return msgspec.json.encode(item)
+
+def _item(index: int, vector: bytes, *, is_base64: bool) -> bytes:
+    numbers: object = base64.b64encode(vector).decode()
+    if not is_base64:
+        numbers = struct.unpack(f"<{len(vector) // 4}f", vector)
+    return msgspec.json.encode({"object": "embedding", "index": index, "embedding": numbers})
 
 
 def _name(index: int, count: int) -> str:

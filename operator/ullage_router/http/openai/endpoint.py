@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -98,6 +99,21 @@ class Writer:
         """
         later = [(b"x-ullage-resumed-on", ", ".join(resumed_on).encode())] if resumed_on else []
         await self._body(200, _encode(answer), later)
+
+    async def in_pieces(self, pieces: Iterator[bytes]) -> None:
+        """A complete answer in JSON, each piece of which is made when the client has taken those
+        before it; other requests have their turns in between."""
+        first = next(pieces)
+        second = next(pieces, None)
+        if second is None:
+            await self._body(200, first, [])
+            return
+        kind = (b"content-type", b"application/json")
+        self._reply.start(200, [kind, *decision_headers(self._record)])
+        for piece in chain((first, second), pieces):
+            await self._reply.piece(piece)
+            await asyncio.sleep(0)
+        await self._reply.end()
 
     def wait_for_stream(self) -> None:
         """Sends comments, the first of which begins the stream, whenever nothing else is sent for
