@@ -5,9 +5,9 @@
             ...
 
 A request in token ids is placed by `Pick` and sent to the engine that `Pick` names. Everything else
-goes through the router's `Generate`: text and conversations (which the router templates), what has
-to wait for memory, and all requests where the service gives no tickets. Either way the events and
-the errors are the same.
+goes through the router's `Generate`: text and conversations (which the router templates), what
+names an adapter (which some engines may lack), what has to wait for memory, and all requests where
+the service gives no tickets. Either way the events and the errors are the same.
 
 `PickBatcher` gathers the requests to place and the reports of those that ended into few `Pick`
 calls. One call is under way at a time. What comes meanwhile goes with the next one, so batches grow
@@ -342,6 +342,8 @@ class Client:
         self._channel = open_channel(router, credentials)
         self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
+        self._base_model = ""
+        """Name of the served model; empty until a request names one."""
         self._engines: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -398,7 +400,7 @@ class Client:
         """The answer from an engine; nothing at all when the router shall do it."""
         request = answer.request
         is_priced = request.WhichOneof("input") == "token_ids" and not request.embed
-        if self._batcher is None or not is_priced:
+        if self._batcher is None or not (is_priced and await self._names_base(request.model)):
             return
         for _ in range(MAX_PICKS):
             avoid = answer.avoid[-MAX_PICKS:]
@@ -418,6 +420,22 @@ class Client:
             except ServiceError:
                 answer.avoid.append(pick.engine)
                 raise
+
+    async def _names_base(self, name: str) -> bool:
+        """Whether a request's model is the served one, which every engine computes, and none of its
+        adapters; False also where the router does not say."""
+        if not name:
+            return True
+        if not self._base_model:
+            request = pb.GetModelRequest()
+            try:
+                described = await self._router.GetModel(
+                    request, timeout=PICK_TIMEOUT_S, metadata=self._metadata
+                )
+            except grpc.aio.AioRpcError:
+                return False
+            self._base_model = described.model
+        return name == self._base_model
 
     async def _from_engine(self, answer: "_Answer", pick: Pick) -> Events:
         assert self._batcher

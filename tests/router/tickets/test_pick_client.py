@@ -119,6 +119,26 @@ def test_what_goes_through_the_router(
     asyncio.run(scenario())
 
 
+def test_only_engines_that_have_an_adapter_are_sent_what_names_it(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
+            lacking, having = service.engines
+            having.adapters = ("sql",)
+            having.push(epoch=having.headroom.epoch + 1)
+            await service.until(lambda: "sql" in service.router.service.engines.adapters)
+            for _ in range(40):
+                accepted = (await ask(client, request(model="sql")))[0].accepted
+                assert (accepted.engine, accepted.route) == ("single-1", "single")
+            assert not lacking.requests
+            for name in ("", "tiny"):
+                accepted = (await ask(client, request(model=name)))[0].accepted
+                assert accepted.route == "direct"
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_refuses_is_left_for_another(
     start_service: "StartService", tmp_path: Path
 ) -> None:
