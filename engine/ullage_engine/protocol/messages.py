@@ -141,7 +141,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Fault(Message, frozen=True, kw_only=True):
-    """Command: raise torch.OutOfMemoryError inside a coming step."""
+    """Command: run out of memory inside a coming step."""
 
     after_steps: int
 
