@@ -17,7 +17,7 @@ import uvloop
 from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_vllm
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
-from ullage_common.process.cores import is_pinned, pin, usable_cores
+from ullage_common.process.cores import pin
 from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.source import resolve_source
@@ -25,7 +25,7 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError, WorkerCommand
-from ullage_engine.server.worker_process import EndpointError, vllm_env, worker_env
+from ullage_engine.server.worker_process import EndpointError, launch_env, vllm_env, worker_env
 
 log = logging.getLogger("ullage.engine")
 
@@ -100,7 +100,6 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
-    threads = config.server.threads or max(1, usable_cores() // config.gpus)
     has_vllm = find_spec("vllm") is not None
     vllm_refusal = refusal_by_vllm(config.model, config.memory, config.adapters)
     name, reason = choose_engine(
@@ -121,16 +120,14 @@ def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
         if vllm_refusal:
             remedy = f"remove them, for vLLM refuses {vllm_refusal}"
         raise AppError(f"adapters: the native engine serves none; {remedy} ({reason})")
+    if name == "native" and config.group.nodes > 1:
+        raise AppError(
+            f"group.nodes: the native engine computes on one node; set engine: vllm or nodes "
+            f"of the pool to 1 ({reason})"
+        )
     module, environment = _WORKERS[name]
-    owns_cores = config.server.owns_cores
     return WorkerLaunch(
-        command=_command(module, config_path),
-        environment=environment(
-            threads,
-            config.gpus,
-            config.parallelism.nccl,
-            owns_cores=is_pinned() if owns_cores is None else owns_cores,
-        ),
+        command=_command(module, config_path), environment=launch_env(config, environment)
     )
 
 

@@ -1,9 +1,12 @@
 """Several ranks on one node: they compute what one does, and no process outlives the others."""
 
 import json
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +41,20 @@ def checkpoint(write_checkpoint) -> Path:
 def launch(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[Launch]:
-    """Launches workers of so many ranks."""
+    """Launches workers of so many ranks, on so many nodes."""
     with launcher() as launch_command:
 
-        def launch_one(tensor: int, pipeline: int = 1) -> WorkerProcess:
-            folder = tmp_path_factory.mktemp("w")
+        def launch_one(
+            tensor: int, pipeline: int = 1, folder: Path | None = None, **group: int
+        ) -> WorkerProcess:
+            folder = folder or tmp_path_factory.mktemp("w")
             config = vllm_config(
                 f"file://{checkpoint}",
                 gpus=tensor * pipeline,
                 parallelism={"tensor": tensor, "pipeline": pipeline},
                 memory={"device_bytes": 2 << 30, "max_kv": POOL},
                 server={"weights_dir": str(weights_dir)},
+                group=group,
             )
             # A subset of YAML.
             (folder / "engine.yaml").write_text(json.dumps(config))
@@ -82,7 +88,11 @@ def make_request(name: str, token_ids: list[int], **fields: Any) -> EngineReques
 
 def ranks_of(worker: WorkerProcess) -> list[psutil.Process]:
     """The processes of its ranks, which vLLM names so."""
-    children = psutil.Process(worker.process.pid).children(recursive=True)
+    return ranks_of_process(worker.process)
+
+
+def ranks_of_process(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
     return [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
 
 
@@ -168,3 +178,44 @@ def test_no_rank_outlives_its_worker(launch: Launch) -> None:
     ranks[0].suspend()
     worker.process.kill()
     assert_nothing_is_left(ranks)
+
+
+@contextmanager
+def follower(config: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The second node of an engine, on this machine."""
+    command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--follow"]
+    command += ["--config", str(config), "--index", "0", "--leader", "127.0.0.1"]
+    with subprocess.Popen(command) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_nodes_compute_what_one_does_and_end_together(
+    launch: Launch, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    ports = {"join_port": free_port(), "vllm_port": free_port()}
+    worker = launch(tensor=1, pipeline=2, folder=tmp_path, nodes=2, **ports)
+    with follower(tmp_path / "engine.yaml") as other:
+        worker.wait_ready()
+        assert [each.stage for each in worker.loading].count("followers") >= 2
+        [rank], [further] = ranks_of(worker), ranks_of_process(other)
+        answer = worker.submit(make_request("greedy", PROMPT))
+        worker.finish_all()
+        with foreign_warnings_allowed():
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        assert answer.token_ids == continue_greedily(model, PROMPT, 24)
+        other.terminate()
+        answer = worker.submit(make_request("after", PROMPT))
+        worker.finish_all()
+        assert answer.finish == "length"
+        worker.process.kill()
+        assert other.wait(PATIENCE_S) == 0
+    assert_nothing_is_left([rank, further])

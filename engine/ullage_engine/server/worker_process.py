@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +19,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.cores import is_pinned, usable_cores
 from ullage_engine.protocol.messages import (
     Loading,
     Ready,
@@ -260,6 +262,7 @@ TRANSFER_ENV: Mapping[str, str] = MappingProxyType(
     }
 )
 """Environment of transfers between ranks; `parallelism.nccl` may say otherwise."""
+_INTERFACES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
 def worker_env(
@@ -299,3 +302,19 @@ def vllm_env(
     if num_ranks > 1:
         own |= {**TRANSFER_ENV, **nccl}
     return own if owns_cores else {**own, **SLEEPING_ENV}
+
+
+def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
+    """Returns what `worker_env` or `vllm_env` is for a configuration, on this node."""
+    threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
+    owns_cores, nccl = config.server.owns_cores, config.parallelism.nccl
+    own = environment(
+        threads,
+        config.gpus,
+        nccl,
+        owns_cores=is_pinned() if owns_cores is None else owns_cores,
+    )
+    if config.group.nodes > 1:  # which do not talk on the loopback interface
+        for name in _INTERFACES - nccl.keys():
+            own.pop(name, None)
+    return own

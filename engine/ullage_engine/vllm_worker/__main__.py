@@ -1,21 +1,57 @@
 """The command of the worker; see `ullage_engine.worker.loop` for what it does."""
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ullage_common.config.engine import EngineConfig
+from ullage_common.process import logs
+from ullage_common.process.config_file import read_file
+from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a worker; returns the exit status."""
+    """Runs a worker, or what computes on a further node of its engine; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--follow" in given:
+        from ullage_engine.vllm_worker.group import follow
+
+        given.remove("--follow")
+        return follow(given)
+    if "--node" in given:
+        return _compute(given)
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.vllm_worker",
         description="Compute with vLLM for one ullage-engine, which starts this process itself.",
     )
-    return loop.run(parser, _start, arguments)
+    return loop.run(parser, _start, given)
+
+
+def _compute(arguments: Sequence[str]) -> int:
+    """Computes a node's part for the follower that started this process."""
+    parent = os.getppid()
+    parser = argparse.ArgumentParser(prog="python -m ullage_engine.vllm_worker")
+    parser.add_argument("--node", type=int, required=True, help="rank of this node")
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--leader", required=True, help="address of the leader")
+    options = parser.parse_args(arguments)
+    loop.die_with_parent(parent)
+    config = read_file(options.config, EngineConfig)
+    logs.configure(config.server.log_level, fields={"node": options.node})
+    from ullage_engine.vllm_worker.arguments import Node
+    from ullage_engine.vllm_worker.startup import compute
+
+    try:
+        compute(config, Node(options.node, options.leader))
+    except (WorkerStartError, LedgerError, WeightsError) as error:
+        logging.getLogger("ullage.engine.vllm").error("%s", error)
+    return 1
 
 
 def _start(

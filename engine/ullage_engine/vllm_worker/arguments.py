@@ -1,6 +1,7 @@
 """From Ullage's configuration to the arguments of `vllm.EngineArgs`: pure functions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,6 @@ def check(config: EngineConfig) -> None:
     ranks = config.parallelism
     if problem := refusal_by_vllm(config.model, config.memory, config.adapters):
         raise WorkerStartError(problem)
-    if config.group.nodes > 1:
-        raise WorkerStartError(
-            f"group.nodes: engines on {config.group.nodes} nodes are planned by the operator, and "
-            "this release cannot compute on them yet; set nodes of the pool to 1"
-        )
     if ranks.tensor * ranks.pipeline != config.gpus:
         raise WorkerStartError(
             f"parallelism: tensor {ranks.tensor} times pipeline {ranks.pipeline} is not gpus "
@@ -33,12 +29,27 @@ def check(config: EngineConfig) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One of several nodes that compute as one engine."""
+
+    rank: int
+    """Its number among the nodes; the leader's is 0."""
+    leader: str
+    """Address of the leader."""
+
+
 def engine_args(
-    config: EngineConfig, folder: Path, dtype: str, device_share: float | None
+    config: EngineConfig,
+    folder: Path,
+    dtype: str,
+    device_share: float | None,
+    node: Node | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments for a checked configuration whose checkpoint is in `folder`.
 
-    `device_share`: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
+    `device_share`: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs. `node`:
+    this one, of an engine on several.
     """
     model, batching, ranks = config.model, config.batching, config.parallelism
     chunk_tokens, is_cpu = batching.prefill_chunk_tokens, device_share is None
@@ -64,6 +75,7 @@ def engine_args(
         "worker_extension_cls": EXTENSION,
         **_chunk_args(chunk_tokens, batching.max_sequences),
         **_adapter_args(config, is_cpu),
+        **(_node_args(config, node) if node else {}),
     }
     if is_cpu:
         # Compiling takes a minute at every start and makes little of a CPU's steps.
@@ -73,6 +85,16 @@ def engine_args(
     else:
         arguments["gpu_memory_utilization"] = device_share
     return {**arguments, **config.vllm.args}
+
+
+def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
+    return {
+        "nnodes": config.group.nodes,
+        "node_rank": node.rank,
+        "master_addr": node.leader,
+        "master_port": config.group.vllm_port,
+        "distributed_executor_backend": "mp",
+    }
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments, vllm_core
+from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
+from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.resume import sweep
 from ullage_engine.vllm_worker.sequence import EngineLimits
@@ -115,9 +117,10 @@ def start(config: EngineConfig, report: Report) -> Started:
     vllm_core.check_device(config.device)
     sweep()
     memory = _Memory(config)
+    node = lead(config.group, report) if config.group.nodes > 1 else None
     progress = _Progress(report, memory.used_bytes)
     with progress.watch():
-        core, max_model_len = _load(config, memory, progress)
+        core, max_model_len = _load(config, memory, progress, node)
     core.probe()
     memory.settle(core)
     profile = _profile(core, config)
@@ -151,8 +154,28 @@ def start(config: EngineConfig, report: Report) -> Started:
     )
 
 
+def compute(config: EngineConfig, node: Node) -> None:
+    """Computes a follower's part until one of its ranks ends.
+
+    Raises:
+        WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+    """
+    vllm_core.check_version()
+    arguments.check(config)
+    vllm_core.check_device(config.device)
+    sweep()
+    for adapter in config.adapters:  # ranks read them where the leader does
+        resolve_adapter(adapter.source)
+    dtype = vllm_core.resolve_dtype(config.model.dtype)
+    files = resolve_source(config.model.source)
+    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
+    share = _Memory(config).device_share
+    given = arguments.engine_args(config, folder, dtype, share, node)
+    vllm_core.compute(vllm_core.make_config(given, headless=True))
+
+
 def _load(
-    config: EngineConfig, memory: "_Memory", progress: "_Progress"
+    config: EngineConfig, memory: "_Memory", progress: "_Progress", node: Node | None
 ) -> tuple[vllm_core.VllmCore, int]:
     """Returns vLLM's engine and the longest sequence of the model as configured, tokens."""
     progress.begin("weights")
@@ -166,6 +189,7 @@ def _load(
             folder,
             dtype,
             memory.device_share,
+            node,
         )
     )
     max_model_len = vllm_config.model_config.max_model_len
@@ -221,16 +245,18 @@ class _Memory:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._num_ranks = config.gpus
+        self._num_nodes = config.group.nodes
+        self._num_here = config.num_local_ranks
         self.is_cpu = vllm_core.is_cpu()
         self._process = psutil.Process()
         memory = config.memory
         if self.is_cpu:
             cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
-            binding = arguments.core_binding(cores, self._num_ranks)
+            binding = arguments.core_binding(cores, self._num_here)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
             total = vllm_core.cpu_budget(config)
         else:
-            total = vllm_core.device_bytes(self._num_ranks)[1]
+            total = vllm_core.device_bytes(self._num_here)[1] * self._num_nodes
         self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
         self._context = self.used_bytes()
         self.ledger.record("context", self._context)
@@ -275,9 +301,13 @@ class _Memory:
         self.ledger.record("kv_pool", core.pool_bytes)
 
     def used_bytes(self) -> int:
-        """Bytes in use: resident ones of all ranks' processes, or those of its GPUs."""
+        """Bytes in use: resident ones of all ranks' processes, or those of its GPUs. Other nodes
+        are taken to use as much as this one."""
+        return self._used_here() * self._num_nodes
+
+    def _used_here(self) -> int:
         if not self.is_cpu:
-            free, total = vllm_core.device_bytes(self._num_ranks)
+            free, total = vllm_core.device_bytes(self._num_here)
             return total - free
         used = int(self._process.memory_info().rss)
         if self._num_ranks > 1:

@@ -28,6 +28,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
 )
@@ -77,15 +78,17 @@ def check_version() -> None:
         )
 
 
-def make_config(arguments: Mapping[str, Any]) -> VllmConfig:
-    """Makes vLLM's configuration.
+def make_config(arguments: Mapping[str, Any], *, headless: bool = False) -> VllmConfig:
+    """Makes vLLM's configuration; `headless`: of a node that follows another one.
 
     Raises:
         WorkerStartError: an argument is unknown or wrong.
     """
     try:
         # The defaults of vLLM's own server, which a user would compare with.
-        config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = EngineArgs(**arguments).create_engine_config(
+            UsageContext.OPENAI_API_SERVER, headless=headless
+        )
     except (VLLMValidationError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise WorkerStartError(f"vllm: {_one_line(error)}") from error
     # The pool may hold less than the longest sequence: admission refuses what it does not hold.
@@ -173,6 +176,11 @@ def _sized_executor(
                 process.join()
 
     return SizedExecutor
+
+
+def compute(config: VllmConfig) -> None:
+    """Runs the ranks of a node that follows another one, until one of them ends."""
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
 
 class VllmCore:

@@ -312,6 +312,11 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
                 "has an equal part; change one of them"
             )
 
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on each node."""
+        return self.gpus // self.group.nodes
+
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""

@@ -19,7 +19,7 @@ from ullage_common.config.engine import (
     refusal_by_vllm,
 )
 from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.vllm_worker.arguments import check, engine_args
+from ullage_engine.vllm_worker.arguments import Node, check, engine_args
 
 TUNABLE = {"enforce_eager", "max_loras", "max_cpu_loras"}
 """What the worker gives a value that people may change."""
@@ -35,10 +35,14 @@ def configured(gpus: int, tensor: int, pipeline: int, nodes: int = 1) -> EngineC
     )
 
 
-def test_a_leader_says_that_it_cannot_compute_on_several_nodes() -> None:
-    check(configured(4, 2, 2))
-    with pytest.raises(WorkerStartError, match=r"group\.nodes: engines on 2 nodes"):
-        check(configured(4, 2, 2, nodes=2))
+def test_each_node_knows_its_place_among_those_of_its_engine() -> None:
+    config = configured(4, 2, 2, nodes=2)
+    check(config)
+    names = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend")
+    given = engine_args(config, Path("/m"), "bfloat16", 0.5, Node(1, "10.0.0.1"))
+    assert [given[name] for name in names] == [2, 1, "10.0.0.1", 29501, "mp"]
+    assert set(names) <= OWNED_VLLM_ARGS.keys()
+    assert not set(names) & engine_args(config, Path("/m"), "bfloat16", 0.5).keys()
 
 
 def test_ranks_are_as_many_as_gpus() -> None:

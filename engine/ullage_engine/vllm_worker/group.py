@@ -1,0 +1,437 @@
+"""Nodes that compute as one engine: how they find each other, and how they end together.
+
+Each follower holds one connection to the leader as long as both compute. On it goes which revision
+and rank it is; when all are there the leader says Start, and every node starts vLLM. Whoever loses
+a connection ends its vLLM: the leader's worker is then started again by its server, and followers
+join anew. Keep-alives of the kernel end the connection to a node that has vanished within 10 s.
+"""
+
+import argparse
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from ullage_common.config.engine import EngineConfig, GroupSection
+from ullage_common.process import logs
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.messages import Loading
+from ullage_engine.server.worker_process import launch_env, vllm_env
+from ullage_engine.vllm_worker.arguments import Node
+from ullage_engine.worker.loop import Report
+
+log = logging.getLogger("ullage.engine.group")
+
+REVISION = "ULLAGE_GROUP_REVISION"
+"""Variable with the revision of the pods: those of two form no group."""
+_LONGEST_MESSAGE = 4096
+_SEND_TIMEOUT_S = 5.0
+_LOOK_S = 1.0
+"""Seconds between two reports of a leader that waits."""
+_RETRY_S = 1.0
+"""Seconds between a follower's attempts to join."""
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 4,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+}
+"""Seconds of silence, seconds between probes, and probes without an answer that end a
+connection."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """A follower's only message."""
+
+    revision: str
+    rank: int
+    """Its number among the nodes, from 1; the leader is 0."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """All have joined: compute."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A follower cannot join now; it tries again."""
+
+    reason: str
+
+
+class Roster:
+    """Who has joined a leader."""
+
+    def __init__(self, revision: str, num_nodes: int) -> None:
+        self._revision = revision
+        self._num_nodes = num_nodes
+        self._joined: set[int] = set()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not joined."""
+        return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
+
+    def refusal(self, message: Join) -> str:
+        """Returns why a follower cannot join; empty if it can."""
+        if message.revision != self._revision:
+            return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
+        if not 0 < message.rank < self._num_nodes:
+            return f"rank {message.rank} is not one of 1 to {self._num_nodes - 1}"
+        return ""
+
+    def join(self, rank: int) -> None:
+        self._joined.add(rank)
+
+    def leave(self, rank: int) -> None:
+        self._joined.discard(rank)
+
+
+class Connection:
+    """One end of a follower's connection; a message is a line of JSON."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._socket = peer
+        self._buffer = b""
+        peer.settimeout(_SEND_TIMEOUT_S)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """The address of this end."""
+        return _unmapped(self._socket.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        """The address of the other end."""
+        return _unmapped(self._socket.getpeername()[0])
+
+    def send(self, message: Join | Start | Refused) -> None:
+        self._socket.sendall(msgspec.json.encode(message) + b"\n")
+
+    def receive(self) -> bytes | None:
+        """Returns a message when data has come; None if more of it is to come.
+
+        Raises:
+            OSError: the connection is lost, or the message too long.
+        """
+        data = self._socket.recv(_LONGEST_MESSAGE)
+        self._buffer += data
+        if not data or len(self._buffer) > _LONGEST_MESSAGE:
+            raise ConnectionError("the connection was closed")
+        return self._buffer if self._buffer.endswith(b"\n") else None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _unmapped(address: str) -> str:
+    """Returns an address of IPv4 as such where a socket of IPv6 reports it."""
+    return address.removeprefix("::ffff:")
+
+
+# the leader -----------------------------------------------------------------------------------
+
+
+def listen(port: int) -> socket.socket:
+    """Opens a leader's port, for followers on IPv4 and IPv6.
+
+    Raises:
+        OSError: it is taken.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
+        )
+    return socket.create_server(("", port), backlog=128)
+
+
+class Leader:
+    """Waits for followers, then ends with the first of them that ends."""
+
+    def __init__(self, listener: socket.socket, revision: str, num_nodes: int) -> None:
+        self._listener = listener
+        self._roster = Roster(revision, num_nodes)
+        self._ranks: dict[int, Connection] = {}
+
+    def gather(self, on_wait: Callable[[list[int]], None]) -> str:
+        """Waits until all followers have joined, and tells them to start; returns the address by
+        which they reach this node.
+
+        `on_wait` is called about every second with the ranks that are missing.
+        """
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            on_wait(self._roster.missing)
+            looked_at = time.monotonic()
+            while self._roster.missing:
+                for key, _ in selector.select(_LOOK_S):
+                    self._on_event(selector, key.data)
+                if time.monotonic() - looked_at >= _LOOK_S or not self._roster.missing:
+                    looked_at = time.monotonic()
+                    on_wait(self._roster.missing)
+            joined = list(self._ranks.values())
+            for key in list(selector.get_map().values()):
+                if key.data is not None and key.data not in joined:
+                    key.data.close()
+        for connection in self._ranks.values():
+            # One that is lost meanwhile is found by `watch`.
+            _try_send(connection, Start())
+        return next(iter(self._ranks.values())).own_address
+
+    def watch(self, on_lost: Callable[[int], None]) -> None:
+        """Calls `on_lost` with the rank of the first follower that is lost, from another thread."""
+
+        def wait() -> None:
+            with selectors.DefaultSelector() as selector:
+                for rank, connection in self._ranks.items():
+                    selector.register(connection, selectors.EVENT_READ, rank)
+                # A follower says nothing more, so what can be read is the end.
+                key, _ = selector.select()[0]
+            on_lost(key.data)
+
+        threading.Thread(target=wait, name="followers", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections, and so the followers' vLLM."""
+        for connection in self._ranks.values():
+            connection.close()
+
+    def _on_event(self, selector: selectors.BaseSelector, connection: Connection | None) -> None:
+        """Accepts a connection, or takes what one has brought."""
+        if connection is None:
+            connection = Connection(self._listener.accept()[0])
+            selector.register(connection, selectors.EVENT_READ, connection)
+            return
+        if connection.fileno() < 0:  # another one has just taken its place
+            return
+        try:
+            data = connection.receive()
+            if data is not None:
+                self._join(selector, connection, msgspec.json.decode(data, type=Join))
+        except (OSError, msgspec.MsgspecError):
+            self._drop(selector, connection)
+
+    def _join(
+        self, selector: selectors.BaseSelector, connection: Connection, message: Join
+    ) -> None:
+        if refusal := self._roster.refusal(message):
+            log.warning("refused a follower at %s: %s", connection.peer_address, refusal)
+            _try_send(connection, Refused(refusal))
+            self._drop(selector, connection)
+            return
+        former = self._ranks.get(message.rank)
+        if former is not None and former is not connection:
+            self._drop(selector, former)
+        self._ranks[message.rank] = connection
+        self._roster.join(message.rank)
+
+    def _drop(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+        for rank, joined in list(self._ranks.items()):
+            if joined is connection:
+                del self._ranks[rank]
+                self._roster.leave(rank)
+        selector.unregister(connection)
+        connection.close()
+
+
+def _try_send(connection: Connection, message: Start | Refused) -> None:
+    try:
+        connection.send(message)
+    except OSError:
+        log.warning("a follower is gone before it could be answered")
+
+
+def end_worker(rank: int) -> NoReturn:
+    """Ends this process and so the ranks of its node: the group cannot compute without `rank`."""
+    log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
+    # vLLM may wait in another thread for what never comes. The server starts the worker again.
+    os._exit(1)
+
+
+def lead(group: GroupSection, report: Report) -> Node:
+    """Waits for this worker's followers; after that this process ends with the first of them.
+
+    Raises:
+        WorkerStartError: the port is taken.
+    """
+    try:
+        listener = listen(group.join_port)
+    except OSError as error:
+        raise WorkerStartError(
+            f"group.join_port: cannot listen at {group.join_port} ({error.strerror}); set another"
+        ) from error
+    leader = Leader(listener, os.environ.get(REVISION, ""), group.nodes)
+    former: list[int] = []
+
+    def on_wait(missing: list[int]) -> None:
+        nonlocal former
+        if missing != former:
+            log.info("waiting for the followers of ranks %s", missing)
+            former = missing
+        total = group.nodes - 1
+        report(Loading(stage="followers", done_bytes=total - len(missing), total_bytes=total))
+
+    address = leader.gather(on_wait)
+    leader.watch(end_worker)
+    return Node(rank=0, leader=address)
+
+
+# a follower -----------------------------------------------------------------------------------
+
+
+class Follower:
+    """Joins its leader and computes with it, again and again, until it is asked to end.
+
+    Asked by SIGTERM or SIGINT while its leader computes, it goes on until that one ends.
+    """
+
+    def __init__(
+        self,
+        leader: tuple[str, int],
+        join: Join,
+        command: Callable[[str], Sequence[str]],
+        environment: Mapping[str, str],
+    ) -> None:
+        """`leader`: name and join port. `command`: what computes, for the leader's address."""
+        self._leader = leader
+        self._message = join
+        self._command = command
+        self._environment = environment
+        self._is_computing = False
+        self._is_ending = False
+        self._refusal = ""
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        while not self._is_ending:
+            connection = self._join()
+            try:
+                self._compute(connection)
+            finally:
+                connection.close()
+            if not self._is_ending:
+                time.sleep(_RETRY_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_computing:
+            raise SystemExit(0)
+        log.info("asked to end: this node goes on until its leader ends")
+        self._is_ending = True
+
+    def _join(self) -> Connection:
+        """Returns the connection to a leader that says Start."""
+        log.info("looking for the leader at %s:%d", *self._leader)
+        for connection in self._attempts():
+            try:
+                connection.send(self._message)
+                answer = _wait_for_answer(connection)
+            except (OSError, msgspec.MsgspecError):
+                connection.close()
+                continue
+            if isinstance(answer, Start):
+                return connection
+            connection.close()
+            if answer.reason != self._refusal:
+                self._refusal = answer.reason
+                log.warning("the leader refuses this node: %s; trying again", answer.reason)
+        raise AssertionError("attempts do not end")
+
+    def _attempts(self) -> Iterator[Connection]:
+        while True:
+            try:
+                peer = socket.create_connection(self._leader, timeout=_SEND_TIMEOUT_S)
+            except OSError:  # its name may not be known yet
+                time.sleep(_RETRY_S)
+                continue
+            yield Connection(peer)
+            time.sleep(_RETRY_S)
+
+    def _compute(self, connection: Connection) -> None:
+        """Runs vLLM until it or the leader ends."""
+        self._is_computing = True
+        log.info("all nodes have joined; starting vLLM")
+        environment = {**os.environ, **self._environment}
+        process = subprocess.Popen(self._command(connection.peer_address), env=environment)
+        try:
+            ended = os.pidfd_open(process.pid)
+            try:
+                ready, _, _ = select.select([connection.fileno(), ended], [], [])
+            finally:
+                os.close(ended)
+            if ended in ready:
+                log.error("vLLM has ended with status %s", process.wait())
+            else:
+                log.warning("the connection to the leader is lost")
+        finally:
+            process.kill()
+            process.wait()
+            self._is_computing = False
+
+
+def _wait_for_answer(connection: Connection) -> Start | Refused:
+    """Waits as long as the leader does.
+
+    Raises:
+        OSError: the connection is lost.
+        msgspec.MsgspecError: what came is no answer.
+    """
+    while True:
+        select.select([connection], [], [])
+        if (data := connection.receive()) is not None:
+            return msgspec.json.decode(data, type=Start | Refused)
+
+
+def place(index: int, num_nodes: int) -> tuple[int, int]:
+    """Returns the index of a follower's leader, and its rank among the nodes of the engine, of its
+    index among all followers."""
+    group, position = divmod(index, num_nodes - 1)
+    return group, position + 1
+
+
+def follow(arguments: Sequence[str]) -> int:
+    """Runs a follower; returns the exit status: 0 it was asked to end, 2 wrong configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ullage_engine.vllm_worker --follow",
+        description="Compute with vLLM as a further node of an ullage-engine on another one.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
+    parser.add_argument("--index", type=int, required=True, help="which follower of all, from 0")
+    parser.add_argument("--leader", required=True, help="the leader's name; {group} is its index")
+    options = parser.parse_args(arguments)
+    try:
+        config = read_file(options.config, EngineConfig)
+        if config.group.nodes < 2 or options.index < 0:
+            raise ConfigError("group.nodes is 1, so nobody follows; set it to 2 or more")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    leader, rank = place(options.index, config.group.nodes)
+    logs.configure(config.server.log_level, fields={"node": rank})
+    host = options.leader.replace("{group}", str(leader))
+    command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]
+    command += ["--config", str(options.config), "--leader"]
+    Follower(
+        (host, config.group.join_port),
+        Join(os.environ.get(REVISION, ""), rank),
+        lambda address: [*command, address],
+        launch_env(config, vllm_env),
+    ).run()
+    return 0
