@@ -35,6 +35,7 @@ from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -75,6 +76,10 @@ CALLS = [
         log_stats=False,
         usage_context=UsageContext.OPENAI_API_SERVER,
     ),
+    calls(MultiprocExecutor, THIS, monitor_workers=False),
+    calls(MultiprocExecutor._ensure_worker_termination, THIS),
+    calls(MultiprocExecutor.register_failure_callback, THIS, THIS),
+    calls(MultiprocExecutor.start_worker_monitor, THIS, inline=True),
     calls(LLMEngine.add_request, THIS, "id", THIS, THIS, lora_request=None, priority=0),
     calls(LLMEngine.abort_request, THIS, ["id"], internal=True),
     calls(LLMEngine.step, THIS),
