@@ -68,6 +68,10 @@ class Answer:
     longest_pause_s: float
 
 
+_EXPLAINED = set[str]()
+"""Servers whose first refusal was printed."""
+
+
 def prompt(number: int) -> str:
     """Returns a text that no other number has the beginning of."""
     own = random.Random(number)
@@ -91,6 +95,9 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
         async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
             status = response.status
             if status != 200:
+                if status != 429 or server.name not in _EXPLAINED:
+                    _EXPLAINED.add(server.name)
+                    print(server.name, status, (await response.text())[:300], file=sys.stderr)
                 await response.read()
             else:
                 async for raw in response.content:
