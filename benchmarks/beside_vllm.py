@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 import psutil
 from one_engine import free_ports, start_engine
-from overload import start_router
+from overload import ready, start_router
 
 MODEL = "smollm2"
 START_S = 300.0
@@ -101,9 +101,10 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
                 await response.read()
             else:
                 async for raw in response.content:
-                    line = raw.strip().removeprefix(b"data:").strip()
-                    if not line or line == b"[DONE]":
+                    line = raw.strip()
+                    if not line.startswith(b"data: {"):  # a comment that keeps the stream open
                         continue
+                    line = line.removeprefix(b"data: ")
                     chunk = json.loads(line)
                     now = time.perf_counter()
                     if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
@@ -195,6 +196,8 @@ async def ullage(folder: Path) -> AsyncIterator[Server]:
         engine = await stack.enter_async_context(start_engine(run, log, **sections))
         slo = {"ttft_p95": 15.0, "e2e_p95": 40.0}
         url, _ = await start_router(stack, MODEL, [engine.address], folder, slo)
+        async with aiohttp.ClientSession() as session:
+            await ready(session, url, 1)
         pid = engine.worker_pid
         yield Server("ullage", url, lambda: pid() or 0)
 
@@ -313,7 +316,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="8,32", help="levels, with commas between them")
-    parser.add_argument("--overload-s", type=float, default=15.0)
+    parser.add_argument("--overload-s", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="one round of 8, a short overload")
     options = parser.parse_args()
     if options.quick:

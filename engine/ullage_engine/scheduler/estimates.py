@@ -90,9 +90,11 @@ class ThroughputEstimator:
         """Counts one step that took `seconds`."""
         if seconds <= 0:
             return
-        if num_decodes:
+        # Beside a prompt a step takes many times as long as most do: that is no first measurement.
+        is_first = self.decode_tokens_per_second == 0.0
+        if num_decodes and not (is_first and num_prompt_tokens):
             self.decode_tokens_per_second = _average(self.decode_tokens_per_second, 1.0 / seconds)
-            self._observe_step(num_decodes.bit_length() - 1, seconds)
+            self._observe_step(num_decodes.bit_length() - 1, seconds, num_prompt_tokens > 0)
         if num_prompt_tokens:
             self.prefill_tokens_per_second = _average(
                 self.prefill_tokens_per_second, num_prompt_tokens / seconds
@@ -110,10 +112,12 @@ class ThroughputEstimator:
             steps.append(bound)
         return steps[::-1]
 
-    def _observe_step(self, bucket: int, seconds: float) -> None:
+    def _observe_step(self, bucket: int, seconds: float, has_prompts: bool) -> None:
         steps = self._step_seconds
+        old = steps[bucket] if bucket < len(steps) else 0.0
+        if old == 0.0 and has_prompts:
+            return
         steps.extend([0.0] * (bucket + 1 - len(steps)))
-        old = steps[bucket]
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:

@@ -247,19 +247,23 @@ class VllmEngine:
 
     def _observe(self, seconds: float, outputs: list[CoreOutput]) -> bool:
         """Counts the time of a step and what was computed in it; returns whether anything was."""
-        num_decodes = sum(
-            len(output.token_ids)
-            for output in outputs
-            if (each := self._by_id.get(output.request_id)) is not None and each.has_token
-        )
-        is_advanced, num_prompt_tokens = bool(outputs), 0
+        num_decodes = num_prompt_tokens = 0
+        is_advanced = bool(outputs)
+        for output in outputs:
+            sequence = self._by_id.get(output.request_id)
+            if sequence is not None and sequence.has_token:
+                num_decodes += len(output.token_ids)
+            elif sequence is not None:
+                done = max(sequence.num_computed, output.num_cached_tokens)
+                num_prompt_tokens += len(sequence.token_ids) - done
+                sequence.num_computed = len(sequence.token_ids)
         for each in self._by_id.values():
             if each.is_running and not each.has_token:
                 num_computed = self._core.blocks.num_computed(each.request_id)
-                is_advanced |= num_computed > each.num_computed
-                if each.num_computed:
+                if num_computed > each.num_computed:
+                    is_advanced = True
                     num_prompt_tokens += num_computed - each.num_computed
-                each.num_computed = num_computed
+                    each.num_computed = num_computed
         self.throughput.observe(
             seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens
         )

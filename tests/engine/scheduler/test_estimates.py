@@ -73,3 +73,14 @@ def test_a_step_without_decodes_measures_no_batch() -> None:
     throughput.observe(0.5, num_decodes=0, num_prompt_tokens=100)
     assert throughput.step_seconds == []
     assert throughput.prefill_tokens_per_second == 200.0
+
+
+def test_a_step_beside_a_prompt_is_no_first_measurement_of_decodes() -> None:
+    estimator = ThroughputEstimator()
+    estimator.observe(2.0, num_decodes=1, num_prompt_tokens=512)
+    assert (estimator.decode_tokens_per_second, estimator.step_seconds) == (0.0, [])
+    assert estimator.prefill_tokens_per_second == 256.0
+    estimator.observe(0.02, num_decodes=1, num_prompt_tokens=0)
+    assert estimator.step_seconds == [0.02]
+    estimator.observe(2.0, num_decodes=1, num_prompt_tokens=512)
+    assert estimator.step_seconds[0] > 0.02
