@@ -123,11 +123,11 @@ async def closed_loop(
     session: aiohttp.ClientSession, server: Server, concurrency: int, numbers: list[int]
 ) -> dict[str, float]:
     """Keeps `concurrency` requests open until all are answered."""
-    left, answers = list(numbers), list[Answer]()
+    unsent, answers = list(numbers), list[Answer]()
 
     async def client() -> None:
-        while left:
-            answers.append(await ask(session, server, left.pop(), OUTPUT))
+        while unsent:
+            answers.append(await ask(session, server, unsent.pop(), OUTPUT))
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))

@@ -25,9 +25,9 @@ def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
     """
     if files.format == "directory":
         return files.path
-    made = folder / f"vllm-{_key(files.path, dtype)}"
-    if made.is_dir():
-        return made
+    target = folder / f"vllm-{_key(files.path, dtype)}"
+    if target.is_dir():
+        return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".vllm-", dir=folder))
@@ -38,17 +38,17 @@ def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
     try:
         _convert(files.path, dtype, part)
         os.chmod(part, 0o755)
-        part.rename(made)
+        part.rename(target)
     except OSError as error:
-        if made.is_dir():  # another engine of this host was faster
-            return made
+        if target.is_dir():  # another engine of this host was faster
+            return target
         raise WeightsError(
             f"server.weightsDir: cannot write {files.path.name} as a checkpoint to {folder} "
             f"({error.strerror}); give it more room"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return made
+    return target
 
 
 def _convert(path: Path, dtype: str, folder: Path) -> None:

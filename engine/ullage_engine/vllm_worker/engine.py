@@ -52,7 +52,6 @@ class VllmEngine:
         """`clock` in seconds."""
         self.throughput = ThroughputEstimator()
         self.reservations = reservations
-        self.num_oom_events = 0
         self._core = core
         self._profile = profile
         self._limits = limits

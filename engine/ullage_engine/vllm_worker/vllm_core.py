@@ -70,11 +70,11 @@ def check_version() -> None:
     Raises:
         WorkerStartError: it is another one.
     """
-    found = vllm.__version__.partition("+")[0]
-    if found != VERSION:
+    installed = vllm.__version__.partition("+")[0]
+    if installed != VERSION:
         raise WorkerStartError(
-            f"engine: vllm {found} is installed, and this release of Ullage works with {VERSION}; "
-            f"install vllm=={VERSION}"
+            f"engine: vllm {installed} is installed, and this release of Ullage works with "
+            f"{VERSION}; install vllm=={VERSION}"
         )
 
 
