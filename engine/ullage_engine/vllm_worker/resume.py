@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from ullage_engine.worker.loop import die_with_parent
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -58,6 +56,9 @@ class WorkerExtension:
 
     def ullage_follow_resumed(self) -> None:
         """Makes the model runner count a request's former output as its own."""
+        # Slow to import, and only used here: followers hold vLLM's processes and compute nothing.
+        import torch
+
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         batch = getattr(runner, "input_batch", None)
         if batch is None or hasattr(runner, "req_states"):

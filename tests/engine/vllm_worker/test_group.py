@@ -40,6 +40,7 @@ time.sleep(3600)
 FOLLOWER = """
 import sys
 from ullage_engine.vllm_worker.group import Follower, Join
+assert "torch" not in sys.modules  # seconds, and memory that each follower would hold
 port, revision, rank, *compute = sys.argv[1:]
 Follower(
     ("127.0.0.1", int(port)), Join(revision, int(rank)), lambda at: [*compute, at], {"SET": "1"}
