@@ -6,13 +6,14 @@ checkpoints, so that one reader of configurations serves both formats.
 
 import math
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
-import gguf
 import msgspec
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
 from ullage_engine.model_config.hf_config import HFConfig, Json
@@ -412,12 +413,44 @@ def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+class _FileReader(GGUFReader):
+    """The library's reader with arrays read at once. It makes two arrays of each of a vocabulary's
+    strings, each with the cost of a mapped file's: three seconds instead of a tenth."""
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        is_array = raw_type == GGUFValueType.ARRAY and self.byte_order == "I"
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0]) if is_array else None
+        if kind is None or kind == GGUFValueType.ARRAY:
+            whole: tuple[int, list[Any], list[int], list[GGUFValueType]]
+            whole = super()._get_field_parts(orig_offs, raw_type)
+            return whole
+        count, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if kind == GGUFValueType.STRING:
+            values = self._strings(start, count)
+            size = sum(8 + each.nbytes for each in values)
+        else:
+            values = [self._get(start, self.gguf_scalar_to_np[kind], count)]
+            size = values[0].nbytes
+        return 12 + size, values, list(range(len(values))), [GGUFValueType.ARRAY, kind]
+
+    def _strings(self, start: int, count: int) -> list[np.ndarray[Any, Any]]:
+        data: Any = self.data.view(np.ndarray)
+        strings = []
+        for _ in range(count):
+            (size,) = struct.unpack_from("<Q", data, start)
+            strings.append(data[start + 8 : start + 8 + size])
+            start += 8 + size
+        return strings
+
+
+def _open(path: Path) -> GGUFReader:
     try:
-        return gguf.GGUFReader(path)
+        return _FileReader(path)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror or error}; check the file") from error
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         # The reader meets the end of a file, or nonsense, as any of these.
         reason = " ".join(str(error).split())
         raise WeightsError(

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Quantisation
 from gguf.quants import dequantize, quantize
 
 from ullage_common.config.engine import ModelSection
-from ullage_engine.model_loader.gguf import GgufReader, gguf_name
+from ullage_engine.model_loader.gguf import GgufMetadata, GgufReader, _open, gguf_name
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.slices import Slicer
@@ -214,6 +214,44 @@ def test_geometry_comes_from_the_metadata(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write(path, tensors)
     assert not GgufReader(path).model_config.tied
+
+
+def write_metadata(path: Path, tokens: list[str]) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(tokens)
+        writer.add_array("flags", [True, False])
+        writer.add_array("weights", [0.5, -2.0])
+        writer.add_uint8("after", 7)
+
+    write(path, random_tensors(), metadata=add)
+
+
+def test_metadata_are_what_the_library_reads(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_metadata(path, ["a", "", "β", "a word"])
+    fields = gguf.GGUFReader(path).fields
+    assert len(fields) > 15
+    metadata = GgufMetadata(path, _open(path))
+    for name, field in fields.items():
+        assert metadata.value(name) == field.contents(), name
+    assert metadata.value("tokenizer.ggml.tokens") == ["a", "", "β", "a word"]
+    assert metadata.value("flags") == [True, False]
+    assert metadata.value("after") == 7
+
+
+def test_a_file_that_ends_in_its_vocabulary_is_told(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_metadata(path, ["a word"] * 3)
+    data = path.read_bytes()
+    vocabulary = data.index(b"a word") - 8
+    for end in (0, 3, 8, 11, 14, 17, 22, 30, 42):
+        path.write_bytes(data[: vocabulary + end])
+        fails_with(path, load, "not a whole GGUF file")
+    # More strings than the file can hold.
+    path.write_bytes(data[: vocabulary - 8] + b"\xff" * 7 + b"\x7f" + data[vocabulary:])
+    fails_with(path, load, "not a whole GGUF file")
 
 
 def fails_with(path: Path, load: Callable[..., LoadedModel], *words: str) -> None:
