@@ -216,9 +216,10 @@ class VllmEngine:
         sequence.token_ids += output.token_ids
         sequence.has_token = True
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = output.num_cached_tokens
-            self._prefix_lookup_tokens += sequence.request.num_prompt_tokens
-            self._prefix_hit_tokens += output.num_cached_tokens
+            num_prompt = sequence.request.num_prompt_tokens
+            sequence.num_cached_tokens = min(num_prompt, output.num_cached_tokens)
+            self._prefix_lookup_tokens += num_prompt
+            self._prefix_hit_tokens += sequence.num_cached_tokens
         if output.finish == "error":
             self._remove(sequence)
             self._core.forget(output.request_id)

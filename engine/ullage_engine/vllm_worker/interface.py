@@ -29,7 +29,7 @@ class CoreOutput(msgspec.Struct, frozen=True):
     """Reason why the request ended; empty: more to come."""
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV the prefix cache had when the request first started."""
+    """Tokens whose KV the prefix cache had when the request was started."""
     error: str = ""
     """Why vLLM or its grammar gave the request up; one line for the client."""
     field: str = ""

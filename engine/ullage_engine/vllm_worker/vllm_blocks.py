@@ -84,6 +84,10 @@ class VllmBlocks:
         request = self._requests.get(request_id)
         return int(request.num_computed_tokens) if request else 0
 
+    def num_cached(self, request: Request) -> int:
+        """Counts the tokens of a request that the prefix cache has."""
+        return int(self._manager.get_computed_blocks(request)[1])
+
     def hold_prefix(self, request_id: str) -> Prefix:
         groups = self._manager.get_computed_blocks(self._requests[request_id])[0].blocks
         prefix = _Prefix(groups, self._slides)
@@ -91,13 +95,16 @@ class VllmBlocks:
         return prefix
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        lasting, windows = Counter[KVCacheBlock](), Counter[KVCacheBlock]()
+        # vLLM's blocks have no hash.
+        blocks: dict[int, KVCacheBlock] = {}
+        lasting, windows = Counter[int](), Counter[int]()
         for prefix in prefixes:
             assert isinstance(prefix, _Prefix)
-            lasting.update(prefix.lasting)
-            windows.update(prefix.windows)
-        own = sum(bool(count == block.ref_cnt) for block, count in lasting.items())
-        return own + sum(count / int(block.ref_cnt) for block, count in windows.items())
+            blocks |= {each.block_id: each for each in prefix.blocks}
+            lasting.update(each.block_id for each in prefix.lasting)
+            windows.update(each.block_id for each in prefix.windows)
+        own = sum(bool(count == blocks[number].ref_cnt) for number, count in lasting.items())
+        return own + sum(count / int(blocks[n].ref_cnt) for n, count in windows.items())
 
     def release(self, prefix: Prefix) -> None:
         assert isinstance(prefix, _Prefix)

@@ -357,6 +357,11 @@ class VllmCore:
         added = self._requests[request.request_id] = self._scheduler.requests[internal]
         if sent:
             added.append_output_token_ids(sent)
+            # vLLM asserts that the cache has no more of a request than its prompt, unless it has
+            # preempted it; of those it does not count what was cached.
+            added.num_preemptions = 1
+            assert added.prefill_stats is not None
+            added.prefill_stats.num_cached_tokens = self.blocks.num_cached(added)
 
     def _check(self, request: EngineRequest) -> None:
         """Checks what vLLM finds out in a step only, of which its engine is broken.

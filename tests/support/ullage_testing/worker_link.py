@@ -168,6 +168,7 @@ def launcher() -> Iterator[Launch]:
             endpoint = f"ipc://{folder}/w.ipc"
             socket: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.PAIR))
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, int(DEADLINE_S * 1000))
             socket.bind(endpoint)
             arguments = ["--config", str(folder / "engine.yaml"), "--endpoint", endpoint]
             process = subprocess.Popen(
