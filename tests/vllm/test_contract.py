@@ -55,7 +55,9 @@ from ullage_engine.protocol.messages import EngineRequest
 from ullage_engine.protocol.messages import SamplingParams as Sampling
 from ullage_engine.server.grammar import grammar_text
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
-from ullage_engine.vllm_worker import arguments, vllm_core
+from ullage_engine.vllm_worker import arguments
+from ullage_engine.vllm_worker.bindings import core as vllm_core
+from ullage_engine.vllm_worker.bindings.requests import sampling_arguments
 
 Start = Callable[..., Any]
 
@@ -227,7 +229,7 @@ def test_every_argument_of_the_engine_is_one_of_vllm() -> None:
 
 
 def test_every_parameter_of_a_request_is_one_of_vllm() -> None:
-    made = SamplingParams(**vllm_core._sampling(REQUEST, 24))
+    made = SamplingParams(**sampling_arguments(REQUEST, 24))
     assert made.output_kind is RequestOutputKind.DELTA, changed("SamplingParams")
 
 

@@ -1,6 +1,6 @@
 """What this room needs of vLLM, in its own words.
 
-`VllmCore` in `vllm_core` is the real one. Everything else is written against these protocols.
+`VllmCore` in `bindings` is the real one. Everything else is written against these protocols.
 """
 
 from collections.abc import Iterable

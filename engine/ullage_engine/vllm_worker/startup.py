@@ -23,8 +23,9 @@ from ullage_engine.model_loader.source import resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
-from ullage_engine.vllm_worker import arguments, vllm_core
+from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.arguments import Node
+from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.group import lead

@@ -1,9 +1,4 @@
-"""vLLM's engine in this process. Only this file and `vllm_blocks` import vLLM.
-
-They are written for one version of it and read what has no public name there: the scheduler's
-requests, its block pool and the block tables of its KV cache managers. tests/vllm/test_contract.py
-says which of them a new version has changed.
-"""
+"""vLLM's engine in this process."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +7,17 @@ from typing import Any, Literal
 
 import torch
 import vllm
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance import LLTokenizer
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -33,21 +27,29 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
 )
 from vllm.v1.request import Request
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.protocol.messages import EngineRequest, RankPlace, TokenLogprobs
+from ullage_engine.protocol.messages import EngineRequest, RankPlace
 from ullage_engine.protocol.messages import SamplingParams as OurSamplingParams
-from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
-from ullage_engine.vllm_worker.resume import RESUMED
-from ullage_engine.vllm_worker.vllm_blocks import (
+from ullage_engine.vllm_worker.bindings.blocks import (
     GroupKind,
     VllmBlocks,
     group_kind,
     pool_block_bytes,
 )
+from ullage_engine.vllm_worker.bindings.requests import (
+    GRAMMAR,
+    Grammar,
+    GrammarMasks,
+    converted_embedding,
+    converted_output,
+    sampling_arguments,
+    unmatched,
+)
+from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.resume import RESUMED
 from ullage_engine.worker.device import open_ledger
 from ullage_engine.worker.grammar import Grammars
 
@@ -56,12 +58,7 @@ log = logging.getLogger("ullage.engine.vllm")
 VERSION = "0.32.0"
 """The version of vLLM that this file was tested with."""
 
-_SEEDS = 1 << 63
-_GRAMMAR = "ullage_grammar"
-"""Name under `extra_args` of a request's grammar, in llguidance's form."""
 _PROBE_STEPS = 100
-_ANY = r"start: /(.|\n)*/"
-"""A grammar that vLLM accepts in place of the one that is used."""
 
 
 def check_version() -> None:
@@ -228,7 +225,7 @@ class VllmCore:
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
         grammars = self._scheduler.structured_output_manager
-        grammars.backend = _GrammarMasks(self.vocab_size)
+        grammars.backend = GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
         self._has_lost_rank = False
         core.model_executor.register_failure_callback(self._on_lost_rank)
@@ -343,7 +340,7 @@ class VllmCore:
         try:
             params: SamplingParams | PoolingParams = PoolingParams(task="embed")
             if not request.embed:
-                params = SamplingParams(**_sampling(request, max_tokens + len(sent)))
+                params = SamplingParams(**sampling_arguments(request, max_tokens + len(sent)))
             internal = self._engine.add_request(
                 request.request_id,
                 tokens_input(prompt, cache_salt=request.cache_salt or None),
@@ -376,7 +373,7 @@ class VllmCore:
         ):
             raise InvalidRequestError("a token is not of the vocabulary", "prompt")
         if request.grammar and (error := self._grammars.compile(request.grammar).exception()):
-            raise InvalidRequestError(_unmatched(str(error)), "grammar")
+            raise InvalidRequestError(unmatched(str(error)), "grammar")
 
     def abort(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
@@ -396,16 +393,16 @@ class VllmCore:
             if request is None:
                 continue
             if isinstance(each, RequestOutput):
-                outputs.append(_output(each, request.sampling_params))
+                outputs.append(converted_output(each, request.sampling_params))
             elif each.finished:
-                outputs.append(_embedding(each))
+                outputs.append(converted_embedding(each))
         return self._without_broken(outputs) if self._broken else outputs
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """Gives up the requests whose grammars have failed in this step."""
         broken, self._broken = self._broken, {}
         failed = [
-            CoreOutput(request_id, [], "error", error=_unmatched(reason), field="grammar")
+            CoreOutput(request_id, [], "error", error=unmatched(reason), field="grammar")
             for request_id, request in self._requests.items()
             if (reason := broken.get(request.request_id)) is not None
         ]
@@ -463,136 +460,16 @@ class VllmCore:
         """Ends the processes of other ranks."""
         self._engine.engine_core.shutdown()
 
-    def _make_grammar(self, request: Request) -> "_Grammar":
+    def _make_grammar(self, request: Request) -> Grammar:
         """Makes the state of a request's grammar, in place of vLLM's own way."""
         params = request.sampling_params
         assert params is not None and params.extra_args is not None
-        matcher = self._grammars.compile(params.extra_args[_GRAMMAR]).result().deep_copy()
+        matcher = self._grammars.compile(params.extra_args[GRAMMAR]).result().deep_copy()
         internal = request.request_id
         sent = params.extra_args.get(RESUMED)
         if sent:
             matcher.consume_tokens(sent)
-        return _Grammar(matcher, lambda reason: self._broken.setdefault(internal, reason))
-
-
-class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """The state of one answer's matcher, as vLLM asks for it."""
-
-    def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
-        self._matcher = matcher
-        self._on_error = on_error
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return self._matcher.is_stopped() or bool(self._matcher.consume_tokens(tokens))
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens[: self._matcher.validate_tokens(tokens)]
-
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
-    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
-        fill_next_token_bitmask(self._matcher, bitmask, idx)
-        if self._matcher.is_error():
-            # All that it allows now is to end, as if the answer were complete.
-            self._on_error(self._matcher.get_error())
-
-    def is_terminated(self) -> bool:
-        return False  # the server names the tokens that end an answer
-
-    def reset(self) -> None:
-        self._matcher.reset()
-
-
-class _GrammarMasks:
-    """What vLLM asks its grammar backend for beside grammars."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
-        return allocate_token_bitmask(max_num_seqs, self._vocab_size)
-
-    def destroy(self) -> None: ...
-
-
-def _sampling(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
-    sampling, extra = request.sampling, dict[str, Any]()
-    if sent := request.token_ids[request.num_prompt_tokens :]:
-        extra[RESUMED] = sent
-    if request.grammar:
-        extra[_GRAMMAR] = request.grammar
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "seed": None if sampling.temperature == 0.0 else sampling.seed % _SEEDS,
-        "logit_bias": dict(sampling.logit_bias) or None,
-        "max_tokens": max_tokens,
-        "min_tokens": min(request.min_tokens, max_tokens),
-        # The server names every token that ends an answer.
-        "ignore_eos": True,
-        "stop_token_ids": request.stop_token_ids,
-        "logprobs": sampling.top_logprobs,
-        "structured_outputs": StructuredOutputsParams(grammar=_ANY) if request.grammar else None,
-        "extra_args": extra or None,
-        "detokenize": False,
-        "output_kind": RequestOutputKind.DELTA,
-    }
-
-
-def _output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
-    """Converts what a step produced of a request that was not aborted."""
-    [sample] = output.outputs
-    finish: Literal["", "stop", "length", "error"] = ""
-    match sample.finish_reason:
-        case None:
-            finish = ""
-        case "stop" | "length":
-            finish = sample.finish_reason
-        case _:
-            finish = "error"
-    return CoreOutput(
-        request_id=output.request_id,
-        token_ids=list(sample.token_ids),
-        finish=finish,
-        logprobs=_logprobs(sample, params.logprobs if params else None),
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _embedding(output: PoolingRequestOutput) -> CoreOutput:
-    vector = output.outputs.data.to(device="cpu", dtype=torch.float32).contiguous()
-    return CoreOutput(
-        request_id=output.request_id,
-        token_ids=[],
-        num_cached_tokens=output.num_cached_tokens or 0,
-        embedding=vector.numpy().astype("<f4").tobytes(),
-    )
-
-
-def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogprobs] | None:
-    if sample.logprobs is None or num_top is None:
-        return None
-    converted = []
-    for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
-        # The chosen token is among them even where it is not one of the likeliest.
-        ranked = sorted((each.rank or 0, other) for other, each in entries.items())
-        top = [other for rank, other in ranked if rank <= num_top]
-        converted.append(
-            TokenLogprobs(entries[token_id].logprob, top, [entries[other].logprob for other in top])
-        )
-    return converted
-
-
-def _unmatched(reason: str) -> str:
-    line = " ".join(reason.split())[:300]
-    return f"the grammar cannot be followed: {line}; simplify it"
+        return Grammar(matcher, lambda reason: self._broken.setdefault(internal, reason))
 
 
 def _field_of(error: Exception) -> str:

@@ -1,0 +1,143 @@
+"""What vLLM is given of a request, and what it gives back, in this room's words."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from llguidance import LLMatcher
+from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+from ullage_engine.vllm_worker.interface import CoreOutput
+from ullage_engine.vllm_worker.resume import RESUMED
+
+GRAMMAR = "ullage_grammar"
+"""Name under `extra_args` of a request's grammar, in llguidance's form."""
+_SEEDS = 1 << 63
+_ANY = r"start: /(.|\n)*/"
+"""A grammar that vLLM accepts in place of the one that is used."""
+
+
+class Grammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """The state of one answer's matcher, as vLLM asks for it."""
+
+    def __init__(self, matcher: LLMatcher, on_error: Callable[[str], object]) -> None:
+        self._matcher = matcher
+        self._on_error = on_error
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return self._matcher.is_stopped() or bool(self._matcher.consume_tokens(tokens))
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
+        fill_next_token_bitmask(self._matcher, bitmask, idx)
+        if self._matcher.is_error():
+            # All that it allows now is to end, as if the answer were complete.
+            self._on_error(self._matcher.get_error())
+
+    def is_terminated(self) -> bool:
+        return False  # the server names the tokens that end an answer
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+
+class GrammarMasks:
+    """What vLLM asks its grammar backend for beside grammars."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return allocate_token_bitmask(max_num_seqs, self._vocab_size)
+
+    def destroy(self) -> None: ...
+
+
+def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
+    sampling, extra = request.sampling, dict[str, Any]()
+    if sent := request.token_ids[request.num_prompt_tokens :]:
+        extra[RESUMED] = sent
+    if request.grammar:
+        extra[GRAMMAR] = request.grammar
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": None if sampling.temperature == 0.0 else sampling.seed % _SEEDS,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "max_tokens": max_tokens,
+        "min_tokens": min(request.min_tokens, max_tokens),
+        # The server names every token that ends an answer.
+        "ignore_eos": True,
+        "stop_token_ids": request.stop_token_ids,
+        "logprobs": sampling.top_logprobs,
+        "structured_outputs": StructuredOutputsParams(grammar=_ANY) if request.grammar else None,
+        "extra_args": extra or None,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.DELTA,
+    }
+
+
+def converted_output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
+    """Converts what a step produced of a request that was not aborted."""
+    [sample] = output.outputs
+    finish: Literal["", "stop", "length", "error"] = ""
+    match sample.finish_reason:
+        case None:
+            finish = ""
+        case "stop" | "length":
+            finish = sample.finish_reason
+        case _:
+            finish = "error"
+    return CoreOutput(
+        request_id=output.request_id,
+        token_ids=list(sample.token_ids),
+        finish=finish,
+        logprobs=_logprobs(sample, params.logprobs if params else None),
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def converted_embedding(output: PoolingRequestOutput) -> CoreOutput:
+    """Converts the embedding of a request."""
+    vector = output.outputs.data.to(device="cpu", dtype=torch.float32).contiguous()
+    return CoreOutput(
+        request_id=output.request_id,
+        token_ids=[],
+        num_cached_tokens=output.num_cached_tokens or 0,
+        embedding=vector.numpy().astype("<f4").tobytes(),
+    )
+
+
+def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogprobs] | None:
+    if sample.logprobs is None or num_top is None:
+        return None
+    converted = []
+    for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
+        # The chosen token is among them even where it is not one of the likeliest.
+        ranked = sorted((each.rank or 0, other) for other, each in entries.items())
+        top = [other for rank, other in ranked if rank <= num_top]
+        converted.append(
+            TokenLogprobs(entries[token_id].logprob, top, [entries[other].logprob for other in top])
+        )
+    return converted
+
+
+def unmatched(reason: str) -> str:
+    """Returns the message for the client whose grammar failed for `reason`."""
+    line = " ".join(reason.split())[:300]
+    return f"the grammar cannot be followed: {line}; simplify it"
