@@ -2,22 +2,14 @@
 process and its socket."""
 
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import yaml
-import zmq
 from safetensors.torch import save_file
 from transformers import (
     AutoModel,
@@ -32,26 +24,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from ullage_testing.small_models import continue_greedily
+from ullage_testing.worker_link import Answer, WorkerProcess, launcher
 
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    Ready,
-    Rejected,
-    RequestFailed,
-    SamplingParams,
-    Shutdown,
-    StartFailed,
-    StateReport,
-    StepDone,
-    Submit,
-    ToServer,
-    ToWorker,
-    WorkerState,
-)
+from ullage_engine.protocol.messages import EngineRequest, Ready, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
 
-DEADLINE_S = 240.0
-"""For a sign of life: the first start of a family imports it in a process of its own."""
+from .conftest import vllm_config
+
 WINDOW = 64
 OUTPUT = 24
 PROMPT_LENGTHS = (1, 97, 300)
@@ -104,126 +83,34 @@ FAMILIES: dict[str, tuple[Any, list[int]]] = {
 }
 
 
-@dataclass
-class Answer:
-    """What the worker said about one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish: str = ""
-    vector: bytes = b""
-
-
-class Worker:
-    """A worker's process and the server's end of its socket."""
-
-    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.Socket[bytes]) -> None:
-        self._process = process
-        self._socket = socket
-        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-        self._answers: dict[str, Answer] = {}
-        self._state: WorkerState | None = None
-        message = self._receive()
-        while not isinstance(message, Ready | StartFailed):
-            message = self._receive()
-        assert isinstance(message, Ready), message
-        self.ready = message
-
-    def answer(self, *requests: EngineRequest, resumed: bool = False) -> list[Answer]:
-        """Submits requests at once and returns their answers when all have ended."""
-        answers = [Answer() for _ in requests]
-        self._answers = {each.request_id: one for each, one in zip(requests, answers, strict=True)}
-        for request in requests:
-            self._send(Submit(requests=[request], resumed=resumed))
-        while not all(each.finish for each in answers):
-            self._receive()
-        return answers
-
-    def idle_state(self) -> WorkerState:
-        """Returns a state that was measured after everything that was asked."""
-        self._state = None
-        while self._state is None or self._state.num_running:
-            self._receive()
-        return self._state
-
-    def stop(self) -> None:
-        self._send(Shutdown())
-        assert self._process.wait(60) == 0
-
-    def _send(self, message: ToWorker) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
-
-    def _receive(self) -> ToServer:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self._socket.poll(100):
-            assert time.monotonic() < deadline, "the worker says nothing"
-            assert self._process.poll() is None or self._socket.poll(100), "the worker is gone"
-        message = self._decoder.decode(self._socket.recv())
-        match message:
-            case Rejected() | RequestFailed():
-                pytest.fail(repr(message))
-            case StateReport(state=state):
-                self._state = state
-            case StepDone(outputs=outputs, embeddings=embeddings):
-                for output in outputs:
-                    self._answers[output.request_id].token_ids += output.token_ids
-                    self._answers[output.request_id].finish = output.finish
-                for each in embeddings:
-                    answer = self._answers[each.request_id]
-                    answer.vector, answer.finish = each.vector, "embedded"
-        return message
-
-
-StartWorker = Callable[..., Worker]
+Launched = tuple[WorkerProcess, Ready]
+StartWorker = Callable[..., Launched]
 
 
 @pytest.fixture
 def start_worker(tmp_path: Path, vllm_cache: Path) -> Iterator[StartWorker]:
-    """Starts a worker that serves a folder's checkpoint, and waits until it does."""
-    with ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
+    """Starts a worker that serves a folder's checkpoint; returns it and what it said when it was
+    ready."""
+    with launcher() as launch:
 
-        def start(folder: Path, **sections: Any) -> Worker:
-            config = {
-                "engine": "vllm",
-                "model": {
-                    "source": f"file://{folder}",
-                    "name": "served",
-                    "dtype": "float32",
-                    "max_model_len": 512,
-                },
-                "device": "cpu",
-                "memory": {
-                    "threshold": 1.0,
-                    "safety_reserve": 0,
-                    "device_bytes": 4 << 30,
-                    "max_kv": 64 << 20,
-                },
-                "batching": {"max_sequences": 8, "prefill_chunk_tokens": 256},
-                "server": {"weights_dir": str(tmp_path), "threads": 2},
-                # The smallest block that vLLM's attention on CPUs takes.
-                "vllm": {"args": {"block_size": 32}},
-                **sections,
-            }
-            path, endpoint = tmp_path / "engine.yaml", f"ipc://{tmp_path}/w.ipc"
-            path.write_text(yaml.safe_dump(config))
-            socket: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.PAIR))
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(endpoint)
+        def start(folder: Path, **sections: Any) -> Launched:
+            config = vllm_config(f"file://{folder}", server={"weights_dir": str(tmp_path)})
+            config["model"]["max_model_len"] = 512
+            (tmp_path / "engine.yaml").write_text(json.dumps(config | sections))  # a subset of YAML
             command = [sys.executable, "-m", "ullage_engine.vllm_worker"]
-            process = subprocess.Popen(
-                [*command, "--config", str(path), "--endpoint", endpoint],
-                stdin=subprocess.PIPE,
-                env={**os.environ, **vllm_env(2)},
-            )
-            stack.callback(end, process)
-            return Worker(process, socket)
+            worker = launch(command, tmp_path, vllm_env(2))
+            return worker, worker.wait_ready()
 
         yield start
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate(timeout=60)
+def answer(worker: WorkerProcess, *requests: EngineRequest, resumed: bool = False) -> list[Answer]:
+    """Submits requests at once and returns their answers when all have ended."""
+    answers = [worker.submit(request, resumed=resumed) for request in requests]
+    worker.wait_for(lambda: all(each.is_over for each in answers))
+    for each in answers:
+        assert each.finish, each
+    return answers
 
 
 def request_of(name: str, token_ids: list[int], **fields: Any) -> EngineRequest:
@@ -254,22 +141,22 @@ def test_greedy_text_is_that_of_transformers(
     expected = [continue_greedily(model, prompt, OUTPUT) for prompt in prompts]
     assert all(len(set(tokens)) > 4 for tokens in expected), "this model repeats itself"
 
-    worker = start_worker(folder)
-    profile = worker.ready.profile
+    worker, ready = start_worker(folder)
+    profile = ready.profile
     assert sorted(group.window_tokens for group in profile.groups) == sorted(windows)
     assert profile.kv_pool_bytes <= 64 << 20
-    together = worker.answer(*(request_of(str(i), each) for i, each in enumerate(prompts)))
-    assert [answer.token_ids for answer in together] == expected
-    assert {answer.finish for answer in together} == {"length"}
+    together = answer(worker, *(request_of(str(i), each) for i, each in enumerate(prompts)))
+    assert [each.token_ids for each in together] == expected
+    assert {each.finish for each in together} == {"length"}
 
     prompt, tokens = prompts[-1], expected[-1]
     rest = request_of("rest", prompt + tokens[:9], num_prompt_tokens=len(prompt))
-    assert worker.answer(rest, resumed=True)[0].token_ids == tokens[9:]
+    assert answer(worker, rest, resumed=True)[0].token_ids == tokens[9:]
 
-    state = worker.idle_state()
+    state = worker.fresh_state()
     assert state.kv_committed_bytes == 0
     assert profile.kv_pool_bytes * 0.9 < state.kv_free_bytes <= profile.kv_pool_bytes
-    worker.stop()
+    assert worker.stop() == 0
 
 
 def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
@@ -311,12 +198,12 @@ def test_requests_for_the_base_and_for_adapters_share_a_batch(
         {"name": name, "source": f"file://{tmp_path / name}", "rank": rank}
         for name, rank in (("first", 8), ("second", 4))
     ]
-    worker = start_worker(folder, adapters=adapters)
+    worker, _ = start_worker(folder, adapters=adapters)
     names = ["", "first", "second", ""]
     requests = [request_of(str(i), prompt, adapter=name) for i, name in enumerate(names)]
-    answers = worker.answer(*requests)
+    answers = answer(worker, *requests)
     assert [each.token_ids for each in answers] == [expected[name] for name in names]
-    worker.stop()
+    assert worker.stop() == 0
 
 
 def test_embeddings_of_an_encoder_are_those_of_transformers(
@@ -329,11 +216,12 @@ def test_embeddings_of_an_encoder_are_those_of_transformers(
         states = [model(torch.tensor([each])).last_hidden_state[0, 0] for each in prompts]
     expected = [torch.nn.functional.normalize(each, dim=0).numpy() for each in states]
 
-    worker = start_worker(folder, batching={"max_sequences": 8}, vllm={"args": {}})
-    assert worker.ready.task == "embed"
-    answers = worker.answer(
-        *(request_of(str(i), each, max_tokens=0, embed=True) for i, each in enumerate(prompts))
+    worker, ready = start_worker(folder, batching={"max_sequences": 8}, vllm={"args": {}})
+    assert ready.task == "embed"
+    answers = answer(
+        worker,
+        *(request_of(str(i), each, max_tokens=0, embed=True) for i, each in enumerate(prompts)),
     )
-    for answer, vector in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(np.frombuffer(answer.vector, "<f4"), vector, atol=1e-5)
-    worker.stop()
+    for each, vector in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(np.frombuffer(each.vector, "<f4"), vector, atol=1e-5)
+    assert worker.stop() == 0

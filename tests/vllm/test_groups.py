@@ -19,7 +19,7 @@ from ullage_testing.worker_link import WorkerProcess, launcher
 
 from ullage_engine.protocol.messages import EngineRequest, RankPlace, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
-from ullage_engine.vllm_worker.resume import SHARED_MEMORY, sweep
+from ullage_engine.vllm_worker.ranks import SHARED_MEMORY, sweep
 
 from .conftest import vllm_config
 

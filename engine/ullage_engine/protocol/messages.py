@@ -154,7 +154,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress of the start: stage is imports, weights, arena, warm_up or kv_pool."""
+    """Progress of the start: stage is imports, followers, weights, arena, warm_up or kv_pool."""
 
     stage: str
     done_bytes: int

@@ -7,7 +7,7 @@ from typing import Any
 
 from ullage_common.config.engine import VLLM_LORA_RANKS, EngineConfig, refusal_by_vllm
 from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.vllm_worker.resume import EXTENSION
+from ullage_engine.vllm_worker.ranks import EXTENSION
 
 _CPU_CHUNK_TOKENS = 512
 """Most prompt tokens of one step on CPUs, where thousands would take longer than a step may."""

@@ -29,8 +29,8 @@ from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.group import lead
+from ullage_engine.vllm_worker.ranks import sweep
 from ullage_engine.vllm_worker.reservations import Reservations
-from ullage_engine.vllm_worker.resume import sweep
 from ullage_engine.vllm_worker.sequence import EngineLimits
 from ullage_engine.worker.grammar import GrammarError, vocabulary
 from ullage_engine.worker.loop import Report

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_engine.vllm_worker.resume import sweep
+from ullage_engine.vllm_worker.ranks import sweep
 
 MAP = """
 import mmap, sys

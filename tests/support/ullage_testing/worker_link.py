@@ -29,8 +29,8 @@ from ullage_engine.protocol.messages import (
     WorkerState,
 )
 
-DEADLINE_S = 90.0
-"""For a sign of life."""
+DEADLINE_S = 240.0
+"""For a sign of life: vLLM imports a family for the first time in a process of its own."""
 WORK_S = 900.0
 """For work that is done step by step: hundreds of requests take minutes on a slow processor."""
 
@@ -44,6 +44,7 @@ class Answer:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    vector: bytes = b""
     rejected: Rejected | None = None
     failed: str = ""
     failed_field: str = ""
@@ -141,7 +142,10 @@ class WorkerProcess:
             case RequestFailed(request_id=request_id, message=text, field=field_name):
                 self.answers[request_id].failed = text
                 self.answers[request_id].failed_field = field_name
-            case StepDone(outputs=outputs):
+            case StepDone(outputs=outputs, embeddings=embeddings):
+                for each in embeddings:
+                    self.answers[each.request_id].vector = each.vector
+                    self.answers[each.request_id].finish = "embedded"
                 for output in outputs:
                     answer = self.answers[output.request_id]
                     answer.token_ids += output.token_ids

@@ -49,7 +49,7 @@ from ullage_engine.vllm_worker.bindings.requests import (
     unmatched,
 )
 from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
-from ullage_engine.vllm_worker.resume import RESUMED
+from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.worker.device import open_ledger
 from ullage_engine.worker.grammar import Grammars
 

@@ -12,7 +12,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
 from ullage_engine.vllm_worker.interface import CoreOutput
-from ullage_engine.vllm_worker.resume import RESUMED
+from ullage_engine.vllm_worker.ranks import RESUMED
 
 GRAMMAR = "ullage_grammar"
 """Name under `extra_args` of a request's grammar, in llguidance's form."""

@@ -1,10 +1,13 @@
-"""What Ullage adds to vLLM's workers, in the processes of all ranks, and removes after them.
+"""What Ullage adds to the processes of vLLM's ranks, and removes after them.
 
 A request goes on where a former worker's output ended. vLLM's scheduler is told which tokens of a
 request are output, as of one that it has preempted. The model runner for CPUs gets only the prompt
 of what is new to it, so it is told, too: penalties then count that output, and the noise of
 sampling goes on instead of beginning again. The runner for GPUs needs no telling: it gets all
 tokens, and its noise is a function of seed and position.
+
+Each rank ends with the process that started it, and the files that killed ones leave in shared
+memory are removed at the next start.
 """
 
 import contextlib
