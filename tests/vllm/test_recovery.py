@@ -1,5 +1,5 @@
-"""An engine whose worker computes with vLLM: however the worker ends, every stream goes on as it
-would have gone on undisturbed. How long that takes is printed, as `pytest -rP` shows it.
+"""An engine whose worker computes with vLLM: whatever happens to the worker, every stream goes on
+as it would have gone on undisturbed. How long that takes is printed, as `pytest -rP` shows it.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ullage_testing.small_models import SOURCE
 
+from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 
@@ -30,9 +31,9 @@ PATIENCE_S = 300.0
 LENGTH = 64
 PROMPT = [504, 1296, 3995, 4199, 282, 7158, 359]  # "The three largest cities of Italy are"
 HANDLERS = '''
-"""Makes workers with vLLM end and fail inside whatever they compute, by signals."""
+"""Makes workers with vLLM end, fail and hang inside whatever they compute, by signals."""
 
-import os, signal, sys
+import os, signal, sys, time
 
 def fail(number, frame):
     raise RuntimeError("an error inside a step")
@@ -40,6 +41,7 @@ def fail(number, frame):
 if "ullage_engine.vllm_worker" in sys.orig_argv:
     signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
     signal.signal(signal.SIGUSR2, fail)
+    signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(3600))
 '''
 
 
@@ -150,6 +152,12 @@ class Engine:
 
             wait_until(serves)
 
+    def inject_oom(self) -> None:
+        with grpc.insecure_channel(self.target) as channel:
+            admin_pb2_grpc.AdminServiceStub(channel).InjectFault(
+                admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_OOM), timeout=PATIENCE_S
+            )
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.worker, number)
 
@@ -180,7 +188,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Itera
             "metrics_port": metrics_port,
             "run_dir": str(folder),
             "weights_dir": str(weights_dir),
-            "log_level": "info",
+            "allow_fault_injection": True,
         },
     }
     (folder / "engine.yaml").write_text(yaml.safe_dump(config))
@@ -217,8 +225,11 @@ def free_ports(count: int) -> list[int]:
 
 FAULTS: dict[str, Callable[[Engine], None]] = {
     "killed": lambda engine: engine.signal(signal.SIGKILL),
+    "stopped": lambda engine: engine.signal(signal.SIGSTOP),
+    "out of memory": Engine.inject_oom,
     "error in a step": lambda engine: engine.signal(signal.SIGUSR2),
     "exit with status 0": lambda engine: engine.signal(signal.SIGUSR1),
+    "hung in a step": lambda engine: engine.signal(signal.SIGALRM),
 }
 
 
