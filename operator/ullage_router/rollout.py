@@ -2,8 +2,8 @@
 revision, and counts outcomes.
 
 The operator writes a small file that says which engines are the canary's and which percentage of
-requests it gets; the router looks at it once a second, so that a step of a rollout restarts
-nothing.
+requests it gets, and which adapters the stable engines have, since those of a pool that sleeps
+cannot say it; the router looks at it once a second, so that a change restarts nothing.
 
 A trial is one canary at one step. Both sides are counted over the same time and start from zero
 with it, so that they can be compared as they are; the counts are bounded.
@@ -57,6 +57,8 @@ class CanarySection(Strict, frozen=True, kw_only=True):
 class RolloutFile(Strict, frozen=True, kw_only=True):
     revision: str = ""
     """Revision of the stable engines; empty when it is not known."""
+    adapters: tuple[Text, ...] = ()
+    """Names of the adapters that engines have which are woken."""
     canary: CanarySection | None = None
 
 
@@ -93,13 +95,10 @@ class Canary:
 
     Args:
         path: the file; None: there never is a canary.
-        on_change: called with the canary's pools, none when there is no canary, and a name that
-            changes whenever outcomes are to be counted from zero.
+        on_change: called with what the file says now.
     """
 
-    def __init__(
-        self, path: str | None, on_change: Callable[[tuple[PoolSection, ...], str], None]
-    ) -> None:
+    def __init__(self, path: str | None, on_change: Callable[[RolloutFile], None]) -> None:
         self._path = Path(path) if path else None
         self._on_change = on_change
         self._file = RolloutFile()
@@ -159,7 +158,7 @@ class Canary:
     def _on_change_of_file(self, content: RolloutFile) -> None:
         self._file = content
         canary = content.canary
-        self._on_change(canary.pools if canary else (), trial(canary))
+        self._on_change(content)
         log.info(
             "rollout",
             extra={
@@ -379,12 +378,13 @@ class Rollout:
     def __init__(self, path: str | None, engines: Engines, prompts: PromptBuilder) -> None:
         self._engines = engines
         self._prompts = prompts
-        self.canary = Canary(path, self._on_canary_change)
+        self.canary = Canary(path, self._on_file_change)
         self.outcomes = Outcomes(engines.workers_lost)
 
-    def _on_canary_change(self, pools: tuple[PoolSection, ...], trial: str) -> None:
-        self._engines.set_canary(pools)
-        self.outcomes.follow(trial, self.canary.revision(Side.CANARY))
+    def _on_file_change(self, file: RolloutFile) -> None:
+        self._engines.declare_adapters(file.adapters)
+        self._engines.set_canary(file.canary.pools if file.canary else ())
+        self.outcomes.follow(trial(file.canary), self.canary.revision(Side.CANARY))
 
     async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
         """Sends a request where it is drawn, or where an engine is ready."""

@@ -524,15 +524,17 @@ def pod_files(
     files = []
     for workload in workloads(objects):
         for name in pod_names(workload):
-            for key, text in texts[workload["metadata"]["name"]].items():
-                document: Document = yaml.safe_load(text)
-                if key == naming.ENGINE_CONFIG:
-                    document = local_engine(document, name, run_dir, ports[name], cores[name])
-                elif key == naming.ROLLOUT_FILE:
-                    continue  # there is nothing beside which a canary could run
-                else:
-                    document = local_router(document, ports[name], targets)
-                files.append(File(run_dir / name / "config" / key, to_yaml(document)))
+            folder = run_dir / name / "config"
+            data = {
+                key: yaml.safe_load(text)
+                for key, text in texts[workload["metadata"]["name"]].items()
+            }
+            if engine := data.get(naming.ENGINE_CONFIG):
+                engine = local_engine(engine, name, run_dir, ports[name], cores[name])
+                documents = {naming.ENGINE_CONFIG: engine}
+            else:
+                documents = local_router(data, folder, ports[name], targets)
+            files += [File(folder / key, to_yaml(item)) for key, item in documents.items()]
     return files
 
 
@@ -561,12 +563,18 @@ def local_engine(
 
 
 def local_router(
-    document: Document, ports: Mapping[str, int], targets: Mapping[str, Sequence[str]]
-) -> Document:
-    """A pool's Service name becomes the addresses of its engines; a pool without any is left out.
+    data: Mapping[str, Document],
+    folder: Path,
+    ports: Mapping[str, int],
+    targets: Mapping[str, Sequence[str]],
+) -> dict[str, Document]:
+    """Returns the router's files by name, of those that it has in a cluster.
 
-    The name of a Service is the name of the StatefulSet behind it.
+    A pool's Service name becomes the addresses of its engines; a pool without any is left out. The
+    name of a Service is the name of the StatefulSet behind it. There is nothing beside which a
+    canary could run, so the rollout file says the adapters of engines that sleep, or is left out.
     """
+    document = data[naming.ROUTER_CONFIG]
     pools = [
         {
             **pool,
@@ -584,4 +592,8 @@ def local_router(
     }
     listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
     sections = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
-    return {name: section for name, section in sections.items() if name != "rollout_file"}
+    del sections["rollout_file"]
+    if not (adapters := data[naming.ROLLOUT_FILE].get("adapters")):
+        return {naming.ROUTER_CONFIG: sections}
+    sections["rollout_file"] = str(folder / naming.ROLLOUT_FILE)
+    return {naming.ROUTER_CONFIG: sections, naming.ROLLOUT_FILE: {"adapters": adapters}}

@@ -13,6 +13,7 @@ import msgspec
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
+from ullage_operator.autoscaling import may_sleep
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml
 from ullage_operator.manifests.manifests import Builder, pool_objects
@@ -323,9 +324,12 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 
 
 def router_file(plan: RolloutPlan) -> str:
-    """Returns the file by which routers know the canary's engines (`ullage_router.rollout`)."""
-    progress, name = plan.progress, plan.stable.name
+    """Returns the file by which routers know the canary's engines, and the adapters of those that
+    sleep (`ullage_router.rollout`)."""
+    progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
     document: Manifest = {"revision": progress.stable}
+    if spec.adapters and any(map(may_sleep, spec.pools.values())):
+        document["adapters"] = [adapter.name for adapter in spec.adapters]
     if plan.pools:
         pools = [
             {

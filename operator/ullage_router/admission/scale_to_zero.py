@@ -228,10 +228,7 @@ class ScaleToZero:
 
     def is_scaled_to_zero(self, pool: str) -> bool:
         """Whether the pool may be scaled to zero and no engine of it takes requests."""
-        return pool in self.pools and not any(
-            engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
-            for engine in self._engines.all()
-        )
+        return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call, proceed: Handler) -> ResponseStream:
         """Holds the request until the model is known: without its tokenizer nothing is priced.
@@ -241,8 +238,9 @@ class ScaleToZero:
         """
         size = call.request.ByteSize()
         while self._engines.model is None and (empty := self.scaled_to_zero):
-            if call.adapter:  # nobody knows whether there is one: an unknown name wakes no engine
-                raise unknown_model(call.adapter, self._model_name)
+            adapters = self._engines.adapters
+            if call.adapter and call.adapter not in adapters:  # an unknown name wakes no engine
+                raise unknown_model(call.adapter, self._model_name, adapters)
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
         return await proceed(call)
 

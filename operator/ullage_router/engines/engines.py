@@ -60,6 +60,8 @@ class Engines:
     ) -> None:
         self._pools = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
+        self._declared_adapters: frozenset[str] | None = None
+        """Adapters of engines that are woken; None where nobody says which."""
         self._model_name = model_name
         self._on_change = on_change
         self._breaker = breaker
@@ -129,8 +131,20 @@ class Engines:
 
     @property
     def adapters(self) -> frozenset[str]:
-        """Names of the adapters that any engine serves."""
-        return frozenset().union(*(engine.adapters for engine in self._known()))
+        """Names of the adapters that any engine serves, or would if it were woken."""
+        declared = self._declared_adapters
+        if declared is None:
+            return NONE.union(*(engine.adapters for engine in self._known()))
+        asleep = {pool.name for pool in self._pools if pool.sleeps and not self.is_awake(pool.name)}
+        awake = (engine.adapters for engine in self._known() if engine.pool not in asleep)
+        return NONE.union(*awake, declared if asleep else ())
+
+    def is_awake(self, pool: str) -> bool:
+        """Whether an engine of the pool takes requests."""
+        return any(
+            engine.pool == pool and engine.model and engine.standing is EngineState.USABLE
+            for engine in self._engines.values()
+        )
 
     def adapter_of(self, name: str) -> str:
         """Returns the adapter that a request names as its model; empty where it names the model.
@@ -167,8 +181,13 @@ class Engines:
         del response.adapters[:]
         described = [engine.description for engine in self._known() if engine.description]
         adapters = {adapter.name: adapter for each in described for adapter in each.adapters}
-        response.adapters.extend(adapters[name] for name in sorted(adapters))
+        for name in sorted(self.adapters):
+            response.adapters.append(adapters.get(name) or inference_pb2.Adapter(name=name))
         return response
+
+    def declare_adapters(self, names: Iterable[str]) -> None:
+        """Says which adapters engines of pools that sleep have, once they are woken."""
+        self._declared_adapters = frozenset(names)
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
         """Follows other engines as the canary's from now on; without any there is no canary."""

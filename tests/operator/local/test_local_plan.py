@@ -18,6 +18,7 @@ from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.local.plan import LocalPlan, plan_local
 from ullage_operator.local.runtime import write_files
+from ullage_router.rollout import RolloutFile
 
 Make = Callable[..., dict[str, Any]]
 LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
@@ -189,6 +190,23 @@ def test_a_pool_that_scales_has_ports_for_all_its_engines(manifest: Make, tmp_pa
         ("single", True, 3),
         ("large", False, 1),
     ]
+
+
+def test_the_router_knows_the_adapters_of_engines_that_sleep(
+    manifest: Make, tmp_path: Path
+) -> None:
+    pools = {"single": {"replicas": 0, "autoscaling": {"minReplicas": 0, "maxReplicas": 1}}}
+    adapters = [{"name": "sql", "source": "pvc://tuned/sql", "rank": 8}]
+    service = parse(manifest(engine="VLLM", pools=pools, adapters=adapters))
+    ports = {"http_port": 0, "grpc_port": 0}
+    plan = plan_local(service, tmp_path, **ports, log_level="warning", has_vllm=True)
+    files = {file.path: yaml.safe_load(file.text) for file in plan.files}
+    config = msgspec.convert(
+        files[tmp_path / "demo-router-0" / "config" / "router.yaml"], RouterConfig
+    )
+    assert config.rollout_file
+    rollout = msgspec.convert(files[Path(config.rollout_file)], RolloutFile)
+    assert (rollout.adapters, rollout.canary) == (("sql",), None)
 
 
 def own_cores(plan: LocalPlan) -> dict[str, tuple[bool | None, tuple[int, ...]]]:

@@ -525,3 +525,19 @@ def test_older_routers_name_a_trial_by_its_weight_too():
         [CanarySample(name, GOOD, GOOD) for name in names], sample_name("r", 1)
     )
     assert (routers, canary.succeeded) == (2, 2 * GOOD.succeeded)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_routers_know_the_adapters_of_engines_that_sleep(manifest, least):
+    pools = {"single": {"replicas": 0, "autoscaling": {"minReplicas": least, "maxReplicas": 2}}}
+    sql = {"name": "sql", "source": "pvc://tuned/sql", "rank": 8}
+    made = Cluster(manifest, engine="VLLM", pools=pools, adapters=[sql])
+    made.step()
+    made.step()
+    told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])
+    assert told.get("adapters", []) == ([] if least else ["sql"])
+    if not least:
+        made.edit(adapters=[sql, sql | {"name": "python"}])
+        made.step()
+        told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])
+        assert told["adapters"] == ["sql", "python"]

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RoutingSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.wire.errors import ServiceError
@@ -24,6 +27,7 @@ class Asleep:
     def __init__(self, service: Any) -> None:
         self.http: httpx.AsyncClient = service.http
         self.monitoring: httpx.AsyncClient = service.monitoring
+        self.grpc = service.grpc
         self.router = service.router
         self.engines = {engine.headroom.pool: engine for engine in service.engines}
 
@@ -179,6 +183,59 @@ async def test_a_router_that_stops_waits_for_no_pool_for_ever(asleep):
 async def test_another_model_is_not_waited_for(asleep):
     async with asleep() as made:
         assert (await made.chat(model="other")).status_code == 404
+
+
+def declare(file: Path, *adapters: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"revision": "one", "adapters": adapters}))
+    new.replace(file)
+
+
+async def models(made: Asleep) -> list[str]:
+    return [model["id"] for model in (await made.http.get("/v1/models")).json()["data"]]
+
+
+async def test_an_adapter_wakes_a_pool_of_which_no_engine_was_ever_seen(asleep, tmp_path):
+    file = tmp_path / "rollout.yaml"
+    declare(file, "sql", "python")
+    async with asleep(rollout_file=str(file)) as made:
+        assert await models(made) == ["tiny", "python", "sql"]
+        unknown = await made.chat(model="java")
+        assert (unknown.status_code, "'python', 'sql'" in unknown.text) == (404, True)
+        assert (await made.measures())["single"]["wanted"] == 0
+        asked = [made.chat(model="sql"), made.chat(model="python")]
+        await made.until_held(2)
+        assert (await made.measures())["single"]["wanted"] == 2
+        made.engines["single"].adapters = ("sql",)
+        await made.start("single")
+        served, lacking = await asyncio.gather(*asked)
+        assert (served.status_code, served.json()["model"]) == (200, "sql")
+        # The engine was woken and lacks it after all.
+        assert lacking.status_code == 404 and "'tiny' or its adapter 'sql'" in lacking.text
+
+
+async def test_an_adapter_that_came_or_went_while_its_pool_sleeps(asleep, tmp_path):
+    file = tmp_path / "rollout.yaml"
+    declare(file, "sql")
+    async with asleep(rollout_file=str(file)) as made:
+        made.engines["single"].adapters = ("sql",)
+        await made.start("single")
+        await made.until_awake("single")
+        await made.engines["single"].stop()
+        engines, wake = made.router.service.engines, made.router.service.scale_to_zero
+        await made.until(lambda: wake.is_scaled_to_zero("single"))
+        declare(file, "python")
+        await made.until(lambda: engines.adapters == {"python"})
+        assert (await made.chat(model="sql")).status_code == 404
+        assert await models(made) == ["tiny", "python"]
+        described = await made.grpc.GetModel(inference_pb2.GetModelRequest(model="python"))
+        assert [adapter.name for adapter in described.adapters] == ["python"]
+        asked = made.chat(model="python")
+        await made.until_held(1)
+        made.engines["single"].adapters = ("python",)
+        made.engines["single"].headroom.epoch += 1
+        await made.start("single")
+        assert (await asked).json()["model"] == "python"
 
 
 async def test_a_pool_that_may_not_sleep_is_not_waited_for(asleep):
