@@ -206,7 +206,7 @@ def load(
     try:
         kept = json.loads(text or "")
         progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
-        if tried is not None and is_same(_sealed(target), _sealed(tried)):
+        if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
         values = dict(_hashed_values([target, *live]))
         return RolloutState(progress, overlaid(target, _unsealed(kept["release"], values)), tried)
@@ -252,26 +252,33 @@ people's own, such as arguments of vLLM."""
 
 def _sealed(release: Mapping[str, Any]) -> Release:
     """Returns a release with hashes for the values of environment variables."""
-    return _with_env(release, _sealed_variable)
+    return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
+
+
+def _sealed_widely(release: Mapping[str, Any]) -> Release:
+    """Returns a release with hashes for all values of pools that look like variables: as operators
+    kept it that did not ask what a list is called, so that both forms are equal."""
+    return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 
 
 def _unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
-    """Returns what was sealed.
+    """Returns what was sealed, in either form.
 
     Raises:
         KeyError: nobody has the value any more.
     """
-    return _with_env(release, partial(_unsealed_variable, values))
+    change = partial(_unsealed_variable, values)
+    return _with_pools(release, lambda pools: _with_maps(pools, change))
 
 
-def _with_env(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Release:
+def _with_pools(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Release:
     return {
-        name: _with_lists(section, change) if name == _HAS_ENV else section
-        for name, section in release.items()
+        name: change(section) if name == _HAS_ENV else section for name, section in release.items()
     }
 
 
 def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a section with every environment variable changed."""
     match section:
         case Mapping():
             return {
@@ -285,6 +292,16 @@ def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
     return section
 
 
+def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a section with every map changed."""
+    match section:
+        case Mapping():
+            return change({name: _with_maps(item, change) for name, item in section.items()})
+        case list():
+            return [_with_maps(item, change) for item in section]
+    return section
+
+
 def _sealed_variable(variable: Any) -> Any:
     match variable:
         case {"name": name, "value": value}:
@@ -295,7 +312,7 @@ def _sealed_variable(variable: Any) -> Any:
 
 def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
     match variable:
-        case {"valueHash": str(value_hash)}:
+        case {"name": _, "valueHash": str(value_hash)}:
             kept = {key: item for key, item in variable.items() if key != _VALUE_HASH}
             return kept | {_VALUE: values[value_hash]}
     return variable

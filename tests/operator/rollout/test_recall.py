@@ -1,5 +1,6 @@
 """What a rollout remembers comes back as it was; what is lost holds engines where they are."""
 
+import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 
@@ -114,6 +115,38 @@ def test_values_of_variables_are_not_kept(manifest):
     text = dump(initial(release, NOW))
     assert "s3cret" not in text and "valueHash" in text
     assert load(text, release).release == release
+
+
+def test_what_was_sealed_outside_of_environments_is_recalled(manifest):
+    """Once every map with a name and a value was kept with a hash."""
+    options = [{"name": "ndots", "value": "2"}, {"name": "trust-ad"}]
+    variable = {"name": "TOKEN", "value": "s3cret"}
+    template = {
+        "metadata": {"annotations": {"valueHash": "none"}},
+        "spec": {
+            "dnsConfig": {"options": options},
+            "containers": [{"name": "engine", "env": [variable]}],
+        },
+    }
+
+    def release_with(**spec):
+        pools = {"single": {"podTemplate": template}}
+        return release_of(parse(manifest(pools=pools, **spec)), Settings())
+
+    stable, edited = release_with(), release_with(image="two")
+    other, failed = revision_of(stable), revision_of(edited)
+    progress = RolloutProgress(other, NOW, stage=RolloutStage.ROLLED_BACK, failed=failed)
+    document = json.loads(dump(RolloutState(progress, stable, edited)))
+    for release in (document["release"], document["tried"]):
+        [pool] = release["pools"].values()
+        spec = pool["podTemplate"]["spec"]
+        assert spec["dnsConfig"]["options"] == options
+        # As `TOKEN` is kept: by the first half of the hash of name and value.
+        digest = hashlib.sha256(b"ndots=2").hexdigest()[:16]
+        spec["dnsConfig"]["options"] = [{"name": "ndots", "valueHash": digest}, options[1]]
+    recalled = load(json.dumps(document), edited)
+    assert recalled.release == stable
+    assert recalled.revision(edited) == failed, "what failed is not tried again"
 
 
 def known_before(release):
