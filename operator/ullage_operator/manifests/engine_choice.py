@@ -19,17 +19,27 @@ def engine_image(spec: Spec, settings: Settings) -> str:
     pods of a pool are to be vLLM and there is one, else its engine image."""
     if spec.image:
         return spec.image
-    engines = {
-        choose_engine(
-            spec.engine,
-            on_cuda=spec.device != "cpu",
-            has_vllm=bool(settings.vllm_engine_image),
-            native_refusal=_NO_ADAPTERS if spec.adapters else "",
-            vllm_refusal=_refusal_by_vllm(spec, pool),
-        )[0]
-        for pool in spec.pools.values()
-    }
-    return (settings.vllm_engine_image if "vllm" in engines else "") or settings.engine_image
+    has_vllm = bool(settings.vllm_engine_image)
+    is_any_vllm = any(_is_vllm(spec, pool, has_vllm) for pool in spec.pools.values())
+    return (settings.vllm_engine_image if is_any_vllm else "") or settings.engine_image
+
+
+def is_vllm(spec: Spec, pool: PoolSpec, settings: Settings) -> bool:
+    """Whether vLLM computes in a pool's pods, as far as that is known before they run: of an image
+    that nobody says anything of, only where the native engine cannot."""
+    has_vllm = image_has_vllm(engine_image(spec, settings), settings)
+    return _is_vllm(spec, pool, bool(has_vllm or spec.adapters))
+
+
+def _is_vllm(spec: Spec, pool: PoolSpec, has_vllm: bool) -> bool:
+    engine, _ = choose_engine(
+        spec.engine,
+        on_cuda=spec.device != "cpu",
+        has_vllm=has_vllm,
+        native_refusal=_NO_ADAPTERS if spec.adapters else "",
+        vllm_refusal=_refusal_by_vllm(spec, pool),
+    )
+    return engine == "vllm"
 
 
 def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:

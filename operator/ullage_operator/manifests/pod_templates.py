@@ -252,7 +252,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             port("metrics", naming.METRICS_PORT),
             port("probe", naming.PROBE_PORT),
         ],
-        "resources": engine_resources(service, pool),
+        "resources": engine_resources(service, pool, settings),
         "securityContext": container_security(),
         "startupProbe": grpc_probe("readiness", START_PERIOD_S, failures, is_secure),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),

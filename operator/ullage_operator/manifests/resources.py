@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from ullage_common.config.engine import ModelSection
 from ullage_operator.api.sections import PoolSpec, amount, canonical
-from ullage_operator.api.spec import Service
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.manifests.engine_choice import is_vllm
 
 Amounts = dict[str, dict[str, str]]
 """Quantities by `requests` or `limits`, and by the resource's name."""
@@ -41,15 +42,13 @@ _DTYPE_BITS = {"float32": 32.0}
 _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
-def engine_resources(service: Service, pool: PoolSpec) -> Amounts:
+def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
     """The pool's own resources over defaults, and its GPUs unless it computes on the CPU.
 
     GPUs are limits, by which the DCGM exporter, too, tells whose they are.
     """
-    requests = {
-        "cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m",
-        "memory": f"{_engine_bytes(service, pool) // _MIB}Mi",
-    }
+    size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
+    requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
     resources = _over(pool.resources, {"requests": requests})
     if service.spec.device != "cpu":
         resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
@@ -69,12 +68,17 @@ def router_resources(service: Service) -> Amounts:
 def model_bytes(model: ModelSection) -> int:
     """An estimate of a model's weights from its name and source, bytes; 0 where neither names a
     number of parameters."""
+    return math.ceil(_num_parameters(model) * _bits(model) / 8)
+
+
+def _num_parameters(model: ModelSection) -> float:
+    """The number of parameters that a model's name or source names; 0 where neither does."""
     text = f"{model.source} {model.name}".lower().replace("_", "-")
     counts = [
         int(experts or 1) * float(number) * {"m": 1e6, "b": 1e9}[unit]
         for experts, number, unit in _PARAMETERS.findall(text)
     ]
-    return math.ceil(max(counts, default=0.0) * _bits(model) / 8)
+    return max(counts, default=0.0)
 
 
 def _bits(model: ModelSection) -> float:
@@ -87,20 +91,28 @@ def _bits(model: ModelSection) -> float:
     for pattern, bits in _BITS:
         if pattern.search(text):
             return bits
+    return _dtype_bits(model)
+
+
+def _dtype_bits(model: ModelSection) -> float:
     return _DTYPE_BITS.get(model.dtype, 16.0)
 
 
-def _engine_bytes(service: Service, pool: PoolSpec) -> int:
+def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Host memory that one pod of an engine is expected to use, bytes.
 
-    Prepared weights lie in memory, where a worker that is started again finds them; on a CPU the
-    budget, where it is given, has weights and KV in it.
+    On a CPU the budget, where it is given, has weights and KV in it.
     """
-    weights = model_bytes(service.spec.model)
-    if service.spec.device == "cpu":
-        weights = pool.memory.device_bytes or weights
-    else:
-        weights = weights // pool.nodes or _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
+    model, is_on_cpu = service.spec.model, service.spec.device == "cpu"
+    weights = pool.memory.device_bytes or model_bytes(model) if is_on_cpu else 0
+    unknown = 0 if is_on_cpu else _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
+    if vllm and model.source.endswith(".gguf"):
+        # The checkpoint that is made of it stays in memory, and is there twice while it is written.
+        checkpoint = math.ceil(_num_parameters(model) * _dtype_bits(model) / 8) or unknown
+        weights = max(checkpoint, weights) + checkpoint
+    elif not (vllm or is_on_cpu):
+        # Prepared weights stay in memory, where a worker that is started again finds them.
+        weights = model_bytes(model) or unknown
     total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus_per_pod + weights + pool.memory.host_kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 

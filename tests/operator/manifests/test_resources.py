@@ -64,6 +64,39 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
     assert requests["memory"] == "143Gi"
 
 
+@pytest.mark.parametrize(
+    ("file", "more", "gigabytes"),
+    [
+        # A checkpoint of 140 GB is made of the file, and is in memory twice while it is written.
+        ("Llama-3.1-70B.Q4_K_M.gguf", {}, 280),
+        ("Llama-3.1-70B.Q4_K_M.gguf", {"dtype": "Float32"}, 560),
+        ("Llama-3.1-70B.Q4_K_M.gguf", {"quantization": "FP8"}, 280),
+        ("Llama-3.1-70B", {}, 0),
+        ("current.gguf", {}, 2 * 8 * 1.024**3),
+        ("current", {}, 0),
+    ],
+)
+def test_with_vllm_only_checkpoints_made_of_gguf_files_stay_in_memory(
+    make_plan: MakePlan, file: str, more: dict[str, Any], gigabytes: float
+) -> None:
+    model = {"source": f"file:///models/{file}", "name": "llama", **more}
+    requests = resources(make_plan(model=model, engine="VLLM"), "StatefulSet")["requests"]
+    mib = int(requests["memory"].removesuffix("Mi").removesuffix("Gi"))
+    mib *= 1024 if requests["memory"].endswith("Gi") else 1
+    least = gigabytes * 1e9 / 2**20 + 1536
+    assert least <= mib < least + 128
+
+
+def test_with_vllm_on_a_cpu_a_checkpoint_is_beside_the_weights(make_plan: MakePlan) -> None:
+    model = {"source": "file:///models/llama-8b.Q4_K_M.gguf", "name": "llama"}
+    common = {"model": model, "engine": "VLLM", "device": "CPU"}
+    plan = make_plan(**common)
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "32128Mi"
+    budget = {"deviceBytes": "40Gi"}
+    plan = make_plan(**common, memory=budget)
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "57856Mi"
+
+
 def test_weights_of_unknown_size_count_by_the_gpus_they_are_meant_for(make_plan: MakePlan) -> None:
     model = {"source": "hf://deepseek-ai/DeepSeek-V3", "name": "deepseek"}
     eight = {"gpus": 8, "parallelism": {"tensor": 8, "pipeline": 1}}
