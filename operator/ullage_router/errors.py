@@ -15,7 +15,7 @@ anything else       500   server_error
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import grpc
 
@@ -225,11 +225,23 @@ def deadline(timeout_s: float) -> ServiceError:
     )
 
 
-def unknown_model(name: str, served: str, adapters: Iterable[str] = ()) -> ServiceError:
+def unknown_model(
+    name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
+) -> ServiceError:
+    """Returns the error of a request for another model, with the names that may be used.
+
+    Args:
+        allowed: names that the tenant may use; empty: all.
+    """
+    usable = [adapter for adapter in adapters if not allowed or adapter in allowed]
+    if not allowed or served in allowed:
+        names = served_names(served, usable)
+    else:
+        names = ", ".join(map(repr, sorted(usable))) or "a key that may use one of the models"
     return ServiceError(
         grpc.StatusCode.NOT_FOUND,
         "MODEL_NOT_FOUND",
-        f"model {name!r} is not served here; use {served_names(served, adapters)}",
+        f"model {name!r} is not served here; use {names}",
         metadata={"field": "model"},
     )
 

@@ -103,8 +103,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         try:
-            self._tenants.open_session(_text(context).get("authorization"))
-            return self._engines.describe(request.model)
+            tenant = self._tenants.open_session(_text(context).get("authorization"))
+            return self._engines.describe(request.model, tenant.rules.models)
         except ServiceError as error:
             await abort(context, error)
 

@@ -422,7 +422,9 @@ class Rollout:
         """Returns the call for the stable engines, with the tokens of their model."""
         call.side, call.is_trial = Side.STABLE, False
         call.refused_by.clear()
-        model = self._engines.served_model(call.request.model)
+        model = self._engines.served_model(
+            call.request.model, Side.STABLE, call.tenant.rules.models
+        )
         if model.fingerprint != call.prompt.model.fingerprint:
             call.prompt = await self._prompts.build(
                 model, call.request, call.tenant.name, call.path

@@ -298,7 +298,7 @@ class TenantSession:
         """
         if self._active:
             return
-        self._check_model(request.model or served)
+        self.check_model(request.model or served)
         request.priority = self._priority(request.priority)
         now = time.monotonic()
         is_later = self._was_paid is not None
@@ -374,9 +374,13 @@ class TenantSession:
         if self._metrics:
             self._metrics.on_end(self.name, status, 0, 0, count)
 
-    def _check_model(self, name: str) -> None:
+    def may_use(self, model: str) -> bool:
+        return not self.rules.models or model in self.rules.models
+
+    def check_model(self, name: str) -> None:
+        """Raises ServiceError (PERMISSION_DENIED) where the tenant may not use a model."""
         allowed = self.rules.models
-        if allowed and name not in allowed:
+        if not self.may_use(name):
             raise errors.forbidden(
                 "MODEL_NOT_ALLOWED",
                 f"tenant {self.name} may not use model {name!r}; allowed: {', '.join(allowed)}",

@@ -240,7 +240,8 @@ class ScaleToZero:
         while self._engines.model is None and (empty := self.scaled_to_zero):
             adapters = self._engines.adapters
             if call.adapter and call.adapter not in adapters:  # an unknown name wakes no engine
-                raise unknown_model(call.adapter, self._model_name, adapters)
+                allowed = call.tenant.rules.models
+                raise unknown_model(call.adapter, self._model_name, adapters, allowed)
             await self._hold(next(pool for pool in self.pools if pool in empty), size, call)
         return await proceed(call)
 

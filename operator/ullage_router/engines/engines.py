@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import grpc
 from msgspec.structs import replace
@@ -146,43 +146,53 @@ class Engines:
             for engine in self._engines.values()
         )
 
-    def adapter_of(self, name: str) -> str:
+    def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
         """Returns the adapter that a request names as its model; empty where it names the model.
 
         While no engine has described its model, it may have any adapter.
 
+        Args:
+            allowed: names that the tenant may use, and that an error may show; empty: all.
+
         Raises:
-            ServiceError: no engine has it.
+            ServiceError: no engine has it, or the tenant may not use it.
         """
         if name in ("", self._model_name):
             return ""
         adapters = self.adapters
-        if name not in adapters and any(engine.description for engine in self._known()):
-            raise unknown_model(name, self._model_name, adapters)
+        is_served = name in adapters and (not allowed or name in allowed)
+        if not is_served and any(engine.description for engine in self._known()):
+            raise unknown_model(name, self._model_name, adapters, allowed)
         return name
 
-    def served_model(self, name: str, side: Side = Side.STABLE) -> Model:
+    def served_model(
+        self, name: str, side: Side = Side.STABLE, allowed: Collection[str] = ()
+    ) -> Model:
         """The served model, of a side of the rollout.
+
+        Args:
+            allowed: names that the tenant may use, and that an error may show; empty: all.
 
         Raises:
             ServiceError: it has another name, or no engine has described it yet.
         """
-        self.adapter_of(name)
+        self.adapter_of(name, allowed)
         model = self.model_of(side)
         if model is None:
             raise no_engine()
         return model
 
-    def describe(self, name: str) -> inference_pb2.GetModelResponse:
-        """Describes the served model with the adapters that any engine serves; raises as
-        `served_model` does."""
+    def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
+        """Describes the served model with the adapters that any engine serves and the tenant may
+        use; arguments and errors are those of `served_model`."""
         response = inference_pb2.GetModelResponse()
-        response.CopyFrom(self.served_model(name).description)
+        response.CopyFrom(self.served_model(name, allowed=allowed).description)
         del response.adapters[:]
         described = [engine.description for engine in self._known() if engine.description]
         adapters = {adapter.name: adapter for each in described for adapter in each.adapters}
-        for name in sorted(self.adapters):
-            response.adapters.append(adapters.get(name) or inference_pb2.Adapter(name=name))
+        for each in sorted(self.adapters):
+            if not allowed or each in allowed:
+                response.adapters.append(adapters.get(each) or inference_pb2.Adapter(name=each))
         return response
 
     def declare_adapters(self, names: Iterable[str]) -> None:

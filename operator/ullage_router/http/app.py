@@ -85,15 +85,15 @@ class _SmallPages:
         self._service = service
 
     def models(self, request: Request) -> object:
-        self._service.tenants.open_session(request.headers.get("authorization"))
-        names = (self._service.config.model, *sorted(self._service.engines.adapters))
+        tenant = self._service.tenants.open_session(request.headers.get("authorization"))
+        names = filter(tenant.may_use, self._names())
         return {"object": "list", "data": [self._describe(name) for name in names]}
 
     def model(self, request: Request) -> object:
-        self._service.tenants.open_session(request.headers.get("authorization"))
-        name, engines = request.path.removeprefix(MODELS + "/"), self._service.engines
-        if name != self._service.config.model and name not in engines.adapters:
-            raise unknown_model(name, self._service.config.model, engines.adapters)
+        tenant = self._service.tenants.open_session(request.headers.get("authorization"))
+        name, (served, *adapters) = request.path.removeprefix(MODELS + "/"), self._names()
+        if not (tenant.may_use(name) and name in (served, *adapters)):
+            raise unknown_model(name, served, adapters, tenant.rules.models)
         return self._describe(name)
 
     def healthz(self, request: Request) -> object:
@@ -105,6 +105,10 @@ class _SmallPages:
             return
         word = "draining" if self._service.is_leaving else "no engine was ready yet"
         await _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
+
+    def _names(self) -> list[str]:
+        """Returns the names of the served model and of its adapters."""
+        return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
     def _describe(self, name: str) -> dict[str, object]:
         """Describes the served model or, by its name, an adapter of it."""

@@ -199,7 +199,11 @@ class CommonStages:
         try:
             async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
                 with call.deadline.pauses(timeout):
-                    call.adapter = self._engines.adapter_of(call.request.model)
+                    # First, so that a tenant does not learn which other models there are.
+                    call.tenant.check_model(call.request.model or self._config.model)
+                    call.adapter = self._engines.adapter_of(
+                        call.request.model, call.tenant.rules.models
+                    )
                     validate_request(call.request)
                     call.tenant.open_request(call.request, self._config.model)
                     return await proceed(call)
@@ -217,7 +221,7 @@ class CommonStages:
         Raises:
             ServiceError: no model is known, or the input is wrong.
         """
-        model = self._engines.served_model(call.request.model, call.side)
+        model = self._engines.served_model(call.request.model, call.side, call.tenant.rules.models)
         # An error from here on names the model.
         name = call.adapter or self._config.model
         call.decision = replace(call.decision, model=name)

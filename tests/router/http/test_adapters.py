@@ -254,6 +254,48 @@ def test_a_tenant_may_use_the_adapters_that_its_rules_name(
     asyncio.run(scenario())
 
 
+def test_a_tenant_learns_only_of_models_that_it_may_use(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    rules = {"alice": ["sql", "old"], "bob": ["old"], "carol": []}
+    for name in rules:
+        (keys / name).write_text(entry(f"sk-{name}-0123456789"))
+    named = [{"name": name, "models": models} for name, models in rules.items()]
+    tenants = {"keys_dir": str(keys), "tenants": named}
+    usable = {"alice": ["sql"], "bob": [], "carol": ["tiny", "acme-secret", "sql"]}
+
+    async def scenario() -> None:
+        async with start_service(tenants=tenants) as service:
+            await learn(service, ("sql", "acme-secret"))
+            for name, models in usable.items():
+                key = {"authorization": f"Bearer sk-{name}-0123456789"}
+                listed = await service.http.get("/v1/models", headers=key)
+                assert [model["id"] for model in listed.json()["data"]] == models
+                for model in usable["carol"]:
+                    one = await service.http.get(f"/v1/models/{model}", headers=key)
+                    assert one.status_code == (200 if model in models else 404)
+                metadata = tuple(key.items())
+                described = await service.grpc.GetModel(pb.GetModelRequest(), metadata=metadata)
+                assert {adapter.name for adapter in described.adapters} == {*models} - {"tiny"}
+            # Neither the status nor the text says what else there is.
+            for name, hint in (("alice", "use 'sql'"), ("bob", "use a key that may")):
+                key = {"authorization": f"Bearer sk-{name}-0123456789"}
+                for model, status in (("java", 403), ("acme-secret", 403), ("old", 404)):
+                    body = {"model": model, "prompt": "Hi"}
+                    answer = await service.http.post("/v1/completions", json=body, headers=key)
+                    assert answer.status_code == status
+                    assert model == "acme-secret" or "acme" not in answer.text
+                    asked = pb.GetModelRequest(model=model)
+                    with pytest.raises(grpc.aio.AioRpcError, match=hint) as failed:
+                        await service.grpc.GetModel(asked, metadata=tuple(key.items()))
+                    assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+                assert hint in answer.text
+
+    asyncio.run(scenario())
+
+
 def test_the_same_prompt_has_other_kv_with_another_adapter(start_service: StartService) -> None:
     prompt = list(range(64)) * 3
     hashes = [set(prefix_hashes(prompt, adapter)) for adapter in ("", "sql", "python")]
