@@ -13,14 +13,23 @@ have copied it. Engines that compute that block again for each sample have no or
 (`copies_shared_block`). What an engine finds in its prefix cache costs nothing and is known only
 there.
 
-A group whose attention sees a sliding window returns a block when the last window has slid past it,
-so of w tokens and chunks of c tokens it holds at most
+A group whose attention sees a sliding window returns a block when the last window has slid past it.
+A step that computes c tokens needs its blocks for them and the window before the first of them, so
+of n tokens computed in steps of at most c, and a window of w, it holds at most
 
-    ceil((w - 1 + c) / block) + 1
+    window(n, c) = min(ceil(n / block), ceil((w + c - 2) / block) + 1)
 
-blocks at a time. Samples share blocks of that group too, but each comes to hold as many of its own
-once its window has slid past the prompt, and is charged for them. A group of recurrent states holds
-`state_blocks` of each sample, however long it is.
+blocks at a time: the most of all ways to split n tokens into steps, and held by one of them while
+the last of the n tokens' blocks is begun. Prompts are computed in steps of
+`prefill_chunk_tokens` and the output in steps of `decode_tokens`, which are fewer, while the other
+groups still grow; so a sample holds at most the larger of
+
+    growing groups * ceil(p / block) + windows(p, prefill_chunk_tokens)
+    growing groups * ceil((p + o) / block) + windows(p + o, decode_tokens)
+
+Samples share blocks of windows too, but each comes to hold as many of its own once its window has
+slid past the prompt, and is charged for them. A group of recurrent states holds `state_blocks` of
+each sample, however long it is.
 
     bytes = blocks of all groups * bytes of a block
 
@@ -64,12 +73,15 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     activation_bytes_per_token: int = 0
     sampler_bytes_per_sequence: int = 0
     prefill_chunk_tokens: int = 0
-    """Most prompt tokens computed in one step."""
+    """Most prompt tokens computed in one step, or in steps in flight."""
     kv_pool_bytes: int = 0
     session_kv_bytes: int = 0
     """Most KV of one session; 0: no bound of its own."""
     copies_shared_block: bool = True
     """Whether samples copy the block in which they part; else each computes its own."""
+    decode_tokens: int = 0
+    """Most tokens of a sequence in one step, or in steps in flight, when its prompt is computed;
+    0: as many as of a prompt."""
 
     @cached_property
     def block_bytes(self) -> int:
@@ -84,8 +96,16 @@ class MemoryProfile(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
         """Of each group with a window its length in tokens and the most blocks of a sequence."""
+        return self._windows(self.prefill_chunk_tokens)
+
+    @cached_property
+    def decode_windows(self) -> tuple[tuple[int, int], ...]:
+        """The same of sequences whose prompts are computed."""
+        return self._windows(self.decode_tokens or self.prefill_chunk_tokens)
+
+    def _windows(self, step_tokens: int) -> tuple[tuple[int, int], ...]:
         return tuple(
-            (window, -(-(window - 1 + self.prefill_chunk_tokens) // self.block_tokens) + 1)
+            (window, -(-(window - 2 + step_tokens) // self.block_tokens) + 1)
             for window in (group.window_tokens for group in self.groups)
             if window
         )
@@ -152,17 +172,25 @@ def request_blocks(
 ) -> int:
     """Blocks of `samples` sequences of `num_tokens` tokens that begin with the same prompt."""
     if samples == 1:
-        return sample_blocks(profile, num_tokens)
+        return sample_blocks(profile, num_tokens, prompt_tokens)
     shared_tokens = max(0, prompt_tokens - 1)
-    first = sample_blocks(profile, num_tokens, leads=shared_tokens > 0)
-    other = sample_blocks(profile, num_tokens, shared_tokens=shared_tokens)
+    first = sample_blocks(profile, num_tokens, prompt_tokens, leads=shared_tokens > 0)
+    other = sample_blocks(profile, num_tokens, prompt_tokens, shared_tokens=shared_tokens)
     return first + (samples - 1) * other
 
 
 def sample_blocks(
-    profile: MemoryProfile, num_tokens: int, *, shared_tokens: int = 0, leads: bool = False
+    profile: MemoryProfile,
+    num_tokens: int,
+    prompt_tokens: int | None = None,
+    *,
+    shared_tokens: int = 0,
+    leads: bool = False,
 ) -> int:
     """Blocks that one sample of `num_tokens` tokens takes.
+
+    The first `prompt_tokens` are computed as a prompt: None where all may be, as of a sequence that
+    goes on after it was preempted, and 0 when the prompt is computed.
 
     The whole blocks of the `shared_tokens` that it begins with are its leader's. Samples write to
     copies of the block in which they part, and until the last has its own the original is one block
@@ -171,23 +199,44 @@ def sample_blocks(
     size = profile.block_tokens
     if profile.is_plain:
         return -(-num_tokens // size) - shared_tokens // size + leads
-    whole = -(-num_tokens // size)
     original = leads and profile.copies_shared_block
-    own = whole - shared_tokens // size + original
+    shared = shared_tokens // size
+    most = _most_held(profile, num_tokens, profile.decode_windows, shared, original)
+    if profile.decode_tokens and prompt_tokens != 0:
+        prompt = num_tokens
+        if prompt_tokens is not None:
+            # The first steps of the output may be in flight with the last one of the prompt.
+            prompt = min(num_tokens, prompt_tokens + profile.decode_tokens - 1)
+        most = max(most, _most_held(profile, prompt, profile.windows, shared, original))
+    return most
+
+
+def _most_held(
+    profile: MemoryProfile,
+    num_tokens: int,
+    windows: tuple[tuple[int, int], ...],
+    shared: int,
+    original: int,
+) -> int:
+    """Most blocks that a sample holds while its first `num_tokens` tokens are computed, less
+    `shared` ones of each table, and with the original of a copied block."""
+    whole = -(-num_tokens // profile.block_tokens)
+    own = whole - shared + original
     blocks = profile.num_growing * own + profile.state_blocks
-    for window_tokens, most in profile.windows:
+    for window_tokens, most in windows:
         # A window that never slides shares as much as a group that grows.
         blocks += min(most, whole) + original if num_tokens > window_tokens else own
     return blocks
 
 
 def most_tokens(
-    profile: MemoryProfile, available: int, prompt_tokens: int = 0, samples: int = 1
+    profile: MemoryProfile, available: int, prompt_tokens: int | None = None, samples: int = 1
 ) -> int:
     """The longest sequence, prompt included, whose predicted bytes are at most `available`.
 
     All samples get as long; less than `prompt_tokens` when not even the prompt fits, and
-    `UNBOUNDED_TOKENS` when a sequence of any length fits.
+    `UNBOUNDED_TOKENS` when a sequence of any length fits. Where no prompt is given, all of the
+    sequence may be one, as when it goes on after it was preempted.
     """
     if not profile.block_bytes:
         return UNBOUNDED_TOKENS
@@ -196,19 +245,23 @@ def most_tokens(
         if profile.windows or not profile.num_growing:
             return _most_windowed(profile, blocks, prompt_tokens, samples)
         blocks = (blocks - samples * profile.state_blocks) // profile.num_growing
-    shared_tokens = max(0, prompt_tokens - 1)
+    shared_tokens = max(0, (prompt_tokens or 0) - 1)
     original = 1 if samples > 1 and shared_tokens > 0 and profile.copies_shared_block else 0
     shared = shared_tokens // profile.block_tokens
     blocks = max(0, blocks - original)
     return (shared + (blocks - shared) // samples) * profile.block_tokens
 
 
-def _most_windowed(profile: MemoryProfile, blocks: int, prompt_tokens: int, samples: int) -> int:
+def _most_windowed(
+    profile: MemoryProfile, blocks: int, prompt_tokens: int | None, samples: int
+) -> int:
     """The longest sequence whose price, which grows with its length, is at most so many blocks."""
     size = profile.block_tokens
 
     def price(num_blocks: int) -> int:
-        return request_blocks(profile, prompt_tokens, num_blocks * size, samples)
+        num_tokens = num_blocks * size
+        prompt = num_tokens if prompt_tokens is None else min(prompt_tokens, num_tokens)
+        return request_blocks(profile, prompt, num_tokens, samples)
 
     longest = blocks
     if not profile.num_growing:

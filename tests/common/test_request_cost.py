@@ -13,6 +13,7 @@ from ullage_common.request_cost import (
     most_tokens,
     predict,
     request_blocks,
+    sample_blocks,
 )
 from ullage_common.wire import memory_profile
 
@@ -36,6 +37,7 @@ profiles = native_profiles | st.builds(
     replace,
     profiles_of(st.lists(growing | sliding | states, min_size=1, max_size=6)),
     copies_shared_block=st.booleans(),
+    decode_tokens=st.integers(0, 4),
 )
 tokens = st.integers(1, 100_000)
 samples = st.integers(1, 16)
@@ -112,10 +114,58 @@ def test_the_price_is_that_of_one_growing_and_one_sliding_table(
     grown = shared + samples * (-(-length // size) - shared) + original
     sliding = 0
     for window in (group.window_tokens for group in profile.groups if group.window_tokens):
-        most = -(-(window - 1 + chunk) // size) + 1
+        most = -(-(window + chunk - 2) // size) + 1
         slid = samples * min(most, -(-length // size)) + original
         sliding = slid if length > window else grown
     assert request_blocks(profile, prompt, length, samples) == grown + sliding
+
+
+def most_held(profile: MemoryProfile, prompt: int, length: int) -> int:
+    """Most blocks of a sequence over all ways to split its prompt into steps, tried one by one.
+
+    A step gives back what lies before the window of its first token, then takes the blocks of its
+    tokens.
+    """
+    size, most = profile.block_tokens, 0
+    windows = [each.window_tokens for each in profile.groups if not each.state_blocks]
+    for start in range(length):
+        skipped = sum(max(0, start - window + 1) // size for window in windows if window)
+        end, step = length, profile.decode_tokens
+        if start < prompt:
+            end, step = prompt, profile.prefill_chunk_tokens
+        for stored in range(start + 1, min(start + step, end) + 1):
+            most = max(most, len(windows) * -(-stored // size) - skipped)
+    return most + profile.state_blocks
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.sampled_from((1, 2, 3, 4, 8, 16)),
+    groups=st.lists(
+        st.builds(CacheGroup, st.just(1), st.just(0) | st.integers(1, 60))
+        | st.builds(CacheGroup, st.just(1), state_blocks=st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    ),
+    chunk=st.integers(1, 40),
+    prompt=st.integers(1, 100),
+    output=st.integers(0, 60),
+)
+def test_the_price_is_the_most_held_over_all_ways_to_split_a_prompt(
+    size: int, groups: list[CacheGroup], chunk: int, prompt: int, output: int
+) -> None:
+    profile = MemoryProfile(
+        size,
+        tuple(groups),
+        prefill_chunk_tokens=chunk,
+        copies_shared_block=False,
+        decode_tokens=1,
+    )
+    length = prompt + output
+    assert request_blocks(profile, prompt, length) == most_held(profile, prompt, length)
+    # One that goes on after it was preempted has all its tokens as a prompt.
+    assert sample_blocks(profile, length) == most_held(profile, length, length)
+    assert sample_blocks(profile, length, 0) <= request_blocks(profile, prompt, length)
 
 
 @settings(max_examples=80, deadline=None)
@@ -127,7 +177,12 @@ def test_every_group_takes_blocks_of_the_pool(
         request_blocks(replace(profile, groups=(group,)), prompt, prompt + output, samples)
         for group in profile.groups
     ]
-    assert request_blocks(profile, prompt, prompt + output, samples) == sum(alone)
+    price = request_blocks(profile, prompt, prompt + output, samples)
+    if profile.decode_tokens:
+        # Those with windows may hold most before those that grow do.
+        assert max(alone) <= price <= sum(alone)
+    else:
+        assert price == sum(alone)
 
 
 def test_five_sliding_groups_and_states_beside_one_that_grows() -> None:

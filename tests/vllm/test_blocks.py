@@ -214,11 +214,14 @@ def test_a_request_holds_at_most_its_price_and_of_a_growing_group_exactly(
         assert failure == []
         while engine.has_work:
             engine.step()
-    has_window = any(group.window_tokens for group in engine._profile.groups)
+    profile, chunk = engine._profile, started.core.max_in_flight_tokens
+    has_window = any(group.window_tokens for group in profile.groups)
     for name, (prompt, output) in sizes.items():
-        price = request_blocks(engine._profile, prompt, prompt + output - 1)
+        price = request_blocks(profile, prompt, prompt + output - 1)
         held = watch.most_held[name]
-        assert held <= price if has_window else held == price, (name, held, price)
+        # Other steps than those of a prompt that is alone may need more of a window.
+        is_exact = not has_window or prompt <= chunk
+        assert held == price if is_exact else held <= price, (name, held, price)
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
@@ -228,14 +231,12 @@ def tokens(draw: random.Random, count: int) -> list[int]:
 def test_what_is_charged_is_within_three_percent_of_what_is_held(
     started: Any, watch: Watch
 ) -> None:
-    """Of prompts and answers as conversations have them, at their ends."""
+    """Of prompts and answers as conversations have them, most of several steps."""
     [engine, _] = make_engines(started)
-    has_window = any(group.window_tokens for group in engine._profile.groups)
     draw, charged, held = random.Random(9), 0, 0
     for number in range(40):
-        # Longer than the window where there is one, whose price is its largest.
-        prompt = min(700, int(draw.lognormvariate(5.5, 0.6)) + 8)
-        output = min(200, int(draw.lognormvariate(4.0, 0.6)) + 4)
+        prompt = min(600, int(draw.lognormvariate(5.5, 0.6)) + 8)
+        output = min(400, int(draw.lognormvariate(5.0, 0.6)) + 4)
         request = make_request(f"c{number}", tokens(draw, prompt), output)
         charged += request_blocks(engine._profile, prompt, prompt + output)
         assert engine.submit_group([request]) == []
@@ -243,8 +244,7 @@ def test_what_is_charged_is_within_three_percent_of_what_is_held(
             engine.step()
         held += watch.most_held[f"c{number}"]
     print(f"charged {charged} blocks, held {held}: {charged / held - 1:.2%} more")
-    assert held <= charged
-    assert has_window or charged <= 1.03 * held
+    assert held <= charged <= 1.03 * held
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -62,6 +62,8 @@ class VllmEngine:
         """Sequences that wait for blocks, the most important first."""
         self._growing: dict[str, Sequence] = {}
         """Running sequences that are not charged for all that they may become."""
+        self._shrinking: dict[str, Sequence] = {}
+        """Running sequences that have blocks reserved which only their prompts needed."""
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
         self._num_submitted = 0
@@ -200,6 +202,7 @@ class VllmEngine:
         # A step in which nothing was computed is no progress: the server looks for that.
         self._num_steps += self._observe(seconds, outputs)
         results = [each for output in outputs if (each := self._take(output)) is not None]
+        self._shrink_reservations()
         self._extend_reservations()
         self._start_deferred()
         return results
@@ -214,7 +217,10 @@ class VllmEngine:
             self._remove(sequence)
             return Embedding(output.request_id, output.embedding, output.num_cached_tokens)
         sequence.token_ids += output.token_ids
-        sequence.has_token = True
+        if not sequence.has_token:
+            sequence.has_token = True
+            if self._profile.windows:
+                self._shrinking[sequence.request_id] = sequence
         if sequence.num_cached_tokens is None:
             num_prompt = sequence.request.num_prompt_tokens
             sequence.num_cached_tokens = min(num_prompt, output.num_cached_tokens)
@@ -363,7 +369,8 @@ class VllmEngine:
         if sequence.parent is not None:
             shared = shared_tokens([sequence.parent.request, sequence.request])
         stored = num_tokens + self._limits.lookahead_tokens
-        return sample_blocks(self._profile, stored, shared_tokens=shared)
+        prompt = 0 if sequence.has_token else len(sequence.token_ids)
+        return sample_blocks(self._profile, stored, prompt, shared_tokens=shared)
 
     def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         has_output = any(each.num_output for each in group)
@@ -473,6 +480,7 @@ class VllmEngine:
             sequence.parent.children.remove(sequence)
             sequence.parent = None
         self._growing.pop(sequence.request_id, None)
+        self._shrinking.pop(sequence.request_id, None)
         self.reservations.release(sequence.request_id)
         children, sequence.children = sequence.children, []
         for child in children:
@@ -507,6 +515,13 @@ class VllmEngine:
             if not self._start(first):
                 self._deferred.insert(0, first)
                 return
+
+    def _shrink_reservations(self) -> None:
+        """Reserves only what decodes need, once windows have slid past the steps of prompts."""
+        for request_id, sequence in list(self._shrinking.items()):
+            num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
+            if self.reservations.shrink(request_id, num_blocks):
+                del self._shrinking[request_id]
 
     def _extend_reservations(self) -> None:
         """Reserves a block more for each sequence that comes near the end of what it has."""

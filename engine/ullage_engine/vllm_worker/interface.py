@@ -67,6 +67,9 @@ class Blocks(Protocol):
         counts in equal parts: whoever slides past it needs another one, while it is not free.
         """
 
+    def num_in_tables(self, request_id: str) -> int:
+        """Counts the blocks that a request uses, shared ones like others."""
+
     def num_computed(self, request_id: str) -> int:
         """Counts the tokens whose KV is stored or being computed."""
 

@@ -122,13 +122,23 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raises a reservation to so many blocks; False where they do not fit."""
+        """Raises a reservation to so many blocks, if it has fewer; False where they do not fit."""
         reservation = self._by_id[request_id]
         missing = num_blocks - reservation.num_blocks
-        if missing > self.num_unreserved:
-            return False
-        reservation.num_blocks = num_blocks
+        if missing > 0:
+            if missing > self.num_unreserved:
+                return False
+            reservation.num_blocks = num_blocks
         self._make_free()
+        return True
+
+    def shrink(self, request_id: str, num_blocks: int) -> bool:
+        """Lowers a reservation to so many blocks; False while the request uses more."""
+        # Shared ones count as a whole: they become its own when the others slide past them.
+        if self._blocks.num_in_tables(request_id) > num_blocks:
+            return False
+        reservation = self._by_id[request_id]
+        reservation.num_blocks = min(num_blocks, reservation.num_blocks)
         return True
 
     def release(self, request_id: str) -> None:

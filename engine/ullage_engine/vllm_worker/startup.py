@@ -237,6 +237,7 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
         kv_pool_bytes=core.blocks.num_blocks * per_token * block_tokens,
         session_kv_bytes=config.memory.session_kv_limit,
         copies_shared_block=False,
+        decode_tokens=core.max_decode_tokens,
     )
 
 

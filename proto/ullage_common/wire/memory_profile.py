@@ -23,6 +23,7 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
         kv_pool_bytes=profile.kv_pool_bytes,
         session_kv_bytes=profile.session_kv_bytes,
         computes_shared_block=not profile.copies_shared_block,
+        decode_tokens=profile.decode_tokens,
     )
 
 
@@ -41,4 +42,5 @@ def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
         kv_pool_bytes=wire.kv_pool_bytes,
         session_kv_bytes=wire.session_kv_bytes,
         copies_shared_block=not wire.computes_shared_block,
+        decode_tokens=wire.decode_tokens,
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from ullage_testing.fake_vllm import FakeVllm, next_token
 
-from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks
+from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks, sample_blocks
 from ullage_engine.protocol.messages import (
     BeamParams,
     Embedding,
@@ -55,6 +55,7 @@ def make_engine(
         kv_pool_bytes=num_blocks * BLOCK * BYTES,
         session_kv_bytes=session_blocks * BLOCK * BYTES,
         copies_shared_block=False,
+        decode_tokens=1,
     )
     reservations = Reservations(
         core, session_blocks=session_blocks, session_idle_s=60.0, clock=clock
@@ -178,6 +179,53 @@ def test_the_price_is_what_is_held(
         held = {core.most_held[str(index)] for index in range(samples)}
         assert held == {request_blocks(profile, prompt, stored)}
     assert most <= request_blocks(profile, prompt, prompt + max_tokens, samples)
+    if prompt <= CHUNK and samples == 1:
+        assert core.most_held["0"] == request_blocks(profile, prompt, stored)
+
+
+@pytest.mark.parametrize("windows", [(0, 48), (48,), (0, 48, 128)])
+def test_the_steps_in_which_windows_need_most_need_the_price(windows: tuple[int, ...]) -> None:
+    engine, core, _ = make_engine(1000, windows=windows)
+    client, prompt = Client(engine), 4 * CHUNK + 1
+    # It leaves one token of the first step, so the last step begins a block and is full.
+    client.submit(make_request("first", [7] * (CHUNK - 1), 1))
+    client.submit(make_request("split", prompt, 10))
+    client.run()
+    assert core.most_held["split"] == request_blocks(engine._profile, prompt, prompt + 9)
+
+
+@pytest.mark.parametrize("windows", [(0, 48), (48,), (0, 48, 128)])
+def test_when_the_prompt_is_computed_only_what_decodes_need_is_reserved(
+    windows: tuple[int, ...],
+) -> None:
+    engine, core, _ = make_engine(windows=windows)
+    client, prompt, output = Client(engine), 4 * CHUNK + 8, 40
+    client.submit(make_request("a", prompt, output))
+    profile, reservations = engine._profile, engine.reservations
+    whole = request_blocks(profile, prompt, prompt + output)
+    of_decodes = sample_blocks(profile, prompt + output, 0)
+    assert of_decodes < whole
+    while "a" not in client.texts:
+        assert reservations.reserved("a") == whole
+        client.step()
+    client.step()
+    assert reservations.reserved("a") == of_decodes
+    most = 0
+    while engine.has_work:
+        most = max(most, core.num_in_tables("a"))
+        client.step()
+    assert most == of_decodes
+
+
+def test_what_a_computed_prompt_needed_is_there_for_the_next_request() -> None:
+    engine, _, _ = make_engine(num_blocks=26, windows=(0, 48))
+    client = Client(engine)
+    assert client.submit(make_request("a", 4 * CHUNK, 5)) is None
+    assert client.submit(make_request("b", [7] * 20, 5)) is not None
+    client.run_until(lambda: len(client.texts["a"]) == 2)
+    assert client.submit(make_request("b", [7] * 20, 5)) is None
+    client.run()
+    assert set(client.finished) == {"a", "b"}
 
 
 def test_what_does_not_fit_is_refused_with_the_time_of_the_next_release() -> None:

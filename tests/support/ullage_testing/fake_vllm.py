@@ -54,6 +54,10 @@ class FakePrefix:
         return len(self.lasting) + sum(1 / block.ref_count for block in self.of_windows)
 
 
+def _count(tables: list[list[Block | None]]) -> int:
+    return sum(block is not None for table in tables for block in table)
+
+
 @dataclass(eq=False, slots=True)
 class Running:
     """A request that vLLM has."""
@@ -123,6 +127,10 @@ class FakeVllm:
             for block in table
             if block is not None
         )
+
+    def num_in_tables(self, request_id: str) -> int:
+        running = self._requests.get(request_id)
+        return _count(running.tables) if running else 0
 
     def num_computed(self, request_id: str) -> int:
         running = self._requests.get(request_id)
@@ -228,8 +236,7 @@ class FakeVllm:
                 if block is not None and block.content is None:
                     self._cache(block, self._content(running, group, index))
         running.num_computed = end
-        held = sum(block is not None for table in running.tables for block in table)
-        request_id = running.request.request_id
+        held, request_id = _count(running.tables), running.request.request_id
         self.most_held[request_id] = max(held, self.most_held.get(request_id, 0))
 
     def _produce(self, running: Running) -> CoreOutput:

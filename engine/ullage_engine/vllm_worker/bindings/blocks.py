@@ -80,6 +80,13 @@ class VllmBlocks:
             num_held += _shares(blocks) if slides else len(blocks)
         return num_held
 
+    def num_in_tables(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        tables = [table.get(request.request_id, ()) for table in self._tables]
+        return sum(not block.is_null for table in tables for block in table)
+
     def num_computed(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         return int(request.num_computed_tokens) if request else 0
@@ -132,7 +139,9 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     if isinstance(spec, SlidingWindowSpec):
-        return GroupKind(spec.block_size, window_tokens=spec.sliding_window)
+        # vLLM keeps so many more tokens behind the window.
+        window_tokens = spec.sliding_window + spec.extra_retained_tokens
+        return GroupKind(spec.block_size, window_tokens=window_tokens)
     if isinstance(spec, MambaSpec):
         blocks = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
         return GroupKind(spec.block_size, state_blocks=blocks)

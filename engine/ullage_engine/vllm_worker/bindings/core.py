@@ -280,8 +280,13 @@ class VllmCore:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Most tokens that are scheduled at a time, over all steps in flight."""
-        return int(self._config.max_in_flight_tokens)
+        """Most tokens that places are taken for at a time, over all steps in flight."""
+        return int(self._config.max_in_flight_tokens) + self.lookahead_tokens
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Most tokens of one sequence whose prompt is computed that are scheduled at a time."""
+        return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     @property
     def pool_bytes(self) -> int:
