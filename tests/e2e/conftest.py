@@ -228,13 +228,18 @@ def service_folder(weights_dir: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Service]:
-    """`ullage up` of examples/smollm2.yaml, one for the whole session.
+    """`ullage up` of examples/smollm2.yaml, one for the whole session, with half its memory, context
+    and queue: half as much is to be computed until it is full.
 
     Tests may kill its workers: they come back. A busy machine is not late there, and its streams do
     not begin before it is known where they run.
     """
     manifest = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text())
     manifest["spec"]["streaming"] = {"keepalive": "0s"}
+    manifest["spec"]["model"]["maxModelLen"] = 4096
+    manifest["spec"]["pools"]["single"]["memory"] = {"maxKV": "65Mi"}
+    manifest["spec"]["pools"]["large"]["memory"] = {"maxKV": "95Mi"}
+    manifest["spec"]["routing"]["queue"]["maxRequests"] = 8
     manifest["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
     path = tmp_path_factory.mktemp("service") / "smollm2.yaml"
     path.write_text(yaml.safe_dump(manifest))
