@@ -43,7 +43,7 @@ def stream(
     body = {
         "model": "smollm2-135m",
         "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": 48,
+        "max_tokens": 24,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
