@@ -14,7 +14,7 @@ from ullage_common.wire.channels import open_channel
 if TYPE_CHECKING:
     Engine = Any
 
-OUTPUT_TOKENS = 14
+OUTPUT_TOKENS = 10
 PROMPTS = [
     [20 + (number * 7919 + index * 104_729) % 49_000 for index in range(length)]
     for number, length in enumerate([3, 17, 40, 64, 130, 250, 300, 12])
