@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16 * 46_080  # of SmolLM2 in float32
 COMMON = [(37 * place) % 4000 + 100 for place in range(86)]
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 NUM_CONVERSATIONS = 6
-# Six conversations share five blocks and need two more each at first, four at their longest.
-SMALL = 16 * BLOCK_BYTES
+# Six conversations share five blocks and need one more each at first, three at their longest.
+SMALL = 14 * BLOCK_BYTES
 
 
 def turn(number: int, token_ids: list[int], salt: str = "") -> pb.GenerateRequest:
