@@ -13,7 +13,7 @@ import uvloop
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.connection import STARTED_PER_TURN, Connection, ConnectionState
-from ullage_router.http.messages import Limits, Reply, Request
+from ullage_router.http.messages import BodyRoom, Limits, Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
 
@@ -33,6 +33,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
+        self.room = BodyRoom(0)
         self.begun = 0
         self.cancelled = 0
 
@@ -45,6 +46,7 @@ class Echo:
             return
         try:
             tenant = request.headers.get("x-tenant", "")
+            self.room = request._room
             body = await request.read(tenant) if request.method == "POST" else b""
             self.begun += 1
             await self._serve(request, reply, body)
@@ -457,7 +459,7 @@ def test_one_tenant_gets_half_the_room_for_bodies(run: Run) -> None:
             return client
 
         first = [await begin(b"a"), await begin(b"a")]
-        await asyncio.sleep(0.1)
+        await until(lambda: echo.room.taken == 1800)
         assert (await (await begin(b"a")).answer())[1] == b"BODIES_FULL"
         other = await begin(b"b")
         for client in (*first, other):
