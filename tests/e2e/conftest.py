@@ -228,8 +228,9 @@ def service_folder(weights_dir: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Service]:
-    """`ullage up` of examples/smollm2.yaml, one for the whole session, with half its memory, context
-    and queue: half as much is to be computed until it is full.
+    """`ullage up` of examples/smollm2.yaml, one for the whole session.
+
+    It has half the memory, context and queue: half as much is to be computed until it is full.
 
     Tests may kill its workers: they come back. A busy machine is not late there, and its streams do
     not begin before it is known where they run.
