@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ullage_common.config.engine import EngineConfig, GroupSection
+from ullage_common.config.engine import EngineConfig, GroupSection, follower_place
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.protocol.errors import WorkerStartError
@@ -399,13 +399,6 @@ def _wait_for_answer(connection: Connection) -> Start | Refused:
             return msgspec.json.decode(data, type=Start | Refused)
 
 
-def place(index: int, num_nodes: int) -> tuple[int, int]:
-    """Returns the index of a follower's leader, and its rank among the nodes of the engine, of its
-    index among all followers."""
-    group, position = divmod(index, num_nodes - 1)
-    return group, position + 1
-
-
 def follow(arguments: Sequence[str]) -> int:
     """Runs a follower; returns the exit status: 0 it was asked to end, 2 wrong configuration."""
     parser = argparse.ArgumentParser(
@@ -423,7 +416,7 @@ def follow(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    leader, rank = place(options.index, config.group.nodes)
+    leader, rank = follower_place(options.index, config.group.nodes)
     logs.configure(config.server.log_level, fields={"node": rank})
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]

@@ -109,16 +109,6 @@ def leaders_name(group: str) -> str:
     return group.removesuffix(_GROUP)
 
 
-def follower_place(index: int, nodes: int) -> tuple[int, int]:
-    """Returns the index of a follower's leader, and its rank among the nodes of the engine.
-
-    Args:
-        index: of the follower's pod in its StatefulSet.
-        nodes: of one engine; the leader has rank 0.
-    """
-    return index // (nodes - 1), index % (nodes - 1) + 1
-
-
 def rollout_name(service: str) -> str:
     """The ConfigMap that remembers how far a rollout has come."""
     return f"{service}-rollout"

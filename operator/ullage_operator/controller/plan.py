@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from ullage_common.config.engine import follower_place
 from ullage_operator.api import naming
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import Service, Settings
@@ -302,7 +303,7 @@ def outdated_followers(
             continue
         if not index.isdecimal():  # a pod made by hand, with labels of a follower
             continue
-        group, _ = naming.follower_place(int(index), pool.nodes)
+        group, _ = follower_place(int(index), pool.nodes)
         leader = f"{naming.leaders_name(workload)}-{group}"
         revision = wanted.get(workload)
         if revision and revisions.get(leader) == revision and group_revision(pod) != revision:

@@ -434,6 +434,11 @@ class Admission:
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
         call, demand = request.call, refuse.demand
+        if call.adapter and refuse.reason == "NO_ENGINE":
+            # Other engines may be ready; it may have gone from all of them since the request came.
+            self._engines.adapter_of(call.adapter, call.tenant.rules.models)
+            message = f"no engine with adapter {call.adapter!r} is ready; retry when one is"
+            refuse = replace(refuse, message=message)
         call.decision = replace(
             call.decision.after("reject", refuse.reason),
             action="reject",

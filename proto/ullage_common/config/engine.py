@@ -172,6 +172,17 @@ class GroupSection(Strict, frozen=True, kw_only=True):
     """Port of the leader for vLLM's own rendezvous, its `master_port`."""
 
 
+def follower_place(index: int, nodes: int) -> tuple[int, int]:
+    """Returns the index of a follower's leader, and its rank among the nodes of the engine.
+
+    Args:
+        index: among the followers of all engines of a pool.
+        nodes: of one engine; the leader has rank 0.
+    """
+    leader, position = divmod(index, nodes - 1)
+    return leader, position + 1
+
+
 class RankGrid(Strict, frozen=True, kw_only=True):
     """How the devices of an engine divide a model."""
 

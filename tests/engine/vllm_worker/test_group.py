@@ -25,7 +25,7 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
-from ullage_engine.vllm_worker.group import Connection, Leader, Roster, lead, listen, place
+from ullage_engine.vllm_worker.group import Connection, Leader, Roster, lead, listen
 
 PATIENCE_S = 60.0
 
@@ -300,11 +300,6 @@ def test_a_taken_port_is_named() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(WorkerStartError, match=rf"^group\.join_port: cannot listen at {port} "):
             lead(GroupSection(nodes=2, join_port=port), lambda _: None)
-
-
-def test_every_follower_has_one_place() -> None:
-    places = [place(index, 4) for index in range(6)]
-    assert places == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
 
 
 def test_nobody_follows_an_engine_on_one_node(

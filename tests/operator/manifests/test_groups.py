@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, follower_place
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
@@ -122,7 +122,7 @@ def test_followers_run_the_worker_that_follows(make_plan: MakePlan) -> None:
 
 @given(st.integers(2, 64), st.integers(1, 50))
 def test_every_rank_of_every_engine_is_one_follower(nodes: int, engines: int) -> None:
-    places = [naming.follower_place(index, nodes) for index in range(engines * (nodes - 1))]
+    places = [follower_place(index, nodes) for index in range(engines * (nodes - 1))]
     assert sorted(places) == [(group, rank) for group in range(engines) for rank in range(1, nodes)]
     # Fewer engines lose the last leaders' followers and no others.
     assert places == sorted(places)

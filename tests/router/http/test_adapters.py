@@ -228,8 +228,26 @@ def test_what_names_an_adapter_does_not_block_an_engine_without_it(
             await service.until(lambda: len(router.queue) == 2)
             lacking.push(ready=True)
             assert (await without).status_code == 200
-            assert (await with_adapter).status_code == 503
+            refused = await with_adapter
+            assert refused.status_code == 503 and "with adapter 'sql' is ready" in refused.text
             assert served(service) == [[], ["tiny"]]
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_for_an_adapter_that_goes_is_not_found(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service, ("sql", "python"))
+            service.engine.push(headroom_bytes=0, kv_free_bytes=0)
+            router = service.router.service
+            await service.until(lambda: all(e.available == 0 for e in router.engines.all()))
+            waiting = asyncio.create_task(service.chat(model="sql"))
+            await service.until(lambda: len(router.queue) == 1)
+            await learn(service, ("python",))
+            gone = await waiting
+            assert gone.status_code == 404, gone.text
+            assert "model 'sql' is not served here; use 'tiny' or its adapter 'python'" in gone.text
 
     asyncio.run(scenario())
 
