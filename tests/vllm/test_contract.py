@@ -102,6 +102,7 @@ CALLS = [
     calls(InputBatch.add_request, THIS, THIS),
     calls(_pool_bytes_per_block, THIS, [THIS]),
     calls(LLMEngine.add_lora, THIS, THIS),
+    calls(LLMEngine.remove_lora, THIS, 1),
     calls(PoolingParams, task="embed"),
     calls(MambaSpec.max_memory_usage_bytes, THIS, THIS),
     calls(ModelConfig.get_vocab_size, THIS),

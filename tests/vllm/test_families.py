@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -23,11 +22,12 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from ullage_testing.small_models import continue_greedily
+from ullage_testing.small_models import continue_greedily, write_adapter
 from ullage_testing.worker_link import Answer, WorkerProcess, launcher
 
 from ullage_engine.protocol.messages import EngineRequest, Ready, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.vllm_worker.adapters import slot_bytes
 
 from .conftest import vllm_config
 
@@ -159,29 +159,6 @@ def test_greedy_text_is_that_of_transformers(
     assert worker.stop() == 0
 
 
-def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
-    """Writes a LoRA adapter of a Llama as PEFT does; returns a model with it merged."""
-    generator = torch.Generator().manual_seed(seed)
-    merged = type(model)(model.config).eval()
-    merged.load_state_dict(model.state_dict())
-    tensors, targets = {}, ("q_proj", "v_proj", "down_proj")
-    for name, weight in merged.named_parameters():
-        if name.endswith(tuple(f"{target}.weight" for target in targets)):
-            outputs, inputs = weight.shape
-            a = torch.randn(rank, inputs, generator=generator) / 8
-            b = torch.randn(outputs, rank, generator=generator) / 8
-            weight.data += 2 * b @ a
-            layer = name.removesuffix(".weight")
-            tensors[f"base_model.model.{layer}.lora_A.weight"] = a
-            tensors[f"base_model.model.{layer}.lora_B.weight"] = b
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    config |= {"target_modules": list(targets), "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return merged
-
-
 def test_requests_for_the_base_and_for_adapters_share_a_batch(
     write_checkpoint: Callable[..., Path], start_worker: StartWorker, tmp_path: Path
 ) -> None:
@@ -198,11 +175,14 @@ def test_requests_for_the_base_and_for_adapters_share_a_batch(
         {"name": name, "source": f"file://{tmp_path / name}", "rank": rank}
         for name, rank in (("first", 8), ("second", 4))
     ]
-    worker, _ = start_worker(folder, adapters=adapters)
+    worker, ready = start_worker(folder, adapters=adapters)
     names = ["", "first", "second", ""]
     requests = [request_of(str(i), prompt, adapter=name) for i, name in enumerate(names)]
     answers = answer(worker, *requests)
     assert [each.token_ids for each in answers] == [expected[name] for name in names]
+    [slots] = [each for each in ready.state.ledger if each.name == "adapters"]
+    # On CPUs there is one slot more.
+    assert slots.allocated_bytes == 3 * slot_bytes(folder, 8, 4)
     assert worker.stop() == 0
 
 

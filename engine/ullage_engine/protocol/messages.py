@@ -154,7 +154,8 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress of the start: stage is imports, followers, weights, arena, warm_up or kv_pool."""
+    """Progress of the start: stage is imports, followers, weights, arena, warm_up, kv_pool or
+    adapters."""
 
     stage: str
     done_bytes: int
@@ -216,6 +217,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_sessions: int = 0
     session_bytes: int = 0
     """KV bytes that sessions keep between their requests."""
+    num_adapter_loads: int = 0
+    """LoRA adapters loaded since the worker started."""
+    num_adapter_unloads: int = 0
+    """Those of them that gave their slot to another one."""
 
     @property
     def headroom_bytes(self) -> int:

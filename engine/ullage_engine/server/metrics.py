@@ -84,6 +84,8 @@ _COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "Tokens whose KV was computed twice and is stored once",
         lambda s: s.prefix_merged_tokens,
     ),
+    ("adapter_loads", "LoRA adapters loaded into a slot", lambda s: s.num_adapter_loads),
+    ("adapter_unloads", "LoRA adapters that gave way", lambda s: s.num_adapter_unloads),
 )
 
 

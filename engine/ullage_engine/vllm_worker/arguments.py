@@ -45,11 +45,14 @@ def engine_args(
     dtype: str,
     device_share: float | None,
     node: Node | None = None,
+    adapter_slots: int = 0,
 ) -> dict[str, Any]:
     """Returns the arguments for a checked configuration whose checkpoint is in `folder`.
 
-    `device_share`: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs. `node`:
-    this one, of an engine on several.
+    Args:
+        device_share: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
+        node: this one, of an engine on several.
+        adapter_slots: most adapters that are loaded at a time.
     """
     model, batching, ranks = config.model, config.batching, config.parallelism
     chunk_tokens, is_cpu = batching.prefill_chunk_tokens, device_share is None
@@ -74,7 +77,7 @@ def engine_args(
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": EXTENSION,
         **_chunk_args(chunk_tokens, batching.max_sequences),
-        **_adapter_args(config, is_cpu),
+        **_adapter_args(config, adapter_slots, is_cpu),
         **(_node_args(config, node) if node else {}),
     }
     if is_cpu:
@@ -106,17 +109,28 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
     return {"max_num_batched_tokens": chunk_tokens + max_sequences}
 
 
-def _adapter_args(config: EngineConfig, is_cpu: bool) -> dict[str, Any]:
+def lora_rank(config: EngineConfig) -> int:
+    """Returns the rank of every slot, of a configuration with adapters: the least of vLLM's that
+    all adapters fit in."""
+    largest = max(adapter.rank for adapter in config.adapters)
+    return next(rank for rank in VLLM_LORA_RANKS if rank >= largest)
+
+
+def spare_slots(is_cpu: bool) -> int:
+    """Returns the slots that stay empty. On CPUs vLLM computes what is for the base model with the
+    last slot when adapters are in the same batch."""
+    return 1 if is_cpu else 0
+
+
+def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dict[str, Any]:
     if not config.adapters:
         return {}
-    largest = max(adapter.rank for adapter in config.adapters)
-    # On CPUs vLLM computes what is for the base model with the last slot when adapters are in the
-    # same batch; one slot more stays empty.
-    num_slots = len(config.adapters) + is_cpu
+    num_slots = adapter_slots + spare_slots(is_cpu)
     return {
         "enable_lora": True,
-        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= largest),
+        "max_lora_rank": lora_rank(config),
         "max_loras": num_slots,
+        # vLLM's own copies in host memory: of the adapters in slots, and no others.
         "max_cpu_loras": num_slots,
     }
 

@@ -24,7 +24,8 @@ from ullage_engine.protocol.messages import (
 from ullage_engine.scheduler.admission import refuse_never_fits, refuse_now, soonest_releases
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.sequence import shared_tokens
-from ullage_engine.vllm_worker.interface import Core, CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.adapters import Adapters
+from ullage_engine.vllm_worker.interface import AdapterError, Core, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, rank_of
 
@@ -52,6 +53,7 @@ class VllmEngine:
         """`clock` in seconds."""
         self.throughput = ThroughputEstimator()
         self.reservations = reservations
+        self.adapters = Adapters(core, limits.adapters, limits.adapter_slots)
         self._core = core
         self._profile = profile
         self._limits = limits
@@ -59,7 +61,7 @@ class VllmEngine:
         self._output_lengths = OutputLengthEstimator(limits.max_model_len)
         self._by_id: dict[str, Sequence] = {}
         self._deferred: list[Sequence] = []
-        """Sequences that wait for blocks, the most important first."""
+        """Sequences that wait for blocks or for an adapter's slot, the most important first."""
         self._growing: dict[str, Sequence] = {}
         """Running sequences that are not charged for all that they may become."""
         self._shrinking: dict[str, Sequence] = {}
@@ -117,6 +119,8 @@ class VllmEngine:
             prefix_hit_tokens=self._prefix_hit_tokens,
             num_sessions=reservations.num_sessions,
             session_bytes=reservations.num_session_blocks * size,
+            num_adapter_loads=self.adapters.num_loads,
+            num_adapter_unloads=self.adapters.num_unloads,
         )
 
     def releases(self) -> list[ReleaseState]:
@@ -314,7 +318,6 @@ class VllmEngine:
         if not resumed:
             return self._start_group(group)
         for sequence in group:
-            sequence.parent, sequence.children = None, []
             self._defer(sequence)
         self._start_deferred()
         return None
@@ -397,8 +400,11 @@ class VllmEngine:
         num_waiting = self._num_waiting - len(group)
         slots = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         spared = self._num_spared
-        is_full = num_waiting > 0 and slots < len(group)
-        if not is_full and all(self._reserve_new(each, spared) for each in together):
+        is_full, fits = num_waiting > 0 and slots < len(group), True
+        if self._slot_for(group[0]) is None:
+            together = []
+            fits = needed + spared <= self.reservations.num_unreserved
+        if not is_full and fits and all(self._reserve_new(each, spared) for each in together):
             for sequence in group[len(together) :]:
                 self._defer(sequence)
             return None
@@ -456,8 +462,11 @@ class VllmEngine:
         if len(sequence.token_ids) > len(request.token_ids):
             request = structs.replace(request, token_ids=list(sequence.token_ids))
         try:
+            if (slot := self._slot_for(sequence)) is not None:
+                self.adapters.use(request.adapter, slot)
+            # None: for a sample of one that runs, which uses the adapter that is to give way.
             self._core.add(request, sequence.final_tokens - len(sequence.token_ids))
-        except InvalidRequestError as error:
+        except (InvalidRequestError, AdapterError) as error:
             self._remove(sequence)
             failed = RequestFailed(
                 request_id=sequence.request_id, message=str(error), field=error.field
@@ -505,15 +514,19 @@ class VllmEngine:
                 self._defer(child)
 
     def _defer(self, sequence: Sequence) -> None:
+        sequence.parent, sequence.children = None, []
         bisect.insort(self._deferred, sequence, key=rank_of)
 
+    def _slot_for(self, sequence: Sequence) -> str | None:
+        return self.adapters.slot_for(sequence, self._by_id.values(), self._deferred)
+
     def _start_deferred(self) -> None:
-        """Starts those that wait, the most important first. Nobody overtakes: small ones would
-        starve a large one."""
-        while self._deferred:
-            first = self._deferred.pop(0)
+        """Starts those that wait, the most important first. Nobody overtakes for blocks: small ones
+        would starve a large one. Those that wait for an adapter's slot are passed over."""
+        while (first := self.adapters.first(self._by_id.values(), self._deferred)) is not None:
+            self._deferred.remove(first)
             if not self._start(first):
-                self._deferred.insert(0, first)
+                self._defer(first)
                 return
 
     def _shrink_reservations(self) -> None:

@@ -20,6 +20,13 @@ class InvalidRequestError(Exception):
         self.field = field
 
 
+class AdapterError(Exception):
+    """An adapter cannot be loaded; the message is one line."""
+
+    field = ""
+    """No field of the request is at fault."""
+
+
 class CoreOutput(msgspec.Struct, frozen=True):
     """What one step produced of one request."""
 
@@ -93,9 +100,19 @@ class Core(Protocol):
     def is_compiled(self, grammar: str) -> bool:
         """Whether a grammar is compiled; if not, begins to compile it."""
 
+    def load_adapter(self, name: str) -> None:
+        """Reads a LoRA adapter into a slot, of which one is free.
+
+        Raises:
+            AdapterError: it cannot be read, or is none of the model's; nothing of it is kept.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """Gives back the slot of an adapter that no request uses."""
+
     def add(self, request: EngineRequest, max_tokens: int) -> None:
         """Gives a request to vLLM, which produces at most `max_tokens` more. Its grammar is
-        compiled.
+        compiled and its adapter loaded.
 
         Raises:
             InvalidRequestError: its parameters cannot be served; nothing of it is kept.

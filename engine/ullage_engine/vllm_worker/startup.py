@@ -24,11 +24,13 @@ from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
+from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.group import lead
+from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.ranks import sweep
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
@@ -38,7 +40,8 @@ from ullage_engine.worker.loop import Report
 log = logging.getLogger("ullage.engine.vllm")
 
 _STAGING_BYTES = 64 << 20
-"""Bytes for messages, token lists, grammars and queues, which come and go with requests."""
+"""Bytes for messages, token lists, grammars and queues, which come and go with requests, as copies
+of adapters do."""
 _PROGRESS_S = 1.0
 
 
@@ -139,9 +142,13 @@ def start(config: EngineConfig, report: Report) -> Started:
         lookahead_tokens=core.lookahead_tokens,
         shares_prompts=core.has_prefix_cache,
         keeps_prompts=config.memory.prefix_cache,
+        adapters=tuple(each.name for each in config.adapters),
+        adapter_slots=memory.adapter_slots,
     )
+    engine = VllmEngine(core, profile, limits, reservations)
+    _check_adapters(engine, limits.adapters, report)
     return Started(
-        engine=VllmEngine(core, profile, limits, reservations),
+        engine=engine,
         core=core,
         ledger=memory.ledger,
         used_bytes=memory.used_bytes,
@@ -170,8 +177,10 @@ def compute(config: EngineConfig, node: Node) -> None:
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
-    share = _Memory(config).device_share
-    given = arguments.engine_args(config, folder, dtype, share, node)
+    memory = _Memory(config)
+    memory.plan_adapters(folder, dtype)
+    share, slots = memory.device_share, memory.adapter_slots
+    given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_core.compute(vllm_core.make_config(given, headless=True))
 
 
@@ -184,14 +193,10 @@ def _load(
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
     adapters = {each.name: str(resolve_adapter(each.source)) for each in config.adapters}
+    memory.plan_adapters(folder, dtype)
+    share, slots = memory.device_share, memory.adapter_slots
     vllm_config = vllm_core.make_config(
-        arguments.engine_args(
-            config,
-            folder,
-            dtype,
-            memory.device_share,
-            node,
-        )
+        arguments.engine_args(config, folder, dtype, share, node, slots)
     )
     max_model_len = vllm_config.model_config.max_model_len
     progress.begin("weights", _weight_bytes(folder))
@@ -203,6 +208,23 @@ def _load(
         progress.begin,
     )
     return core, max_model_len
+
+
+def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) -> None:
+    """Loads every adapter once, so that one that is broken is an error of the start; the last ones
+    stay loaded.
+
+    Raises:
+        WorkerStartError: one cannot be loaded.
+    """
+    for index, name in enumerate(names):
+        report(Loading(stage="adapters", done_bytes=index, total_bytes=len(names)))
+        try:
+            engine.adapters.load(name)
+        except AdapterError as error:
+            raise WorkerStartError(f"adapters: {error}; mend its files") from error
+    if names:
+        report(Loading(stage="adapters", done_bytes=len(names), total_bytes=len(names)))
 
 
 def _weight_bytes(folder: Path) -> int:
@@ -262,6 +284,34 @@ class _Memory:
         self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
         self._context = self.used_bytes()
         self.ledger.record("context", self._context)
+        self.adapter_slots = 0
+        """Adapters that are loaded at a time."""
+        self._copy_bytes = 0
+        """Most bytes of a CPU's memory that the ranks take for an adapter beside its slot."""
+
+    def plan_adapters(self, folder: Path, dtype: str) -> None:
+        """Decides how many adapters are loaded at a time, of the model in `folder`.
+
+        Raises:
+            WeightsError: the checkpoint is incomplete.
+        """
+        config = self._config
+        if not config.adapters:
+            return
+        rank = arguments.lora_rank(config)
+        size = slot_bytes(folder, rank, vllm_core.item_bytes(dtype))
+        copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
+        self.adapter_slots = num_slots(
+            len(config.adapters),
+            int(self.ledger.total_bytes / self._num_ranks * config.memory.adapter_share),
+            # Of tensor ranks each is taken to have all of it, which is no less than it has.
+            -(-size // config.parallelism.pipeline),
+            copy_bytes=copy_bytes,
+            num_spare=arguments.spare_slots(self.is_cpu),
+        )
+        self._copy_bytes = copy_bytes * self._num_ranks
+        facts = {"slot_bytes": size, "rank": rank}
+        log.info("%d of %d adapters fit", self.adapter_slots, len(config.adapters), extra=facts)
 
     @property
     def device_share(self) -> float | None:
@@ -275,15 +325,18 @@ class _Memory:
             raise self.ledger.shortage("safety_reserve", reserve)
         return share
 
-    def size_pool(self, found: list[int]) -> list[int]:
-        """Returns the KV bytes of each rank, of those that vLLM found to be free for it."""
+    def size_pool(self, found: list[int], adapter_bytes: int) -> list[int]:
+        """Returns the KV bytes of each rank, of those that vLLM found to be free for it.
+
+        `adapter_bytes`: what all slots of adapters take.
+        """
         config, ledger = self._config, self.ledger
         reserve = config.memory.safety_reserve * self._num_ranks
-        if self.is_cpu:
-            ledger.record("model", max(0, self.used_bytes() - self._context))
-        else:
-            ledger.record("model", max(0, ledger.available_bytes - reserve - sum(found)))
-        ledger.reserve("staging", _STAGING_BYTES if self.is_cpu else 0)
+        used = self.used_bytes() - self._context
+        if not self.is_cpu:
+            used = ledger.available_bytes - reserve - sum(found)
+        self._record_model(used, adapter_bytes)
+        ledger.reserve("staging", self._staging_bytes)
         ledger.reserve("safety_reserve", reserve)
         share = ledger.available_bytes // self._num_ranks
         if share <= 0:
@@ -296,11 +349,21 @@ class _Memory:
         """Enters what was allocated at last."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # A model without KV is not asked for its size.
-            self.ledger.record("model", max(0, self.used_bytes() - self._context))
+            adapter_bytes = core.blank_slots()
+            self._record_model(self.used_bytes() - self._context, adapter_bytes)
             self.ledger.reserve(
                 "safety_reserve", self._config.memory.safety_reserve * self._num_ranks
             )
         self.ledger.record("kv_pool", core.pool_bytes)
+
+    def _record_model(self, used: int, adapter_bytes: int) -> None:
+        self.ledger.record("model", max(0, used - adapter_bytes))
+        if self._config.adapters:
+            self.ledger.record("adapters", adapter_bytes)
+
+    @property
+    def _staging_bytes(self) -> int:
+        return _STAGING_BYTES + self.adapter_slots * self._copy_bytes if self.is_cpu else 0
 
     def used_bytes(self) -> int:
         """Bytes in use: resident ones of all ranks' processes, or those of its GPUs. Other nodes

@@ -85,7 +85,7 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
     source: str
     """URI of the adapter's folder, as a model's."""
     rank: Positive
-    """Rank of its matrices; memory is reserved for the largest of all adapters."""
+    """Rank of its matrices; a loaded adapter takes the memory of the largest of all."""
 
 
 _SERVED_BY_ULLAGE = "nothing, since requests come by Ullage's own server"
@@ -133,6 +133,8 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "disable_log_stats": "nothing, since the engine has metrics of its own",
         "enable_lora": _ADAPTERS,
         "max_lora_rank": _ADAPTERS,
+        "max_loras": "memory.adapter_share",
+        "max_cpu_loras": "memory.adapter_share",
         "lora_modules": _ADAPTERS,
         "host": _SERVED_BY_ULLAGE,
         "port": _SERVED_BY_ULLAGE,
@@ -207,6 +209,9 @@ class MemorySection(MemoryBudget, frozen=True, kw_only=True):
     """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
     is bounded."""
     max_kv: Bytes = 20 << 30
+    adapter_share: Share = 0.1
+    """Share of each device that LoRA adapters may take: as many as fit into it are loaded at a
+    time, and one at least."""
     device_bytes: Bytes | None = None
     """Budget of a CPU device; None is the cgroup's limit."""
     prefix_cache: bool = True

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from ullage_common.config.engine import (
     OWNED_VLLM_ARGS,
@@ -15,13 +17,14 @@ from ullage_common.config.engine import (
     MemorySection,
     ModelSection,
     ParallelismSection,
+    VllmSection,
     choose_engine,
     refusal_by_vllm,
 )
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker.arguments import Node, check, engine_args
 
-TUNABLE = {"enforce_eager", "max_loras", "max_cpu_loras"}
+TUNABLE = {"enforce_eager"}
 """What the worker gives a value that people may change."""
 
 
@@ -87,5 +90,31 @@ def test_people_set_nothing_that_the_worker_sets(chunk_tokens: int) -> None:
         adapters=(AdapterSection(name="a", source="file:///a", rank=8),),
         batching=BatchingSection(prefill_chunk_tokens=chunk_tokens),
     )
-    given = engine_args(config, Path("/m"), "bfloat16", None)
+    given = engine_args(config, Path("/m"), "bfloat16", None, adapter_slots=1)
     assert given.keys() - OWNED_VLLM_ARGS.keys() == TUNABLE
+
+
+@pytest.mark.parametrize(("device_share", "num_slots"), [(None, 3), (0.5, 2)])
+def test_slots_are_those_of_adapters_and_on_cpus_one_more(
+    device_share: float | None, num_slots: int
+) -> None:
+    ranks = (8, 40, 4)
+    adapters = tuple(
+        AdapterSection(name=str(rank), source="file:///a", rank=rank) for rank in ranks
+    )
+    config = structs.replace(configured(1, 1, 1), adapters=adapters)
+    given = engine_args(config, Path("/m"), "bfloat16", device_share, adapter_slots=2)
+    assert (given["max_loras"], given["max_cpu_loras"]) == (num_slots, num_slots)
+    assert given["max_lora_rank"] == 64
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_cpu_loras"])
+def test_slots_are_decided_by_memory(name: str) -> None:
+    with pytest.raises(ValueError, match=f"args.{name} is not yours to set; .*adapter_share"):
+        VllmSection(args={name: 4})
+
+
+@pytest.mark.parametrize("share", [0, 1.5])
+def test_the_share_of_adapters_is_one_of_the_device(share: float) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"\$.adapter_share"):
+        msgspec.convert({"adapter_share": share}, MemorySection)

@@ -25,6 +25,7 @@ from ullage_engine.vllm_worker.sequence import EngineLimits
 BLOCK = 16
 BYTES = 32
 CHUNK = 64
+ADAPTERS = ("a", "b", "c")
 
 
 class Clock:
@@ -46,8 +47,18 @@ def make_engine(
     shares_prompts: bool = True,
     keeps_prompts: bool = True,
     lookahead_tokens: int = 0,
+    adapter_slots: int | None = None,
 ) -> tuple[VllmEngine, FakeVllm, Clock]:
-    core, clock = FakeVllm(num_blocks, BLOCK, windows=windows, chunk_tokens=CHUNK), Clock()
+    core, clock = (
+        FakeVllm(
+            num_blocks,
+            BLOCK,
+            windows=windows,
+            chunk_tokens=CHUNK,
+            adapter_slots=adapter_slots,
+        ),
+        Clock(),
+    )
     profile = MemoryProfile(
         BLOCK,
         tuple(CacheGroup(BYTES, window_tokens=window) for window in windows),
@@ -66,6 +77,8 @@ def make_engine(
         lookahead_tokens=lookahead_tokens,
         shares_prompts=shares_prompts,
         keeps_prompts=keeps_prompts,
+        adapters=ADAPTERS if adapter_slots else (),
+        adapter_slots=adapter_slots or 0,
     )
     return VllmEngine(core, profile, limits, reservations, clock), core, clock
 
@@ -586,6 +599,101 @@ def test_a_session_is_kept_by_adapter() -> None:
     assert engine.stats().num_sessions == 2
 
 
+def test_an_adapter_is_loaded_when_it_is_asked_for_and_the_longest_unused_gives_way() -> None:
+    engine, core, _ = make_engine(adapter_slots=2)
+    client = Client(engine)
+    for name, adapter in enumerate("abac"):
+        client.submit(make_request(str(name), adapter=adapter))
+        client.run()
+    assert core.loaded == ["a", "c"]
+    stats = engine.stats()
+    assert (stats.num_adapter_loads, stats.num_adapter_unloads) == (3, 1)
+    assert len(client.finished) == 4
+
+
+def test_one_that_finds_all_slots_in_use_waits_and_others_go_on() -> None:
+    engine, core, _ = make_engine(adapter_slots=1)
+    client = Client(engine)
+    client.submit(make_request("1", max_tokens=30, adapter="a"))
+    group = [make_request(f"waits {index}", adapter="b") for index in range(2)]
+    assert client.submit(*group) is None
+    assert client.submit(make_request("base", max_tokens=5)) is None
+    assert engine.stats().kv_committed_bytes == (4 + 2 * 2 + 2) * BLOCK * BYTES
+    client.run_until(lambda: "base" in client.finished)
+    assert core.loaded == ["a"] and "waits 0" not in client.texts
+    # Not even the adapter that is loaded overtakes the one that waits for its slot.
+    client.submit(make_request("2", adapter="a"))
+    client.submit(make_request("urgent", max_tokens=3, adapter="a", priority=1))
+    client.run()
+    assert list(client.finished) == ["base", "urgent", "1", "waits 0", "waits 1", "2"]
+    assert all(client.texts[each.request_id] == expected_text(each) for each in group)
+    assert core.num_free == core.num_blocks
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_however_many_come_for_those_that_are_loaded_nobody_waits_for_ever(samples: int) -> None:
+    engine, _, _ = make_engine(num_blocks=200, adapter_slots=2)
+    client, number = Client(engine), 0
+
+    def come() -> None:
+        nonlocal number
+        for adapter in "ab":
+            number += 1
+            group = [make_request(f"{number} {i}", adapter=adapter) for i in range(samples)]
+            client.submit(*group)
+
+    come()
+    client.step()
+    assert client.submit(make_request("waits", adapter="c")) is None
+
+    def is_served() -> bool:
+        come()
+        return "waits" in client.finished
+
+    client.run_until(is_served)
+    client.run()
+
+
+def test_what_finds_neither_memory_nor_a_slot_is_refused() -> None:
+    engine, core, _ = make_engine(num_blocks=8, adapter_slots=1)
+    client = Client(engine)
+    client.submit(make_request("a", 60, 20, adapter="a"))
+    refusal = client.submit(make_request("b", [7] * 60, 20, adapter="b"))
+    assert refusal is not None and not refusal.never
+    client.run()
+    assert core.loaded == ["a"] and core.num_free == core.num_blocks
+
+
+def test_who_waits_for_memory_keeps_its_adapter() -> None:
+    engine, core, _ = make_engine(num_blocks=8, adapter_slots=2)
+    client = Client(engine)
+    for adapter in "ab":
+        client.submit(make_request(adapter, adapter=adapter))
+        client.run()
+    client.submit(make_request("base", [9] * 50, 30))
+    client.submit(make_request("large", [5] * 60, 20, adapter="a"), resumed=True)
+    # It would take the slot of the longest unused one, which is the one that the first waits for.
+    client.submit(make_request("later", 1, 1, adapter="c"), resumed=True)
+    client.run()
+    assert len(client.finished) == 5 and core.loaded == ["a", "c"]
+    assert engine.stats().num_adapter_loads == 3
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
+    engine, core, _ = make_engine(adapter_slots=1)
+    core.unreadable = {"b"}
+    client = Client(engine)
+    client.submit(make_request("1", adapter="a"))
+    client.submit(*[make_request(f"fails {index}", adapter="b") for index in range(2)])
+    client.submit(make_request("2", adapter="a"))
+    client.run()
+    failed = engine.take_failed()
+    assert {(each.request_id, each.field) for each in failed} == {("fails 0", ""), ("fails 1", "")}
+    assert all("adapter b cannot be loaded" in each.message for each in failed)
+    assert client.finished == {"1": "length", "2": "length"}
+    assert core.num_free == core.num_blocks
+
+
 def test_an_injected_fault_breaks_the_engine_in_its_step() -> None:
     engine, _, _ = make_engine()
     client = Client(engine)
@@ -658,6 +766,7 @@ ACTIONS = st.lists(
             st.integers(-1, 1),  # priority
             st.booleans(),  # session
             st.booleans(),  # resumed
+            st.sampled_from(["", *ADAPTERS]),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 20), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 30)),
@@ -673,20 +782,34 @@ ACTIONS = st.lists(
     num_blocks=st.integers(4, 40),
     expected_output=st.integers(1, 80),
     windows=st.sampled_from([(0,), (0, 48), (48,)]),
+    adapter_slots=st.integers(1, 3),
 )
 def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
     actions: list[tuple[object, ...]],
     num_blocks: int,
     expected_output: int,
     windows: tuple[int, ...],
+    adapter_slots: int,
 ) -> None:
-    engine, core, clock = make_engine(num_blocks, windows=windows, session_blocks=8)
+    engine, core, clock = make_engine(
+        num_blocks, windows=windows, session_blocks=8, adapter_slots=adapter_slots
+    )
     for _ in range(300):
         engine._output_lengths.observe(expected_output)
     client, open_requests, number = Client(engine), dict[str, EngineRequest](), 0
     for action in actions:
         match action:
-            case ("submit", which, length, output, samples, priority, has_session, resumed):
+            case (
+                "submit",
+                which,
+                length,
+                output,
+                samples,
+                priority,
+                has_session,
+                resumed,
+                adapter,
+            ):
                 requests = []
                 for _ in range(samples):  # type: ignore[call-overload]
                     requests.append(
@@ -696,6 +819,7 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
                             output,  # type: ignore[arg-type]
                             priority=priority,
                             session_id=f"s{length % 3}" if has_session else "",  # type: ignore[operator]
+                            adapter=adapter,
                         )
                     )
                     number += 1

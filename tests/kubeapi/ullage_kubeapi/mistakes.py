@@ -252,6 +252,7 @@ RULES = [
     rule("pools.single.nccl", "nccl sets variables", value={"PATH": "/"}),
     rule("pools.single.nccl", "nccl sets no variables", value={"NCCL_NET_PLUGIN": "x"}),
     rule("pools.single.memory.threshold", "threshold is a share", value=1.5),
+    rule("pools.single.memory.adapterShare", "adapterShare is a share", value=1.5),
     rule(
         "pools.single.modelCache",
         "modelCache is one of",
@@ -353,6 +354,7 @@ RULES = [
         {"adapters": [ADAPTER | {"source": "/a"}]},
     ),
     rule("memory.threshold", "threshold is a share of the device", value=0),
+    rule("memory.adapterShare", "adapterShare is a share of the device", value=0),
     rule(
         "routing.largeRequestTokens",
         "must not exceed model.maxModelLen",

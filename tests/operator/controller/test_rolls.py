@@ -93,6 +93,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"memory": {"maxKV": "1Gi"}}, ENGINES),
     ({"memory": {"sessionKVLimit": "1Gi"}}, ENGINES),
     ({"memory": {"hostKV": "1Gi"}}, ENGINES),
+    ({"memory": {"adapterShare": 0.5}}, ENGINES),
     # What one pool's engines alone read.
     ({"pools": {"single": {"memory": {"maxKV": "1Gi"}}}}, SINGLE),
     ({"pools": {"single": {"resources": {"requests": {"cpu": "2"}}}}}, SINGLE),

@@ -85,12 +85,13 @@ def engine_config(plan: ServicePlan, pool: str = "single") -> EngineConfig:
 def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> None:
     plan = make_plan(
         memory={"sessionKVLimit": "64Mi", "sessionIdle": "1m30s", "hostKV": "1Gi"},
-        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0}}},
+        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0, "adapterShare": 0.5}}},
     )
     single, large = engine_config(plan).memory, engine_config(plan, "large").memory
     assert (single.session_kv_limit, single.session_idle) == (64 << 20, 90.0)
     assert (single.prefix_cache, single.host_kv) == (True, 1 << 30)
     assert (large.prefix_cache, large.host_kv, large.session_idle) == (False, 0, 90.0)
+    assert (single.adapter_share, large.adapter_share) == (0.1, 0.5)
 
 
 def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ullage_engine.protocol.messages import EngineRequest
-from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError, Prefix
+from ullage_engine.vllm_worker.interface import (
+    AdapterError,
+    CoreOutput,
+    InvalidRequestError,
+    Prefix,
+)
 
 VOCABULARY = 1000
 
@@ -87,14 +92,21 @@ class FakeVllm:
         chunk_tokens: int = 64,
         max_running: int = 64,
         stop_token: int = -1,
+        adapter_slots: int | None = None,
     ) -> None:
-        """`windows`: the length of each group's window in tokens, 0 for one that grows."""
+        """`windows`: the length of each group's window in tokens, 0 for one that grows.
+        `adapter_slots`: None: it does not matter which adapters are loaded."""
         self.num_blocks = num_blocks
         self.max_running = max_running
         self.broken: dict[str, tuple[str, str]] = {}
         """Why requests are given up at their first token, and the field at fault."""
         self.most_held: dict[str, int] = {}
         """Most blocks that each request held at a time."""
+        self.loaded: list[str] = []
+        """Adapters in slots, in the order in which they were loaded."""
+        self.unreadable: set[str] = set()
+        """Adapters that cannot be loaded."""
+        self._adapter_slots = adapter_slots
         self._size = block_tokens
         self._windows = windows
         self._chunk_tokens = chunk_tokens
@@ -165,11 +177,24 @@ class FakeVllm:
     def is_compiled(self, grammar: str) -> bool:
         return True
 
+    def load_adapter(self, name: str) -> None:
+        assert name not in self.loaded, "loaded twice"
+        assert len(self.loaded) < (self._adapter_slots or 0), "no slot is free"
+        if name in self.unreadable:
+            raise AdapterError(f"adapter {name} cannot be loaded")
+        self.loaded.append(name)
+
+    def unload_adapter(self, name: str) -> None:
+        assert all(each.request.adapter != name for each in self._requests.values()), "it is used"
+        self.loaded.remove(name)
+
     def add(self, request: EngineRequest, max_tokens: int) -> None:
         if request.sampling.temperature > 2:
             raise InvalidRequestError("temperature: is above 2", "temperature")
         assert request.request_id not in self._requests, "added twice"
         assert max_tokens > 0 or request.embed, "nothing to produce"
+        is_loaded = request.adapter in ("", *self.loaded)
+        assert is_loaded or self._adapter_slots is None, "its adapter is not loaded"
         self._num_added += 1
         order = (-request.priority, self._num_added)
         self._requests[request.request_id] = Running(

@@ -262,3 +262,26 @@ def save_packed(model: Any, folder: Path, seed: int) -> Mxfp4:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: each.contiguous() for name, each in state.items()}, folder / "m.safetensors")
     return packed
+
+
+def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
+    """Writes a LoRA adapter of a Llama as PEFT does; returns a model with it merged."""
+    generator = torch.Generator().manual_seed(seed)
+    merged = type(model)(model.config).eval()
+    merged.load_state_dict(model.state_dict())
+    tensors, targets = {}, ("q_proj", "v_proj", "down_proj")
+    for name, weight in merged.named_parameters():
+        if name.endswith(tuple(f"{target}.weight" for target in targets)):
+            outputs, inputs = weight.shape
+            a = torch.randn(rank, inputs, generator=generator) / 8
+            b = torch.randn(outputs, rank, generator=generator) / 8
+            weight.data += 2 * b @ a
+            layer = name.removesuffix(".weight")
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = b
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    config |= {"target_modules": list(targets), "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return merged

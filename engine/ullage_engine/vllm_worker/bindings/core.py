@@ -23,9 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from ullage_common.config.engine import EngineConfig
@@ -48,7 +46,7 @@ from ullage_engine.vllm_worker.bindings.requests import (
     sampling_arguments,
     unmatched,
 )
-from ullage_engine.vllm_worker.interface import CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.worker.device import open_ledger
 from ullage_engine.worker.grammar import Grammars
@@ -112,6 +110,11 @@ def check_device(asked: str) -> None:
         )
 
 
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of a number of a type."""
+    return int(getattr(torch, dtype).itemsize)
+
+
 def resolve_dtype(name: str) -> str:
     """Returns the type of weights; auto is bfloat16 where the device computes in it."""
     if name != "auto":
@@ -140,8 +143,9 @@ def device_bytes(num_ranks: int) -> tuple[int, int]:
     return free, total
 
 
-SizePool = Callable[[list[int]], list[int]]
-"""Returns the KV bytes of each rank, of those that vLLM found to be free for it."""
+SizePool = Callable[[list[int], int], list[int]]
+"""Returns the KV bytes of each rank, of those that vLLM found to be free for it, and the bytes of
+all ranks' slots of adapters."""
 
 
 def _sized_executor(
@@ -157,7 +161,8 @@ def _sized_executor(
             on_stage("warm_up")
             if is_cpu():
                 self.collective_rpc("ullage_warm_up")
-            return size_pool(super().determine_available_memory())
+            found = super().determine_available_memory()
+            return size_pool(found, _blank_slots(self))
 
         def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
             self.kv_configs = kv_cache_configs
@@ -173,6 +178,11 @@ def _sized_executor(
                 process.join()
 
     return SizedExecutor
+
+
+def _blank_slots(executor: Executor) -> int:
+    """Returns the bytes of the slots of adapters, on all ranks, and makes them resident."""
+    return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
 def compute(config: VllmConfig) -> None:
@@ -231,17 +241,6 @@ class VllmCore:
         core.model_executor.register_failure_callback(self._on_lost_rank)
         core.model_executor.collective_rpc("ullage_follow_resumed")
         core.model_executor.collective_rpc("ullage_receive_stages")
-        self._load_adapters()
-
-    def _load_adapters(self) -> None:
-        """Loads every adapter now: one that cannot be read would break the engine in a step."""
-        for name, adapter in self._adapters.items():
-            try:
-                is_loaded = self._engine.add_lora(adapter)
-            except Exception as error:
-                raise WorkerStartError(f"adapters: {name}: {_one_line(error)}") from error
-            if not is_loaded:
-                raise WorkerStartError(f"adapters: {name}: vLLM does not load it")
 
     # facts ---------------------------------------------------------------------------------------
 
@@ -287,6 +286,10 @@ class VllmCore:
     def max_decode_tokens(self) -> int:
         """Most tokens of one sequence whose prompt is computed that are scheduled at a time."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
+
+    def blank_slots(self) -> int:
+        """Returns the bytes of the slots of adapters, on all ranks, of which none is loaded."""
+        return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
     def pool_bytes(self) -> int:
@@ -337,6 +340,21 @@ class VllmCore:
 
     def is_compiled(self, grammar: str) -> bool:
         return self._grammars.compile(grammar).done()
+
+    def load_adapter(self, name: str) -> None:
+        adapter = self._adapters[name]
+        try:
+            if self._engine.add_lora(adapter):
+                return
+            reason = "vLLM does not take it"
+        except Exception as error:
+            reason = _one_line(error)
+        self.check_ranks()
+        self.unload_adapter(name)  # ranks that have loaded it, or a part
+        raise AdapterError(f"adapter {name} cannot be loaded: {reason}")
+
+    def unload_adapter(self, name: str) -> None:
+        self._engine.remove_lora(self._adapters[name].lora_int_id)
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
         num_prompt = request.num_prompt_tokens

@@ -1,0 +1,128 @@
+"""Adapters that take turns in fewer slots than there are compute what they would all at once, and
+their slots take what the ledger says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from ullage_testing.small_models import continue_greedily, write_adapter
+
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.messages import EngineRequest, RequestFailed, SamplingParams
+from ullage_engine.vllm_worker.adapters import slot_bytes
+
+OUTPUT = 16
+RANKS = {"first": 8, "second": 4, "third": 8}
+MODEL = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    initializer_range=0.1,
+    tie_word_embeddings=True,
+)
+ONE_SLOT = {"adapter_share": 1e-9}
+
+
+@pytest.fixture
+def models(write_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Writes a model and three adapters; returns its folder, and the models that they make of it,
+    by name."""
+    folder = write_checkpoint(MODEL, seed=6)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    made = {"": base}
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        made[name] = write_adapter(tmp_path / name, base, rank, seed)
+    return folder, made
+
+
+def sections(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "source": f"file://{folder / name}", "rank": rank}
+        for name, rank in RANKS.items()
+    ]
+
+
+def request_of(name: str, prompt: list[int], adapter: str) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        max_tokens=OUTPUT,
+        sampling=SamplingParams(temperature=0.0),
+        adapter=adapter,
+    )
+
+
+def run(started: Any, requests: list[EngineRequest]) -> tuple[list[list[int]], list[RequestFailed]]:
+    """Returns the texts of requests that come at once, and those that failed."""
+    texts: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    for each in requests:
+        assert started.engine.submit_group([each]) == []
+    while started.engine.has_work:
+        for output in started.engine.step():
+            texts[output.request_id] += output.token_ids
+    return list(texts.values()), started.engine.take_failed()
+
+
+def slots_of(started: Any) -> int:
+    """Returns the bytes of all tensors that vLLM keeps adapters in."""
+    executor = started.core._engine.engine_core.engine_core.model_executor
+    model = executor.driver_worker.worker.model_runner.get_model()
+    tensors = {}
+    for module in model.modules():
+        for name in ("lora_a_stacked", "lora_b_stacked"):
+            stacked = getattr(module, name, ())
+            for each in [stacked] if isinstance(stacked, torch.Tensor) else stacked:
+                tensors[each.data_ptr()] = each.nbytes
+    return sum(tensors.values())
+
+
+def ledger_of(started: Any) -> dict[str, int]:
+    return {each.name: each.allocated_bytes for each in started.ledger.states()}
+
+
+def test_three_adapters_take_turns_in_one_slot(
+    start_here: Any, models: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, merged = models
+    prompt = list(range(300, 360))
+    expected = {name: continue_greedily(each, prompt, OUTPUT) for name, each in merged.items()}
+    assert len({tuple(each) for each in expected.values()}) == 4
+
+    started = start_here(folder, memory=ONE_SLOT, adapters=sections(tmp_path))
+    config = started.core._config.lora_config
+    assert (config.max_loras, config.max_cpu_loras) == (2, 2)  # one of them stays empty
+    # In one slot are all of them once at the start, and each twice now.
+    names = ["", *RANKS, "", *RANKS]
+    requests = [request_of(str(i), prompt, name) for i, name in enumerate(names)]
+    first = run(started, requests[:4])
+    second = run(started, requests[4:])
+    assert first == second == ([expected[name] for name in names[:4]], [])
+    stats = started.engine.stats()
+    assert stats.num_adapter_loads - stats.num_adapter_unloads == 1 < stats.num_adapter_unloads
+
+    allocated = ledger_of(started)["adapters"]
+    assert allocated == slots_of(started) == 2 * slot_bytes(folder, 8, 4)
+
+    (tmp_path / "second/adapter_model.safetensors").unlink()
+    texts, [failed] = run(started, requests[:4])
+    assert failed.field == "" and "adapter second cannot be loaded" in failed.message
+    assert texts == [[] if name == "second" else expected[name] for name in names[:4]]
+    texts, _ = run(started, requests[:2])
+    assert texts == [expected[""], expected["first"]]
+
+
+def test_an_adapter_that_does_not_fit_the_model_ends_the_start(
+    start_here: Any, models: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    too_low = [each | {"rank": 1} for each in sections(tmp_path)]
+    with pytest.raises(
+        WorkerStartError, match=r"^adapters: adapter first cannot be loaded: .*rank"
+    ):
+        start_here(models[0], adapters=too_low)
