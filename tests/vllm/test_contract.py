@@ -115,7 +115,7 @@ CALLS = [
 
 FIELDS = {
     FullAttentionSpec: {"block_size"},
-    SlidingWindowSpec: {"block_size", "sliding_window"},
+    SlidingWindowSpec: {"block_size", "sliding_window", "extra_retained_tokens"},
     UniformTypeKVCacheSpecs: {"kv_cache_specs"},
     KVCacheConfig: {"num_blocks", "kv_cache_tensors", "kv_cache_groups"},
     CachedRequestState: {"sampling_params", "generator", "output_token_ids"},
@@ -150,6 +150,7 @@ ATTRIBUTES = {
     "scheduler.kv_cache_manager.coordinator.single_type_managers": tuple,
     "scheduler.structured_output_manager": StructuredOutputManager,
     # of the configuration
+    "config.max_concurrent_batches": int,
     "config.max_in_flight_tokens": int,
     "config.model_config.original_max_model_len": int,
     "config.model_config.max_model_len": int,
