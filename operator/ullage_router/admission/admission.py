@@ -270,15 +270,15 @@ class Admission:
         if call.request.embed:
             most = least = 0
         queue, state = self._queue, request.queue_state if request else QueueState.OPEN
-        is_apart = self._is_apart(call)
-        if is_apart and not call.is_trial:
-            state = QueueState.CLOSED
         ahead = waiting = passable = NOTHING
+        refused_by = self._still_refusing(call) if call.refused_by else frozenset()
         if len(queue):  # mostly nobody waits
             waiting = queue.lengths()
-            if not is_apart:
-                ahead = queue.ahead(call.request.priority, entry)
-                passable = queue.passable(ahead)
+            if not call.is_trial:
+                adapter = self._rare_adapter(call)
+                ahead = queue.ahead(call.request.priority, entry, adapter)
+                passable = queue.passable(entry, adapter)
+                refused_by |= self._engines.claimed(queue.claims(entry, adapter))
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -289,17 +289,17 @@ class Admission:
             queue=state,
             ahead=ahead,
             passable=passable,
-            refused_by=self._still_refusing(call) if call.refused_by else frozenset(),
+            refused_by=refused_by,
             waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred.engine if request else "",
             draw=random.getrandbits(30),
         )
 
-    def _is_apart(self, call: Call) -> bool:
-        """Whether the request takes no place in a line, since it cannot run where all others can:
-        before engines that it cannot use nobody should wait for it."""
-        return call.is_trial or not self._engines.have_all(call.adapter)
+    def _rare_adapter(self, call: Call) -> str:
+        """Returns the request's adapter where some engines lack it: before engines that it cannot
+        use nobody should wait for it."""
+        return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, call: Call) -> TimeLimits:
         """Returns the times to keep; the objectives hold until the answer has begun."""
@@ -347,8 +347,8 @@ class Admission:
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
-        if len(self._queue) and not self._is_apart(request.call):
-            self._queue.on_passed(run.pool, request.entry)
+        if len(self._queue) and not request.call.is_trial:
+            self._queue.on_passed(run.pool, request.entry, self._rare_adapter(request.call))
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
         credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids), run.step_limit_s)
@@ -415,11 +415,12 @@ class Admission:
             call.decision = replace(call.decision, queued_s=queued_s)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Returns the request's place in the pool's line, kept while the pool stays the same."""
-        if request.entry and request.entry.pool == wait.pool:
+        """Returns the request's place in a line of the pool, kept while it stays the same line."""
+        adapter = self._rare_adapter(request.call)
+        if request.entry and request.entry.line == (wait.pool, adapter):
             return request.entry
         request.leave_queue()
-        request.entry = self._queue.join(wait.pool, _waiter(request, wait))
+        request.entry = self._queue.join(wait.pool, _waiter(request, wait, adapter))
         call = request.call
         call.decision = replace(
             call.decision.after("queue", wait.reason),
@@ -452,7 +453,7 @@ class Admission:
         return refusal(refuse)
 
 
-def _waiter(request: AdmissionRequest, wait: Wait) -> Waiter:
+def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
     call = request.call
     return Waiter(
         size=wait.demand.kv_bytes,
@@ -463,6 +464,7 @@ def _waiter(request: AdmissionRequest, wait: Wait) -> Waiter:
         tenant=call.tenant.name,
         weight=call.tenant.rules.weight,
         is_charged=bool(call.refused_by),
+        adapter=adapter,
     )
 
 

@@ -1,4 +1,5 @@
-"""The bounded queue of requests that wait for memory: one line a pool, shared fairly.
+"""The bounded queue of requests that wait for memory: one line a pool, shared fairly, and one more
+for each adapter that some of the pool's engines lack.
 
 Only the head of a line is woken, so that requests are served in order (`policy/fair_queue.py`) and
 a burst of headroom reports costs one decision a pool. While the head cannot run, those behind it
@@ -6,12 +7,16 @@ that fit may pass it, if they end before it could begin (`policy/decide.py`), an
 `backfill` of them pass one head. A full queue is shared fairly as well, by the
 bound that is short: a newcomer takes the place of what the tenant with the largest share of that
 needs least. A higher priority takes the place of a lower one, whosever they are.
+
+Heads of several lines of a pool go by priority and arrival. Whoever can use every engine lets the
+engines alone that have the adapter of a head before it; whoever needs an adapter stands behind the
+head of those that can use every engine.
 """
 
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +52,12 @@ class Waiter:
     is_charged: bool = False
     """Whether the request was served before and came back from an engine: it is not charged again.
     """
+    adapter: str = ""
+    """The adapter that the request needs and some engines lack; empty where all can serve it."""
+
+
+LineKey = tuple[str, str]
+"""(pool, adapter), the adapter as of `Waiter`."""
 
 
 class QueueEntry:
@@ -80,9 +91,13 @@ class QueueEntry:
         self._event.set()
 
     @property
+    def line(self) -> LineKey:
+        return self.pool, self.waiter.adapter
+
+    @property
     def is_head(self) -> bool:
         """Whether the entry is the next of its line."""
-        return self._queue.head(self.pool) is self
+        return self._queue.head(self.line) is self
 
     def serve(self) -> None:
         """Leaves the queue for an engine of the pool."""
@@ -136,7 +151,7 @@ class RequestQueue:
 
     def __init__(self, bounds: QueueSection) -> None:
         self._bounds = bounds
-        self._lines: dict[str, FairLine] = {}
+        self._lines: dict[LineKey, FairLine] = {}
         self._entries: dict[int, QueueEntry] = {}
         self._holdings: dict[str, _Holding] = {}
         self._worths: SortedList[_Worth] = SortedList()
@@ -173,7 +188,7 @@ class RequestQueue:
             self._leave_line(loser)
             loser.wake()
         entry = QueueEntry(self, pool, waiter, _place(waiter, next(self._numbers)))
-        line = self._lines.setdefault(pool, FairLine(self._bounds.aging))
+        line = self._lines.setdefault(entry.line, FairLine(self._bounds.aging))
         line.add(entry.place)
         self._entries[entry.place.number] = entry
         self._hold(entry)
@@ -189,49 +204,90 @@ class RequestQueue:
 
     def _leave_line(self, entry: QueueEntry, served: bool = False) -> None:
         del self._entries[entry.place.number]
-        line = self._lines[entry.pool]
+        line = self._lines[entry.line]
         was_head = line.head is entry.place
         (line.serve if served else line.remove)(entry.place)
+        if entry.waiter.adapter and not len(line):  # the adapter may be gone for good
+            del self._lines[entry.line]
         if was_head:
-            self._wake_head(line)
+            for (pool, _), other in self._lines.items():
+                if pool == entry.pool:
+                    self._wake_head(other)
 
     def wake(self) -> None:
         """Wakes the head of every line, since memory or an engine may have come."""
         for line in self._lines.values():
             self._wake_head(line)
 
-    def ahead(self, priority: int, entry: QueueEntry | None = None) -> Mapping[str, int]:
-        """Returns the bytes that others wait for before a request, by pool; absent where it is the
-        next.
+    def ahead(
+        self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
+    ) -> Mapping[str, int]:
+        """Returns the bytes that others wait for before a request on all its engines, by pool;
+        absent where it is the next.
 
         All of its own priority count as before it: their order may change with every arrival.
+
+        Args:
+            adapter: as of `Waiter`.
         """
-        result = {}
-        for pool, line in self._lines.items():
-            head, own = line.head, entry and entry.place
-            if head is not None and head is not own:
-                is_here = entry is not None and entry.pool == pool and not entry.is_evicted
-                result[pool] = line.size_from(priority) - (own.size if own and is_here else 0)
+        result: dict[str, int] = {}
+        for head in self._heads_before(entry, adapter):
+            is_here = entry is not None and entry.line == head.line and not entry.is_evicted
+            own = entry.place.size if entry and is_here else 0
+            size = self._lines[head.line].size_from(priority) - own
+            result[head.pool] = result.get(head.pool, 0) + size
         return result
 
-    def head(self, pool: str) -> QueueEntry | None:
-        """Returns the first in line for a pool; None when nobody waits."""
-        line = self._lines.get(pool)
-        return self._entries[line.head.number] if line and line.head else None
+    def head(self, key: LineKey) -> QueueEntry | None:
+        """Returns the first of a line; None when nobody waits in it."""
+        line = self._lines.get(key)
+        place = line.head if line else None
+        return self._entries[place.number] if place else None
 
-    def passable(self, ahead: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the bytes that the head waits for, of those pools in `ahead` whose head may be
-        passed once more."""
-        heads = ((pool, self.head(pool)) for pool in ahead)
-        limit = self._bounds.backfill
-        return {pool: h.place.size for pool, h in heads if h is not None and h.num_passed < limit}
+    def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> list[LineKey]:
+        """Returns the pools and adapters of heads before a request that it keeps engines for: those
+        of the pool that have the adapter."""
+        keys = [key for key in self._lines if key[1] not in ("", adapter)]
+        return [head.line for head in self._heads(entry, keys)]
 
-    def on_passed(self, pool: str, entry: QueueEntry | None) -> None:
-        """Counts a request that takes memory of the pool, if it passes the head by that."""
-        head = self.head(pool)
-        if head is not None and head is not entry:
+    def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
+        """Returns the bytes that the smallest head before a request waits for, of those pools in
+        `ahead` of which each head may be passed once more."""
+        sizes: dict[str, int] = {}
+        full = set()
+        for head in self._heads_before(entry, adapter):
+            sizes[head.pool] = min(head.place.size, sizes.get(head.pool, head.place.size))
+            if head.num_passed >= self._bounds.backfill:
+                full.add(head.pool)
+        return {pool: size for pool, size in sizes.items() if pool not in full}
+
+    def on_passed(self, pool: str, entry: QueueEntry | None, adapter: str = "") -> None:
+        """Counts a request that takes memory of the pool, if it passes a head by that."""
+        passed = [head for head in self._heads_before(entry, adapter) if head.pool == pool]
+        for head in passed:
             head.num_passed += 1
-            self.passed += 1
+        self.passed += bool(passed)
+
+    def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
+        """Yields the heads before a request of the lines whose engines include all of its own."""
+        return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
+
+    def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
+        """Yields the heads before a request, of some lines; of other pools than its own, all heads.
+
+        Args:
+            entry: of the request; None: it is not in the queue yet, so that all are before it.
+        """
+        for key in keys:
+            if (head := self.head(key)) is None:
+                continue
+            if entry is None or head.pool != entry.pool or key == entry.line:
+                is_before = head is not entry
+            else:
+                line = self._lines[key]
+                is_before = line.claim(head.place) > line.claim(entry.place)
+            if is_before:
+                yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
         """Wakes those behind a head that stays which may fit so many bytes.
@@ -240,12 +296,16 @@ class RequestQueue:
             available: most bytes that an engine of the pool has.
         """
         if head.num_passed < self._bounds.backfill and available > 0:
-            for place in self._lines[head.pool].first(LOOKED_AHEAD):
+            for place in self._lines[head.line].first(LOOKED_AHEAD):
                 if place is not head.place and place.size <= available:
                     self._entries[place.number].wake()
 
     def lengths(self) -> Mapping[str, int]:
-        return {pool: len(line) for pool, line in self._lines.items()}
+        """Returns how many requests wait, by pool."""
+        result: dict[str, int] = {}
+        for (pool, _), line in self._lines.items():
+            result[pool] = result.get(pool, 0) + len(line)
+        return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:
         """Returns (requests, bytes, arrival of the first) of each pool with waiters."""

@@ -213,6 +213,15 @@ class Engines:
         that may come back; an empty one all have."""
         return not adapter or adapter in self.roster.common_adapters
 
+    def claimed(self, claims: Collection[tuple[str, str]]) -> frozenset[str]:
+        """Returns the keys of engines that have an adapter, of several pools and adapters."""
+        if not claims:
+            return NONE
+        engines = self._engines.values()
+        return frozenset(
+            e.key for e in engines for p, a in claims if e.pool == p and a in e.adapters
+        )
+
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
         """Whether an engine of that side, with the adapter if one is named, takes requests."""
         return self.roster.is_ready(side, adapter)

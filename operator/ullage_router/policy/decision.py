@@ -202,8 +202,6 @@ class QueueState(Enum):
     """The request has waited as long as it may."""
     LATE = "late"
     """The request's answer can no longer end in time."""
-    CLOSED = "closed"
-    """The request has no place in it."""
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -326,7 +324,8 @@ class RequestFacts(msgspec.Struct, frozen=True):
     """Bytes that the first of those waits for, by pool; a pool where it may not be passed is
     absent."""
     refused_by: frozenset[str] = frozenset()
-    """Keys of engines that have reported nothing since they refused the request."""
+    """Keys of engines that may not have it now: they have reported nothing since they refused it,
+    or somebody waits before it who can use few others."""
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests that wait before this one, by pool."""
     limits: TimeLimits = TimeLimits()

@@ -157,11 +157,11 @@ class FairLine:
     @property
     def head(self) -> Entry | None:
         """The next to be served."""
-        return max((level.head for level in self._levels.values()), key=self._claim, default=None)
+        return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
     def first(self, count: int) -> list[Entry]:
         """Returns up to so many entries about in the order in which they will be served."""
-        levels = sorted(self._levels.values(), key=lambda x: self._claim(x.head), reverse=True)
+        levels = sorted(self._levels.values(), key=lambda x: self.claim(x.head), reverse=True)
         entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
         return list(itertools.islice(entries, count))
 
@@ -186,7 +186,8 @@ class FairLine:
         """Returns the bytes that requests of at least this priority wait for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
-    def _claim(self, entry: Entry) -> tuple[float, int]:
+    def claim(self, entry: Entry) -> tuple[float, int]:
+        """Returns what is largest for the entry that is served first, of several lines too."""
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:

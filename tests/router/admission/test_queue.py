@@ -78,22 +78,60 @@ def test_those_behind_that_fit_are_woken_and_counted() -> None:
         head = here.join("single", waiter(100))
         large = here.join("single", waiter(50))
         small = [here.join("single", waiter(10)) for _ in range(3)]
-        ahead = {"single": 170}
         here.wake_followers(head, 10)
         assert not await large.wait_turn(0.0)
         for entry in small[:2]:
             assert await entry.wait_turn(1.0)
-            assert here.passable(ahead) == {"single": 100}
+            assert here.passable() == {"single": 100}
             here.on_passed("single", entry)
             entry.serve()
-        assert here.passable(ahead) == {}
+        assert here.passable() == {}
         assert await small[2].wait_turn(1.0)  # of the first time
         here.wake_followers(head, 10)
         assert not await small[2].wait_turn(0.0)
         here.on_passed("single", head)
         head.serve()
         assert here.passed == 2
-        assert here.passable(ahead) == {"single": 50}  # the next one is passed anew
+        assert here.passable() == {"single": 50}  # the next one is passed anew
+
+    asyncio.run(scenario())
+
+
+def test_lines_of_adapters_keep_the_order_of_those_that_any_engine_can_serve() -> None:
+    async def scenario() -> None:
+        here = room(backfill=1)
+        sql = here.join("single", waiter(100, arrival=1.0, adapter="sql"))
+        plain = here.join("single", waiter(40, arrival=2.0))
+        later = here.join("single", waiter(20, arrival=3.0, adapter="sql"))
+        python = here.join("single", waiter(30, arrival=4.0, adapter="python"))
+        assert here.lengths() == {"single": 4}
+        assert sql.is_head and plain.is_head and python.is_head and not later.is_head
+        # What any engine can serve leaves the engines alone that have the adapter, and no others.
+        assert (here.ahead(0, plain), here.claims(plain)) == ({}, [("single", "sql")])
+        # What needs an adapter waits for all before it, but not for those of another adapter.
+        assert (here.ahead(0, sql, "sql"), here.claims(sql, "sql")) == ({}, [])
+        assert here.ahead(0, later, "sql") == {"single": 100 + 40}
+        assert here.ahead(0, python, "python") == {"single": 40}
+        assert here.claims(python, "python") == [("single", "sql")]
+        # Who is not in the queue yet is behind all.
+        assert here.ahead(0) == {"single": 40}
+        assert {*here.claims()} == {("single", "sql"), ("single", "python")}
+        assert here.passable(python, "python") == {"single": 40}
+        here.on_passed("single", python, "python")
+        assert here.passable(python, "python") == {}
+        # A higher priority goes first, whatever line it is in.
+        urgent = here.join("single", waiter(10, arrival=5.0, priority=100))
+        assert here.ahead(0, sql, "sql") == {"single": 50} and here.claims(urgent) == []
+        for entry in (sql, plain, python, urgent):
+            while await entry.wait_turn(0.0):
+                pass
+        urgent.serve()
+        # Heads of all lines may run now.
+        assert [await entry.wait_turn(0.0) for entry in (sql, plain, python)] == [True] * 3
+        for entry in (sql, plain, later, python):
+            entry.leave()
+            here.check_integrity()
+        assert (here.ahead(0), here.claims()) == ({}, [])
 
     asyncio.run(scenario())
 
@@ -235,6 +273,7 @@ class RoomMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         tenant=st.sampled_from("abc"),
         weight=st.sampled_from((0.5, 1.0, 4.0)),
+        adapter=st.sampled_from(("", "sql", "python")),
     )
     def join(self, pool: str, **fields: Any) -> None:
         self.now += 0.01
@@ -265,8 +304,15 @@ class RoomMachine(RuleBasedStateMachine):
         assert len(self.room) == len(self.inside) <= self.bounds.max_requests
         assert self.room.size <= self.bounds.max_bytes
         assert self.room.prompt_bytes <= self.bounds.max_prompt_bytes
-        nexts = [t for t in self.inside if t.pool not in self.room.ahead(0, t)]
-        assert sorted(t.pool for t in nexts) == sorted({t.pool for t in self.inside})
+        nexts = [ticket.pool for ticket in self.inside if self.is_next(ticket)]
+        assert sorted(nexts) == sorted({ticket.pool for ticket in self.inside})
+
+    def is_next(self, ticket: QueueEntry) -> bool:
+        """Whether the request waits for memory and for nobody."""
+        adapter = ticket.waiter.adapter
+        claims = self.room.claims(ticket, adapter)
+        is_ahead = ticket.pool in self.room.ahead(0, ticket, adapter)
+        return not is_ahead and ticket.pool not in [pool for pool, _ in claims]
 
     def teardown(self) -> None:
         for ticket in self.inside:

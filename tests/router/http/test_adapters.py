@@ -162,29 +162,43 @@ def test_a_canary_gets_what_only_it_has_and_nothing_that_it_lacks(
     asyncio.run(scenario())
 
 
-def test_nobody_waits_behind_an_adapter_that_some_engines_lack(start_service: StartService) -> None:
-    """Its engine is full, and another one that lacks it is free."""
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "behind others"])
+def test_what_names_an_adapter_waits_for_the_engines_that_have_it(
+    start_service: StartService, is_first: bool
+) -> None:
+    """It keeps the order, and holds up nobody on an engine that lacks it."""
 
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
             await learn(service, ("sql",), ())
-            full, free = service.engines
-            full.push(headroom_bytes=0, kv_free_bytes=0)
-            known = service.router.service.engines
-            await service.until(lambda: any(e.available == 0 for e in known.all()))
-            refused = await service.chat(model="sql")
-            assert refused.status_code == 429, refused.text
-            assert int(refused.headers["retry-after"]) >= 1
-            assert (await service.chat()).status_code == 200
-            assert len(free.requests) == 1
-            # What all engines have is waited for.
-            await learn(service, ("sql",), ("sql",))
-            free.push(headroom_bytes=0, kv_free_bytes=0)
-            await service.until(lambda: all(e.available == 0 for e in known.all()))
-            waiting = asyncio.create_task(service.chat(model="sql"))
-            await service.until(lambda: len(service.router.service.queue) == 1)
-            full.push(headroom_bytes=full.headroom.kv_pool_bytes)
-            assert (await waiting).status_code == 200
+            (having, lacking), router = service.engines, service.router.service
+            engines = {e.id: e for e in router.engines.all()}
+            names = {engine: engine.headroom.engine for engine in service.engines}
+            nothing = {"headroom_bytes": 0, "kv_free_bytes": 0}
+            room = {"headroom_bytes": having.headroom.kv_pool_bytes}
+
+            async def waiting(model: str, count: int) -> asyncio.Task[Any]:
+                asked = asyncio.create_task(service.chat(model=model))
+                await service.until(lambda: len(router.queue) == count or asked.done())
+                assert not asked.done(), asked.result().text
+                return asked
+
+            having.push(**nothing)
+            await service.until(lambda: engines[names[having]].available == 0)
+            if is_first:
+                with_adapter = await waiting("sql", 1)
+                assert (await service.chat()).status_code == 200
+                assert served(service) == [[], ["tiny"]]
+            lacking.push(**nothing)
+            await service.until(lambda: engines[names[lacking]].available == 0)
+            without = await waiting("tiny", 1 + is_first)
+            if not is_first:
+                with_adapter = await waiting("sql", 2)
+            having.push(**room)
+            assert [(await task).status_code for task in (with_adapter, without)] == [200, 200]
+            order = ["sql", "tiny"] if is_first else ["tiny", "sql"]
+            assert served(service)[0] == order
+            assert (await with_adapter).headers["x-ullage-action"] == "queue"
 
     asyncio.run(scenario())
 
@@ -228,9 +242,26 @@ def test_what_names_an_adapter_does_not_block_an_engine_without_it(
             await service.until(lambda: len(router.queue) == 2)
             lacking.push(ready=True)
             assert (await without).status_code == 200
-            refused = await with_adapter
-            assert refused.status_code == 503 and "with adapter 'sql' is ready" in refused.text
-            assert served(service) == [[], ["tiny"]]
+            assert len(router.queue) == 1 and served(service) == [[], ["tiny"]]
+            service.engine.push(ready=True)
+            assert (await with_adapter).status_code == 200
+            assert served(service) == [["sql"], ["tiny"]]
+
+    asyncio.run(scenario())
+
+
+def test_an_error_names_the_adapter_of_which_no_engine_is_ready(
+    start_service: StartService,
+) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            await learn(service, ("sql",), ())
+            service.engine.push(draining=True)
+            name = service.engine.headroom.engine
+            await service.until(lambda: service.engine_state(name) == "draining")
+            refused = await service.chat(model="sql")
+            assert refused.status_code == 503
+            assert "no engine with adapter 'sql' is ready" in refused.text
 
     asyncio.run(scenario())
 
