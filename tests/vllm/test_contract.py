@@ -50,7 +50,12 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.config.engine import AdapterSection, EngineConfig, ModelSection
+from ullage_common.config.engine import (
+    OWNED_VLLM_ARGS,
+    AdapterSection,
+    EngineConfig,
+    ModelSection,
+)
 from ullage_engine.protocol.messages import EngineRequest
 from ullage_engine.protocol.messages import SamplingParams as Sampling
 from ullage_engine.server.grammar import grammar_text
@@ -121,6 +126,61 @@ FIELDS = {
     CachedRequestState: {"sampling_params", "generator", "output_token_ids"},
     CompletionOutput: {"token_ids", "logprobs", "finish_reason"},
 }
+
+FREE_ARGS = """
+enable_return_routed_experts return_sampling_mask hf_config_path runner convert
+enable_prompt_embeds tokenizer_mode trust_remote_code allowed_local_media_path
+allowed_media_domains safetensors_load_strategy safetensors_prefetch_num_threads
+safetensors_prefetch_block_size load_format config_format cudagraph_capture_sizes
+max_cudagraph_capture_size ir_op_priority distributed_timeout_seconds
+cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus device_ids
+dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter
+moe_backend linear_backend sparse_indexer_topk_backend all2all_backend enable_elastic_ep
+elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold dp_sync_interval
+dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config enable_eplb
+expert_placement_strategy max_parallel_loading_workers block_size prefix_caching_hash_algo
+prefix_cache_retention_interval disable_sliding_window disable_cascade_attn offload_backend
+cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group
+offload_prefetch_step offload_params long_prefill_token_threshold
+long_prefill_token_threshold_adaptive max_num_queued_reqs max_num_queued_tokens max_logprobs
+logprobs_mode use_fp64_gumbel enable_trace_replay aggregate_engine_logging hf_overrides
+model_class_overrides quantization_config allow_deprecated_quantization enforce_eager
+disable_custom_all_reduce enable_shm_tensor_arena language_model_only limit_mm_per_prompt
+enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
+mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm
+mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend
+mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers skip_mm_profiling
+video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device
+mm_ipc_gpu_memory_gb mm_device_do_normalize max_loras default_mm_loras fully_sharded_loras
+max_cpu_loras lora_dtype lora_target_modules enable_tower_connector_lora
+specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
+max_lora_cls_labels ray_workers_use_nsight model_loader_extra_config ignore_patterns
+disable_chunked_mm_input scheduler_reserve_full_isl prefill_schedule_interval
+disable_hybrid_kv_cache_manager aux_output_config reasoning_parser reasoning_parser_plugin
+speculative_config spec_method spec_model spec_tokens watermark_config diffusion_config
+show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample
+custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
+enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose
+enable_mm_processor_stats pooler_config compilation_config attention_config engram_config
+mamba_config kernel_config enable_flashinfer_autotune profiler_config logging_config
+log_level log_config_file kv_events_config ec_transfer_config ec_manager_config
+reasoning_config generation_config enable_sleep_mode sleep_mode_offload_cudagraph
+sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend
+override_generation_config model_impl attention_backend kv_cache_dtype_skip_layers
+mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size prefix_match_unit mamba_cache_mode
+enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm mamba_backend
+mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
+additional_config use_tqdm_on_load pt_load_map_location logits_processors async_scheduling
+stream_interval kv_sharing_fast_prefill swa_bounded_replay optimization_level
+performance_mode fault_tolerance_config enable_fault_tolerance tokens_only shutdown_timeout
+weight_transfer_config fail_on_environ_validation gdn_prefill_backend kda_prefill_backend
+kda_decode_backend
+"""
+"""Names of the arguments that `vllm.args` may set: none adds ranks, a queue or a place of KV that
+Ullage does not see, and none is a secret."""
 
 GRAMMARS = {
     "accept_tokens": ["request_id", "tokens"],
@@ -228,6 +288,15 @@ def test_every_argument_of_the_engine_is_one_of_vllm() -> None:
         made |= arguments.engine_args(config, smollm2_path(), "float32", None)
     missing = made.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     assert not missing, changed(f"EngineArgs has no {missing}; it")
+
+
+def test_every_argument_is_judged() -> None:
+    """A new one is to be added to FREE_ARGS, or to OWNED_VLLM_ARGS with what to set instead."""
+    fields = {each.name for each in dataclasses.fields(EngineArgs) if each.name[0] != "_"}
+    free = set(FREE_ARGS.split())
+    unjudged = fields - OWNED_VLLM_ARGS.keys() - free
+    assert not unjudged, changed(f"EngineArgs, which has {sorted(unjudged)},")
+    assert not free - fields, changed(f"EngineArgs, which has no {sorted(free - fields)},")
 
 
 def test_every_parameter_of_a_request_is_one_of_vllm() -> None:

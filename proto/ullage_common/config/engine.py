@@ -92,6 +92,10 @@ _SERVED_BY_ULLAGE = "nothing, since requests come by Ullage's own server"
 _ADAPTERS = "adapters, each with its rank"
 _REVISION = "model.source, as hf://org/name@revision"
 _NODES = "nodes of the pool"
+_REPLICAS = "replicas of the pool"
+_MAX_KV = "memory.max_kv"
+_RANKS = "parallelism.tensor and parallelism.pipeline"
+_KV_IN_LEDGER = "nothing, since KV elsewhere is in no ledger"
 OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
     {
         "model": "model.source",
@@ -102,6 +106,8 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "code_revision": _REVISION,
         "tokenizer_revision": _REVISION,
         "download_dir": "the pool's modelCache, or HF_HOME",
+        # Configurations are kept in ConfigMaps, in clear text.
+        "hf_token": "HF_TOKEN in the environment (podTemplate's env, from a Secret)",
         "served_model_name": "model.name",
         "dtype": "model.dtype",
         "quantization": "model.quantization",
@@ -110,20 +116,35 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "seed": "the field seed of a request",
         "tensor_parallel_size": "parallelism.tensor",
         "pipeline_parallel_size": "parallelism.pipeline",
-        "data_parallel_size": "replicas of the pool",
-        "data_parallel_size_local": "replicas of the pool",
-        "data_parallel_backend": "replicas of the pool",
+        "prefill_context_parallel_size": _RANKS,
+        "decode_context_parallel_size": _RANKS,
+        "data_parallel_size": _REPLICAS,
+        "data_parallel_size_local": _REPLICAS,
+        "data_parallel_rank": _REPLICAS,
+        "data_parallel_start_rank": _REPLICAS,
+        "data_parallel_address": _REPLICAS,
+        "data_parallel_rpc_port": _REPLICAS,
+        "data_parallel_hybrid_lb": _REPLICAS,
+        "data_parallel_external_lb": _REPLICAS,
+        "data_parallel_multi_port_external_lb": _REPLICAS,
+        "data_parallel_backend": _REPLICAS,
         "distributed_executor_backend": "parallelism and nodes of the pool",
         "nnodes": _NODES,
         "node_rank": _NODES,
         "master_addr": _NODES,
         "master_port": _NODES,
         "gpu_memory_utilization": "memory.threshold and memory.safety_reserve",
-        "kv_cache_memory_bytes": "memory.max_kv",
-        "num_gpu_blocks_override": "memory.max_kv",
+        "kv_cache_memory_bytes": _MAX_KV,
+        "num_gpu_blocks_override": _MAX_KV,
+        "watermark": "memory.threshold and memory.safety_reserve",
+        "kv_offloading_size": _KV_IN_LEDGER,
+        "kv_offloading_backend": _KV_IN_LEDGER,
+        "kv_transfer_config": _KV_IN_LEDGER,
         "enable_prefix_caching": "nothing, since samples of a prompt share it",
         "max_num_seqs": "batching.max_sequences",
+        "max_num_active_seqs": "batching.max_sequences",
         "max_num_batched_tokens": "batching.prefill_chunk_tokens",
+        "max_num_scheduled_tokens": "batching.prefill_chunk_tokens",
         "enable_chunked_prefill": "batching.prefill_chunk_tokens",
         "scheduling_policy": "the field priority of a request",
         "scheduler_cls": "nothing, since admission counts on vLLM's own scheduler",

@@ -97,6 +97,27 @@ def test_the_field_to_set_is_called_as_in_the_api(make_plan: MakePlan) -> None:
         make_plan(vllm={"args": {"max_model_len": 4096}})
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("hf_token", "HF_TOKEN in the environment (podTemplate's env, from a Secret)"),
+        ("kv_offloading_size", "nothing, since KV elsewhere is in no ledger"),
+        ("kv_transfer_config", "nothing, since KV elsewhere is in no ledger"),
+        ("max_num_scheduled_tokens", "batching.prefillChunkTokens"),
+        ("data_parallel_rank", "replicas of the pool"),
+        ("decode_context_parallel_size", "parallelism.tensor and parallelism.pipeline"),
+        ("watermark", "memory.threshold and memory.safetyReserve"),
+    ],
+)
+def test_secrets_and_what_goes_past_the_ledger_are_refused(
+    make_plan: MakePlan, name: str, instead: str
+) -> None:
+    with pytest.raises(InvalidManifest) as refusal:
+        make_plan(vllm={"args": {name: "x"}})
+    expected = f"spec.vllm: args.{name} is not yours to set; instead use {instead}"
+    assert str(refusal.value) == expected
+
+
 @pytest.mark.parametrize("name", ["max-model-len", "--seed", "a b", ""])
 def test_what_cannot_be_an_argument_is_refused(make_plan: MakePlan, name: str) -> None:
     with pytest.raises(InvalidManifest, match=f"spec.vllm: args.{name} is no argument of vLLM"):
