@@ -168,6 +168,17 @@ def test_vllm_reports_nothing_and_keeps_what_it_compiles_where_pods_have_a_volum
     assert "HF_HUB_OFFLINE" not in named
 
 
+@pytest.mark.parametrize("name", ["engine-cuda", "engine-vllm"])
+def test_what_builds_kernels_has_a_compiler_and_pythons_headers(name: str) -> None:
+    """Triton's launcher of a kernel includes Python.h, which the base's python3-minimal lacks."""
+    [installation] = values(name, "RUN")
+    packages = set(
+        installation.partition(" --no-install-recommends ")[2].partition("&&")[0].split()
+    )
+    assert packages >= {"libc6-dev", "libpython3-dev"}
+    assert packages & {"gcc", "g++"}
+
+
 def test_the_demo_model_is_the_one_that_is_tested():
     assert f"'{images.DEMO_MODEL}'" in (ROOT / "Makefile").read_text()
 

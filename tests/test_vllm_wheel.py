@@ -174,4 +174,5 @@ def test_an_installation_that_failed_keeps_the_environments_kind(tmp_path: Path)
     (tmp_path / "failing").unlink()
     assert make()[::2] == (0, True)  # what failed is tried again
     assert make()[::2] == (0, False)
+    assert make("CUDA=0")[::2] == (0, False)
     assert make("CUDA=1")[::2] == (2, False)
