@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import read_model_config
-from ullage_engine.model_loader.safetensors import read_config
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 
 SEED = 1

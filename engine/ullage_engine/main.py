@@ -2,11 +2,11 @@
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,14 +18,15 @@ from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.cores import pin
-from ullage_engine.model_config.hf_config import HFConfig
-from ullage_engine.model_config.registry import read_model_config
-from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.model_config.hf_config import read_config
+from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.server.app import AppError, EngineApp, WorkerLaunch
+from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
 from ullage_engine.server.health import RestartPolicy
-from ullage_engine.server.supervisor import GaveUpError, WorkerCommand
+from ullage_engine.server.supervisor import GaveUpError, WorkerCommand, WorkerLaunch
 from ullage_engine.server.worker_process import EndpointError, launch_env, vllm_env, worker_env
+from ullage_engine.tokenizer.gguf import read_architecture
 
 log = logging.getLogger("ullage.engine")
 
@@ -33,6 +34,10 @@ _WORKERS = {
     "native": ("ullage_engine.worker.main", worker_env),
     "vllm": ("ullage_engine.vllm_worker", vllm_env),
 }
+_INSTALL_VLLM = (
+    "install it (make install-vllm; on Kubernetes an image that has it, as the chart's "
+    "vllmEngineImage or as spec.image)"
+)
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 EXAMPLES = """\
@@ -99,36 +104,61 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
     await EngineApp(config, _launch(config, config_path), policy).run(stop, hurry)
 
 
-def _launch(config: EngineConfig, config_path: Path) -> WorkerLaunch:
+def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
+    """Returns what chooses the workers once the model's files are there.
+
+    Raises:
+        AppError: whatever the files are, nothing here serves these settings.
+    """
     has_vllm = find_spec("vllm") is not None
-    vllm_refusal = refusal_by_vllm(config.model, config.memory, config.adapters)
-    name, reason = choose_engine(
+    choose = partial(
+        choose_engine,
         config.engine,
         on_cuda=_computes_on_cuda(config),
         has_vllm=has_vllm,
-        native_refusal=_native_refusal(config) if config.engine == "auto" else "",
-        vllm_refusal=vllm_refusal,
+        vllm_refusal=refusal_by_vllm(config.model, config.memory, config.adapters),
     )
-    log.info("engine %s: %s", name, reason)
-    if name == "vllm" and not has_vllm:
-        raise AppError(
-            "engine: vllm is asked for and not installed here; run make install-vllm, take an "
-            "image that has it, or set engine: native"
+    refused_settings = _native_refusal_of_settings(config)
+    _check_settings(config, choose(native_refusal=refused_settings)[0], has_vllm)
+
+    def launch(files: ModelFiles) -> WorkerLaunch:
+        refusal = "" if config.engine == "vllm" else _native_refusal(files)
+        name, reason = choose(native_refusal=refused_settings or refusal)
+        if name == "native" and refusal:
+            raise AppError(f"{refusal}; or {_with_vllm(config, has_vllm)}")
+        log.info("engine %s: %s", name, reason)
+        module, environment = _WORKERS[name]
+        return WorkerLaunch(
+            command=_command(module, config_path), environment=launch_env(config, environment)
         )
+
+    return launch
+
+
+def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
+    """Checks that an engine is there and serves what is configured, whatever the model."""
+    if name == "vllm" and not has_vllm:
+        only_vllm = _native_refusal_of_settings(config)
+        native = "" if only_vllm else ", or set engine: native (spec.engine: Native)"
+        raise AppError(f"engine: vllm is asked for and not installed here; {_INSTALL_VLLM}{native}")
     if name == "native" and config.adapters:
-        remedy = "set engine: vllm or remove them"
-        if vllm_refusal:
-            remedy = f"remove them, for vLLM refuses {vllm_refusal}"
-        raise AppError(f"adapters: the native engine serves none; {remedy} ({reason})")
+        raise AppError(
+            "adapters: the native engine serves none; remove them, or "
+            f"{_with_vllm(config, has_vllm)}"
+        )
     if name == "native" and config.group.nodes > 1:
         raise AppError(
-            f"group.nodes: the native engine computes on one node; set engine: vllm or nodes "
-            f"of the pool to 1 ({reason})"
+            "group.nodes: the native engine computes on one node; set nodes of the pool to 1, or "
+            f"{_with_vllm(config, has_vllm)}"
         )
-    module, environment = _WORKERS[name]
-    return WorkerLaunch(
-        command=_command(module, config_path), environment=launch_env(config, environment)
-    )
+
+
+def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
+    """Returns what to do for vLLM to compute where the native engine was chosen."""
+    if refusal := refusal_by_vllm(config.model, config.memory, config.adapters):
+        return f"change what vLLM refuses: {refusal}"
+    setting = "set engine: vllm (spec.engine: VLLM)"
+    return setting if has_vllm else f"{setting} and {_INSTALL_VLLM}"
 
 
 def _command(module: str, config_path: Path) -> WorkerCommand:
@@ -140,21 +170,26 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
     return config.device != "cpu" and _NVIDIA_DRIVER.is_dir()
 
 
-def _native_refusal(config: EngineConfig) -> str:
-    """Returns why the native engine does not serve a model; empty if it does, or if only its worker
-    can say, as of what is not downloaded yet."""
+def _native_refusal_of_settings(config: EngineConfig) -> str:
+    """Returns why the native engine does not serve what is configured; empty if it does."""
     if config.adapters:
         return "it serves no adapters"
-    source = config.model.source
-    if source.startswith("hf://"):
-        return ""
+    return "it computes on one node" if config.group.nodes > 1 else ""
+
+
+def _native_refusal(files: ModelFiles) -> str:
+    """Returns why the native engine does not serve a model; empty if it does.
+
+    Raises:
+        WeightsError: config.json is absent, or no JSON object.
+    """
+    if files.format == "directory":
+        config = read_config(files.path)
     try:
-        files = resolve_source(source)
         if files.format == "directory":
-            path = files.path / "config.json"
-            read_model_config(HFConfig(path, json.loads(path.read_bytes())))
-    except (OSError, ValueError):
-        return ""
+            read_model_config(config)
+        else:
+            gguf_model_type(files.path, read_architecture(files.path))
     except WeightsError as error:
         return str(error)
     return ""

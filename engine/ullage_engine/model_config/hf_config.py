@@ -1,5 +1,6 @@
 """Reads a Hugging Face config.json: every value checked when it is read, and rotary scaling."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,33 @@ class HFConfig:
                     f"{self.path}: {key} is {value!r}, but only {expected!r} is supported; "
                     "use another model"
                 )
+
+
+def read_config(folder: Path) -> HFConfig:
+    """Reads a model's config.json.
+
+    Raises:
+        WeightsError: it is absent, or no JSON object.
+    """
+    path = folder / "config.json"
+    return HFConfig(path, read_json(path))
+
+
+def read_json(path: Path) -> Json:
+    """Reads a file that holds a JSON object.
+
+    Raises:
+        WeightsError: it is absent, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}; download the model again") from error
+    except ValueError as error:
+        raise WeightsError(f"{path}: not JSON: {error}; download the model again") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object; download the model again")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ and all of its products, like those of attention, add a bias.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ullage_engine.model_config.hf_config import HFConfig, read_rope
@@ -284,6 +285,30 @@ FAMILIES = {
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2_moe, LFM2),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
 }
+
+_GGUF_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "gpt-oss": "gpt_oss",
+}
+"""Model types by what GGUF files call their architecture."""
+
+
+def gguf_model_type(path: Path, architecture: object) -> str:
+    """Returns the `model_type` of a GGUF file's architecture.
+
+    Raises:
+        WeightsError: it is none that is served.
+    """
+    model_type = _GGUF_MODEL_TYPES.get(architecture) if isinstance(architecture, str) else None
+    if model_type is None:
+        raise WeightsError(
+            f"{path}: architecture {architecture!r} is not supported; "
+            f"use a model of {', '.join(sorted(_GGUF_MODEL_TYPES))}"
+        )
+    return model_type
 
 
 def read_model_config(config: HFConfig) -> ModelConfig:

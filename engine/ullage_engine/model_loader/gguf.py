@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 from ullage_engine.model_config.hf_config import HFConfig, Json
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_config.registry import gguf_model_type, read_model_config
 from ullage_engine.model_loader.safetensors import PlainMatrices
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
@@ -29,15 +29,6 @@ from ullage_engine.quantization.formats import (
     read_mxfp4,
 )
 from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
-
-MODEL_TYPES = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "gpt-oss": "gpt_oss",
-}
-"""Architectures, from GGUF's names to Hugging Face's."""
 
 _SIGMOID = 2
 """Value of llama.cpp's key for how experts are scored that means sigmoid, as in LFM2."""
@@ -73,12 +64,8 @@ class GgufMetadata:
         self._path = path
         self._fields = file.fields
         architecture = self.value("general.architecture")
-        if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
-            raise WeightsError(
-                f"{path}: architecture {architecture!r} is not supported; "
-                f"use a model of {', '.join(sorted(MODEL_TYPES))}"
-            )
-        self.architecture = architecture
+        self._model_type = gguf_model_type(path, architecture)
+        self.architecture = str(architecture)
 
     def value(self, key: str) -> object:
         """Returns one value; None where there is none."""
@@ -93,7 +80,7 @@ class GgufMetadata:
             if values[name] is None:
                 raise self._missing(_COMMON[name])
         values |= {
-            "model_type": MODEL_TYPES[self.architecture],
+            "model_type": self._model_type,
             "vocab_size": vocab,
             "eos_token_id": self._eos_token_ids(),
             "tie_word_embeddings": tied,

@@ -24,10 +24,10 @@ from typing import Protocol
 
 import torch
 
-from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.hf_config import HFConfig, read_config
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.compressed_tensors import ScaledMatrices
-from ullage_engine.model_loader.safetensors import SafetensorsReader, read_config
+from ullage_engine.model_loader.safetensors import SafetensorsReader
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
     MIN_VALUE,

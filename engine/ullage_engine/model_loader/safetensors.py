@@ -1,6 +1,5 @@
-"""The interface of all checkpoint readers, and the reader of config.json with safetensors."""
+"""The interface of all checkpoint readers, and the reader of a folder of safetensors."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -8,7 +7,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.model_config.hf_config import HFConfig, Json
+from ullage_engine.model_config.hf_config import read_config, read_json
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.protocol.errors import WeightsError
@@ -121,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not files:
             raise WeightsError(f"{folder}: no .safetensors file; download the model again")
         return files
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
         raise WeightsError(f"{index}: no 'weight_map'; download the model again")
     for name in names.values():
@@ -132,21 +131,3 @@ def weight_files(folder: Path) -> list[Path]:
     if missing:
         raise WeightsError(f"{folder}: {missing[0]} is missing; download the model again")
     return files
-
-
-def read_config(folder: Path) -> HFConfig:
-    """Reads a model's config.json."""
-    path = folder / "config.json"
-    return HFConfig(path, _read_json(path))
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}; download the model again") from error
-    except ValueError as error:
-        raise WeightsError(f"{path}: not JSON: {error}; download the model again") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: not a JSON object; download the model again")
-    return value

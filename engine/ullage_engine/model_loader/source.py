@@ -100,6 +100,11 @@ def _hub_path(what: str, organisation: str, path: str) -> Path:
         raise WeightsError(
             f"{what}: cannot download: {reason}; check the name and the network"
         ) from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise WeightsError(
+            f"{what}: it has no *.safetensors, and no other weights are downloaded; name a "
+            "revision that has, or convert the model and name its folder"
+        )
     return Path(folder)
 
 

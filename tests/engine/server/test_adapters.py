@@ -17,6 +17,7 @@ from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine import main as engine_main
 from ullage_engine.main import main
+from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.server.health import RestartPolicy
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -115,8 +116,11 @@ def test_the_native_engine_refuses_adapters(
         "adapters: [{name: sql, source: 'file:///a', rank: 8}]\n"
     )
     assert main(["--config", str(path)]) == 2
-    reason = "adapters: the native engine serves none; set engine: vllm or remove them"
-    assert reason in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "error: adapters: the native engine serves none; remove them, or set engine: vllm "
+        "(spec.engine: VLLM) and install it (make install-vllm; on Kubernetes an image that has "
+        "it, as the chart's vllmEngineImage or as spec.image)\n"
+    )
 
 
 def test_adapters_that_neither_engine_serves_are_refused_by_field(
@@ -129,8 +133,11 @@ def test_adapters_that_neither_engine_serves_are_refused_by_field(
         "adapters: [{name: sql, source: 'file:///a', rank: 8}]\n"
     )
     assert main(["--config", str(path)]) == 2
-    refused = "error: adapters: the native engine serves none; remove them, for vLLM refuses "
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{refused}model.quantization: int8")
+    assert capsys.readouterr().err == (
+        "error: adapters: the native engine serves none; remove them, or change what vLLM "
+        "refuses: model.quantization: int8 is the native engine's; with vLLM set fp8, or name a "
+        "checkpoint that is quantised itself\n"
+    )
 
 
 def test_auto_takes_vllm_for_adapters(
@@ -138,8 +145,10 @@ def test_auto_takes_vllm_for_adapters(
 ) -> None:
     """The model is one that the native engine serves on a CPU, without them."""
     monkeypatch.setattr(engine_main, "find_spec", lambda name: object())
-    workers = [
-        engine_main._launch(replace(each, device="cpu"), Path("engine.yaml")).command("ipc://x")[2]
+    files = resolve_source(config.model.source)
+    launches = [
+        engine_main._launch(replace(each, device="cpu"), Path("engine.yaml"))(files)
         for each in (config, with_adapter)
     ]
+    workers = [launch.command("ipc://x")[2] for launch in launches]
     assert workers == ["ullage_engine.worker.main", "ullage_engine.vllm_worker"]

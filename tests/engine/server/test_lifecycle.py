@@ -233,15 +233,16 @@ def test_a_field_of_a_newer_operator_is_named_and_passed_over(run_dir: Path) -> 
 
 def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: Path) -> None:
     """The load never ends here: it takes longer than anybody would wait."""
-    path = run_dir / "engine.yaml"
+    path, model = run_dir / "engine.yaml", run_dir / "any.gguf"
+    model.touch()
     path.write_text(
-        "model: {source: 'file:///none.gguf', name: y}\n"
+        f"model: {{source: 'file://{model}', name: y}}\n"
         f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}"
     )
     code = (
         "import sys, threading; from ullage_engine import main; "
         "from ullage_engine.server import app\n"
-        "app._load_tokenizer = lambda source: threading.Event().wait()\n"
+        "app._load_tokenizer = lambda path: threading.Event().wait()\n"
         "sys.exit(main.main(sys.argv[1:]))"
     )
     ports = ["--grpc-port", "0", "--metrics-port", "0"]

