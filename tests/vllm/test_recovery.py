@@ -188,6 +188,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Itera
             "metrics_port": metrics_port,
             "run_dir": str(folder),
             "weights_dir": str(weights_dir),
+            "standby_worker": True,
             "allow_fault_injection": True,
         },
     }

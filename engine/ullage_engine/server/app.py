@@ -82,6 +82,7 @@ class EngineApp:
             journal=self._journal,
             metrics=self._metrics,
             unservable=lambda ready: self._inference.unservable(ready),
+            has_standby=config.server.standby_worker,
             policy=policy,
         )
         self._ticket_verifier = _make_ticket_verifier(config)

@@ -86,6 +86,7 @@ class WorkerSupervisor:
         journal: Journal,
         metrics: EngineMetrics,
         unservable: Callable[[Ready], str] = lambda _: "",
+        has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
         self._run_dir = run_dir
@@ -94,6 +95,9 @@ class WorkerSupervisor:
         self._metrics = metrics
         self._unservable = unservable
         """Why the server cannot serve a worker's model; empty if it can."""
+        self._has_standby = has_standby
+        """Whether the next worker is started beside a ready one, and waits."""
+        self._standby: ChildProcess | None = None
         self._policy = policy
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
@@ -140,10 +144,14 @@ class WorkerSupervisor:
             SupervisorError: no worker can be had.
         """
         with zmq.asyncio.Context() as context:
-            while not self._stopping.is_set():
-                worker = await self._run_worker(context, launch)
-                if not self._stopping.is_set():
-                    await self._recover(worker)
+            try:
+                while not self._stopping.is_set():
+                    worker = await self._run_worker(context, launch)
+                    if not self._stopping.is_set():
+                        await self._recover(worker)
+            finally:
+                if self._standby is not None:
+                    self._standby.close()
 
     async def stop(self) -> None:
         """Asks the worker to end, then kills it. Returns when its process is gone."""
@@ -164,6 +172,7 @@ class WorkerSupervisor:
         self._num_starts += 1
         worker = await self._start(context, launch)
         receiving = asyncio.create_task(self._receive(worker))
+        needs_standby = self._has_standby
         try:
             while not worker.exited.done():
                 await asyncio.wait(
@@ -173,6 +182,9 @@ class WorkerSupervisor:
                 )
                 if self._kill_if_broken(worker, receiving):
                     await asyncio.wait({worker.exited})
+                elif needs_standby and worker.ready_at is not None:
+                    self._start_standby(launch)
+                    needs_standby = False
             await self._drain_messages(worker, receiving)
         finally:
             self._worker = None
@@ -186,14 +198,25 @@ class WorkerSupervisor:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(context, address)
+        standby, self._standby = self._standby, None
         try:
-            process = ChildProcess(launch.command(address), launch.environment)
+            if standby is not None and standby.begin():
+                process = standby
+            else:
+                process = ChildProcess(launch.command(address), launch.environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise
         log.info("worker started", extra={"pid": process.pid, "start": self._num_starts})
         self._worker = WorkerHandle(process, link, HangDetector(self._policy))
         return self._worker
+
+    def _start_standby(self, launch: WorkerLaunch) -> None:
+        command = [*launch.command(endpoint(self._run_dir, self._num_starts + 1)), "--standby"]
+        try:
+            self._standby = ChildProcess(command, launch.environment, waits=True)
+        except OSError as error:
+            log.warning("no worker can be started to stand by: %s", error)
 
     async def _receive(self, worker: WorkerHandle) -> None:
         while True:

@@ -40,12 +40,29 @@ class ChildProcess:
     which cannot cope with running threads, are never called.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(command, env={**os.environ, **environment})
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], *, waits: bool = False
+    ) -> None:
+        """`waits`: it goes on at `begin` only, for which it reads its standard input."""
+        stdin = subprocess.PIPE if waits else None
+        own = {**os.environ, **environment}
+        self._process = subprocess.Popen(command, bufsize=0, stdin=stdin, env=own)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def begin(self) -> bool:
+        """Lets a process that waits go on; False if it has ended instead."""
+        assert self._process.stdin is not None, "it does not wait"
+        with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
+            stdin.write(b"\n")
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Kills a process that waits."""
+        self.kill()
+        self._process.communicate()
 
     async def wait(self) -> int:
         """Waits for the exit status; minus the signal's number when a signal killed the process."""

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m ullage_engine.vllm_worker",
         description="Compute with vLLM for one ullage-engine, which starts this process itself.",
     )
-    return loop.run(parser, _start, given)
+    return loop.run(parser, _start, given, _import_libraries)
 
 
 def _compute(arguments: Sequence[str]) -> int:
@@ -52,6 +52,10 @@ def _compute(arguments: Sequence[str]) -> int:
     except (WorkerStartError, LedgerError, WeightsError) as error:
         logging.getLogger("ullage.engine.vllm").error("%s", error)
     return 1
+
+
+def _import_libraries() -> None:
+    from ullage_engine.vllm_worker import startup  # noqa: F401
 
 
 def _start(

@@ -284,6 +284,9 @@ class _Memory:
         self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
         self._context = self.used_bytes()
         self.ledger.record("context", self._context)
+        if self.is_cpu and config.server.standby_worker:
+            # It has imported what this process has by now.
+            self.ledger.reserve("standby", self._context // self._num_nodes)
         self.adapter_slots = 0
         """Adapters that are loaded at a time."""
         self._copy_bytes = 0

@@ -311,16 +311,31 @@ Start = Callable[[EngineConfig, Report, argparse.Namespace], StartedEngine]
 """Loads the model of a configuration; gets the command's options, too."""
 
 
-def run(parser: argparse.ArgumentParser, start: Start, arguments: Sequence[str] | None) -> int:
+def run(
+    parser: argparse.ArgumentParser,
+    start: Start,
+    arguments: Sequence[str] | None,
+    import_libraries: Callable[[], object] = lambda: None,
+) -> int:
     """Runs a worker whose command has the options of `parser` and those of every worker; returns
-    the exit status."""
+    the exit status.
+
+    `import_libraries`: what `start` begins with, for a worker that stands by.
+    """
     parent = os.getppid()
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
     parser.add_argument("--endpoint", required=True, help="ZeroMQ address of the server")
+    parser.add_argument(
+        "--standby", action="store_true", help="import libraries, then wait for a line of input"
+    )
     options = parser.parse_args(arguments)
     die_with_parent(parent)
     # Ctrl-C reaches the whole group; the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if options.standby:
+        import_libraries()
+        if not sys.stdin.readline():
+            return 0
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Link(context, options.endpoint)
     try:

@@ -183,7 +183,10 @@ class RankStartup:
 
     def load(self) -> None:
         """Maps or copies the weights that this rank computes with."""
-        self.ledger.record("context", self.meter.used_bytes())
+        context = self.meter.used_bytes()
+        self.ledger.record("context", context)
+        if self.rank == 0 and self.device.type == "cpu" and self.config.server.standby_worker:
+            self.ledger.reserve("standby", context)
         self._loaded = self._load()
         self.ledger.record("weights", self._loaded.nbytes)
         give_back_freed()

@@ -338,6 +338,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     gpu_resource_name: str
     parallelism: RankGrid
     micro_batches: int
+    standby_worker: bool = False
     nccl: dict[str, str] = field(default_factory=dict)
     memory: MemorySection
     """The service's memory with the pool's own fields over it."""

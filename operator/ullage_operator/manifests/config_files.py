@@ -78,6 +78,7 @@ def engine_config(
             weights_dir=f"{naming.RUN_DIR}/weights",
             probe_port=naming.PROBE_PORT,
             tls_dir=naming.ENGINE_TLS_DIR if spec.tls.engines else None,
+            standby_worker=pool.standby_worker,
             allow_fault_injection=spec.allow_fault_injection,
             log_level=spec.observability.log_level or LOG_LEVEL,
         ),

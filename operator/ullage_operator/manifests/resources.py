@@ -113,7 +113,8 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     elif not (vllm or is_on_cpu):
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown
-    total = _SERVER_BYTES + _WORKER_BYTES * pool.gpus_per_pod + weights + pool.memory.host_kv
+    num_workers = pool.gpus_per_pod + pool.standby_worker
+    total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + pool.memory.host_kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 

@@ -303,6 +303,9 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     owns_cores: bool | None = None
     """Whether no other engine computes on these cores, so that threads spin for one another where
     they would sleep. None: if the engine may use only some of the machine's cores."""
+    standby_worker: bool = False
+    """Whether a second worker process has imported its libraries and waits to take over from one
+    that ends. On a CPU the ledger counts its memory."""
     allow_fault_injection: bool = False
     log_level: LogLevel = "info"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import msgspec
+import psutil
 import pytest
 
 from ullage.admin.v1 import admin_pb2
@@ -82,6 +83,42 @@ def test_a_stream_survives_many_deaths(serve: Serve, fake: ModuleType) -> None:
                     await engine.admin.InjectFault(KILL)
             assert seen == expected(fake)
             assert response.finished.resumes == kills == 4
+
+    asyncio.run(scenario())
+
+
+def standing_by() -> list[int]:
+    """Process ids of the workers of this process that wait for their turn."""
+    children = psutil.Process().children()
+    return [each.pid for each in children if "--standby" in each.cmdline()]
+
+
+async def until_one_stands_by() -> int:
+    """Returns the process id of the worker that waits."""
+    async with asyncio.timeout(60):
+        while not (waiting := standing_by()):  # noqa: ASYNC110 - nothing tells of a process
+            await asyncio.sleep(0.01)
+    return waiting[0]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["takes over", "is lost"])
+def test_a_worker_that_stands_by_takes_over(
+    serve: Serve, fake: ModuleType, config: EngineConfig, is_lost: bool
+) -> None:
+    server = msgspec.structs.replace(config.server, standby_worker=True)
+
+    async def scenario() -> None:
+        async with serve(config=msgspec.structs.replace(config, server=server)) as engine:
+            standby = await until_one_stands_by()
+            if is_lost:
+                os.kill(standby, signal.SIGKILL)
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await engine.admin.InjectFault(KILL)
+            assert (await answer).token_ids == expected(fake)
+            assert (await answer).finished.resumes == 1
+            worker = (await engine.admin.InjectFault(KILL)).worker_pid
+            assert (worker == standby) is not is_lost
 
     asyncio.run(scenario())
 

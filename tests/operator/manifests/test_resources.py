@@ -62,6 +62,8 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
     assert requests["cpu"] == "1"
     # 140 GB of weights, 8 GiB of KV, and the processes of one server and four workers.
     assert requests["memory"] == "143Gi"
+    plan = make_plan(model=model, pools={"single": four | {"standbyWorker": True}})
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "144Gi"
 
 
 @pytest.mark.parametrize(

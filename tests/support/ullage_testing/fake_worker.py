@@ -317,6 +317,8 @@ class FakeWorker:
 
 
 def main() -> int:
+    if "--standby" in sys.argv and not sys.stdin.readline():
+        return 0
     options = msgspec.json.decode(sys.argv[1], type=Options)
     if options.exit_code is not None:
         return options.exit_code
