@@ -1,6 +1,8 @@
 """Adapters that take turns in fewer slots than there are compute what they would all at once, and
 their slots take what the ledger says."""
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from ullage_testing.small_models import continue_greedily, write_adapter
+from ullage_testing.worker_link import launcher
 
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RequestFailed, SamplingParams
+from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
+
+from .conftest import vllm_config
 
 OUTPUT = 16
 RANKS = {"first": 8, "second": 4, "third": 8}
@@ -26,7 +32,7 @@ MODEL = LlamaConfig(
     initializer_range=0.1,
     tie_word_embeddings=True,
 )
-ONE_SLOT = {"adapter_share": 1e-9}
+ONE_SLOT = {"adapter_share": 0.0001}  # YAML reads no 1e-4
 
 
 @pytest.fixture
@@ -116,6 +122,37 @@ def test_three_adapters_take_turns_in_one_slot(
     assert texts == [[] if name == "second" else expected[name] for name in names[:4]]
     texts, _ = run(started, requests[:2])
     assert texts == [expected[""], expected["first"]]
+
+
+def test_two_ranks_that_cannot_read_an_adapter_go_on(
+    models: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set by an engine in this process, for one rank.
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    folder, merged = models
+    prompt = list(range(300, 360))
+    config = vllm_config(
+        f"file://{folder}",
+        gpus=2,
+        parallelism={"tensor": 2},
+        memory=ONE_SLOT,
+        server={"weights_dir": str(tmp_path)},
+        adapters=sections(tmp_path),
+    )
+    (tmp_path / "engine.yaml").write_text(json.dumps(config))
+    with launcher() as launch:
+        command = [sys.executable, "-m", "ullage_engine.vllm_worker"]
+        worker = launch(command, tmp_path, vllm_env(1, 2))
+        worker.wait_ready()
+        (tmp_path / "second/adapter_model.safetensors").unlink()
+        answers = [worker.submit(request_of(str(i), prompt, name)) for i, name in enumerate(merged)]
+        worker.finish_all()
+        assert worker.stop() == 0
+    for name, answer in zip(merged, answers, strict=True):
+        if name == "second":
+            assert answer.failed.startswith("adapter second cannot be loaded: ")
+        else:
+            assert answer.token_ids == continue_greedily(merged[name], prompt, OUTPUT)
 
 
 def test_an_adapter_that_does_not_fit_the_model_ends_the_start(

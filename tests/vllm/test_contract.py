@@ -48,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_worker import Worker
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import (
@@ -97,7 +98,7 @@ CALLS = [
     calls(Executor.get_class, THIS),
     calls(Executor.determine_available_memory, THIS),
     calls(Executor.initialize_from_config, THIS, [THIS]),
-    calls(Executor.collective_rpc, THIS, "ullage_follow_resumed"),
+    calls(Executor.collective_rpc, THIS, "ullage_load_adapter", args=(THIS,)),
     calls(KVCacheManager.get_computed_blocks, THIS, THIS),
     calls(BlockPool.touch, THIS, [THIS]),
     calls(BlockPool.free_blocks, THIS, [THIS]),
@@ -106,7 +107,7 @@ CALLS = [
     calls(StructuredOutputManager._create_grammar, THIS, THIS),
     calls(InputBatch.add_request, THIS, THIS),
     calls(_pool_bytes_per_block, THIS, [THIS]),
-    calls(LLMEngine.add_lora, THIS, THIS),
+    calls(Worker.add_lora, THIS, THIS),
     calls(LLMEngine.remove_lora, THIS, 1),
     calls(PoolingParams, task="embed"),
     calls(MambaSpec.max_memory_usage_bytes, THIS, THIS),

@@ -71,6 +71,18 @@ class WorkerExtension:
                         num_bytes[storage.data_ptr()] = storage.nbytes()
         return sum(num_bytes.values())
 
+    def ullage_load_adapter(self, adapter: Any) -> str:
+        """Loads an adapter; returns why it cannot be loaded, empty: it is.
+
+        vLLM's own call raises with the first rank that fails, and takes the answers of the others
+        for answers to its next call.
+        """
+        try:
+            is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
+        except Exception as error:
+            return " ".join(str(error).split())[:400] or type(error).__name__
+        return "" if is_loaded else "vLLM does not take it"
+
     def ullage_follow_resumed(self) -> None:
         """Makes the model runner count a request's former output as its own."""
         # Slow to import, and only used here: followers hold vLLM's processes and compute nothing.

@@ -342,16 +342,12 @@ class VllmCore:
         return self._grammars.compile(grammar).done()
 
     def load_adapter(self, name: str) -> None:
-        adapter = self._adapters[name]
-        try:
-            if self._engine.add_lora(adapter):
-                return
-            reason = "vLLM does not take it"
-        except Exception as error:
-            reason = _one_line(error)
-        self.check_ranks()
-        self.unload_adapter(name)  # ranks that have loaded it, or a part
-        raise AdapterError(f"adapter {name} cannot be loaded: {reason}")
+        executor = self._engine.engine_core.engine_core.model_executor
+        reasons = executor.collective_rpc("ullage_load_adapter", args=(self._adapters[name],))
+        if any(reasons):
+            self.unload_adapter(name)  # ranks that have loaded it, or a part
+            reason = next(filter(None, reasons))
+            raise AdapterError(f"adapter {name} cannot be loaded: {reason}")
 
     def unload_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters[name].lora_int_id)
