@@ -365,24 +365,24 @@ class VllmEngine:
             longest = min(longest, most)
         return longest
 
-    def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Counts the blocks of a sequence of so many tokens, less those that it is going to share
-        with a parent."""
+    def _num_blocks(self, sequence: Sequence, num_tokens: int, *, resumed: bool = False) -> int:
+        """Counts the blocks of a sequence of so many tokens, `resumed` of one that goes on with
+        them after a preemption, less those that it is going to share with a parent."""
         shared = 0
         if sequence.parent is not None:
             shared = shared_tokens([sequence.parent.request, sequence.request])
         stored = num_tokens + self._limits.lookahead_tokens
-        prompt = 0 if sequence.has_token else len(sequence.token_ids)
+        prompt = None if resumed else 0 if sequence.has_token else len(sequence.token_ids)
         return sample_blocks(self._profile, stored, prompt, shared_tokens=shared)
 
     def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         has_output = any(each.num_output for each in group)
-        first = 0 if requests[0].embed else 1
-        least = [self._num_blocks(each, len(each.token_ids) + first) for each in group]
+        new = 0 if requests[0].embed else 1
+        least = [self._num_blocks(each, len(each.token_ids) + new, resumed=True) for each in group]
         # Samples that have parted may run in turns.
         needed_bytes = (max if has_output else sum)(least) * self._profile.block_bytes
         # A prompt that is only embedded needs no room for output.
-        longest = self._limits.max_model_len + (1 - first)
+        longest = self._limits.max_model_len + (1 - new)
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[Sequence]) -> Rejected | None:

@@ -196,6 +196,21 @@ def test_the_price_is_what_is_held(
         assert core.most_held["0"] == request_blocks(profile, prompt, stored)
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 48), (48,), (0, 48, 128)])
+def test_what_just_fits_is_answered_and_what_just_does_not_is_refused_for_good(
+    windows: tuple[int, ...],
+) -> None:
+    outcomes = set()
+    for num_blocks in range(4, 30):
+        for prompt in range(BLOCK, 10 * BLOCK, BLOCK // 2):
+            client = Client(make_engine(num_blocks, windows=windows)[0])
+            refusal = client.submit(make_request("a", prompt, 20))
+            client.run()
+            assert refusal.never if refusal else client.finished == {"a": "length"}
+            outcomes.add(refusal is None)
+    assert outcomes == {True, False}
+
+
 @pytest.mark.parametrize("windows", [(0, 48), (48,), (0, 48, 128)])
 def test_the_steps_in_which_windows_need_most_need_the_price(windows: tuple[int, ...]) -> None:
     engine, core, _ = make_engine(1000, windows=windows)
