@@ -1,10 +1,9 @@
 """Checkpoints that vLLM reads, made of GGUF files, which it computes with on GPUs only."""
 
+import fcntl
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +29,28 @@ def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".vllm-", dir=folder))
+        with (folder / "vllm.lock").open("wb") as lock:
+            # Waits for another engine of this host. The kernel drops the lock of one that dies.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                _make(files.path, dtype, folder / "vllm.unfinished", target)
     except OSError as error:
-        raise WeightsError(
-            f"server.weightsDir: cannot make {folder} ({error.strerror}); name a writable folder"
-        ) from error
-    try:
-        _convert(files.path, dtype, part)
-        os.chmod(part, 0o755)
-        part.rename(target)
-    except OSError as error:
-        if target.is_dir():  # another engine of this host was faster
-            return target
         raise WeightsError(
             f"server.weightsDir: cannot write {files.path.name} as a checkpoint to {folder} "
-            f"({error.strerror}); give it more room"
+            f"({error.strerror}); name a writable folder with more room"
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return target
+
+
+def _make(path: Path, dtype: str, unfinished: Path, target: Path) -> None:
+    if unfinished.exists():  # of a worker that was killed
+        shutil.rmtree(unfinished)
+    unfinished.mkdir()
+    try:
+        _convert(path, dtype, unfinished)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _convert(path: Path, dtype: str, folder: Path) -> None:
