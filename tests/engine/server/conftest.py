@@ -155,9 +155,10 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
         config: EngineConfig = config,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
         ready: bool = True,
+        program: str = sys.executable,
         **options: object,
     ) -> AsyncIterator[Engine]:
-        command = [sys.executable, fake_worker.__file__, json.dumps(options)]
+        command = [program, fake_worker.__file__, json.dumps(options)]
         launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
         engine = Engine(EngineApp(config, lambda _: launch, policy))
         await engine.connect()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -353,14 +354,18 @@ def test_a_worker_that_nothing_can_be_sent_to_is_replaced(serve: Serve, fake: Mo
 def test_open_requests_are_answered_when_no_worker_can_be_started(
     serve: Serve, run_dir: Path, damage: str
 ) -> None:
+    program = run_dir / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+
     async def scenario() -> None:
-        async with serve(step_s=0.05) as engine:
+        async with serve(program=str(program), step_s=0.05) as engine:
             answer = asyncio.create_task(engine.generate(ask()))
             await started(engine, 1)
             if damage == "no socket":
                 (run_dir / "worker-2.ipc").mkdir()
             else:
-                engine._app._supervisor._command = lambda endpoint: ["/nowhere/python"]
+                program.unlink()
             await engine.admin.InjectFault(KILL)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await answer
