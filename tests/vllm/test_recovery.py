@@ -170,8 +170,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Engine]:
-    """One engine of the module, in float32."""
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+) -> Iterator[Engine]:
+    """An engine in float32; the parameter is whether it has a worker that stands by."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "sitecustomize.py").write_text(HANDLERS)
     grpc_port, metrics_port = free_ports(2)
@@ -188,7 +190,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Itera
             "metrics_port": metrics_port,
             "run_dir": str(folder),
             "weights_dir": str(weights_dir),
-            "standby_worker": True,
+            "standby_worker": request.param,
             "allow_fault_injection": True,
         },
     }
@@ -234,7 +236,12 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [*((False, fault) for fault in FAULTS.values()), (True, FAULTS["killed"])],
+    ids=[*FAULTS, "killed beside a standby"],
+    indirect=["engine"],
+)
 def test_eight_streams_go_on_the_same(
     engine: Engine, undisturbed: list[Answer], fault: Callable[[Engine], None]
 ) -> None:

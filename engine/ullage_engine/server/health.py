@@ -37,6 +37,8 @@ class RestartPolicy:
     """Seconds after which a worker that has work and finishes no step hangs, whatever it does."""
     load_silence_s: float = 600.0
     """Seconds after which a worker that is loading and reports no progress hangs."""
+    standby_import_s: float = 120.0
+    """Seconds in which a worker that stands by has to import its libraries."""
     slow_steps: float = 20.0
     """Multiple of its slowest step after which a worker that uses no processor time hangs."""
     min_suspect_s: float = 2.0

@@ -38,6 +38,7 @@ from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.worker_process import (
     ChildProcess,
     ServerLink,
+    StandbyWorker,
     WorkerHandle,
     clear_endpoints,
     endpoint,
@@ -97,7 +98,9 @@ class WorkerSupervisor:
         """Why the server cannot serve a worker's model; empty if it can."""
         self._has_standby = has_standby
         """Whether the next worker is started beside a ready one, and waits."""
-        self._standby: ChildProcess | None = None
+        self._standby: StandbyWorker | None = None
+        self._standby_at = 0.0
+        """When the next one may be started."""
         self._policy = policy
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
@@ -172,7 +175,6 @@ class WorkerSupervisor:
         self._num_starts += 1
         worker = await self._start(context, launch)
         receiving = asyncio.create_task(self._receive(worker))
-        needs_standby = self._has_standby
         try:
             while not worker.exited.done():
                 await asyncio.wait(
@@ -182,9 +184,8 @@ class WorkerSupervisor:
                 )
                 if self._kill_if_broken(worker, receiving):
                     await asyncio.wait({worker.exited})
-                elif needs_standby and worker.ready_at is not None:
-                    self._start_standby(launch)
-                    needs_standby = False
+                elif self._has_standby and worker.ready_at is not None:
+                    self._keep_standby(launch)
             await self._drain_messages(worker, receiving)
         finally:
             self._worker = None
@@ -199,9 +200,12 @@ class WorkerSupervisor:
         address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(context, address)
         standby, self._standby = self._standby, None
+        if standby is not None and standby.failure():
+            standby.close()
+            standby = None
         try:
-            if standby is not None and standby.begin():
-                process = standby
+            if standby is not None:
+                process = standby.begin()
             else:
                 process = ChildProcess(launch.command(address), launch.environment)
         except OSError:
@@ -211,12 +215,22 @@ class WorkerSupervisor:
         self._worker = WorkerHandle(process, link, HangDetector(self._policy))
         return self._worker
 
-    def _start_standby(self, launch: WorkerLaunch) -> None:
-        command = [*launch.command(endpoint(self._run_dir, self._num_starts + 1)), "--standby"]
-        try:
-            self._standby = ChildProcess(command, launch.environment, waits=True)
-        except OSError as error:
-            log.warning("no worker can be started to stand by: %s", error)
+    def _keep_standby(self, launch: WorkerLaunch) -> None:
+        """Starts the worker that is to be the next one, and replaces it when it is lost."""
+        now = time.monotonic()
+        if self._standby is None and now >= self._standby_at:
+            self._standby_at = now + self._policy.max_backoff_s
+            command = launch.command(endpoint(self._run_dir, self._num_starts + 1))
+            try:
+                self._standby = StandbyWorker(
+                    command, launch.environment, self._policy.standby_import_s
+                )
+            except OSError as error:
+                log.warning("no worker can be started to stand by: %s", error)
+        elif self._standby is not None and (reason := self._standby.failure()):
+            log.warning("the worker that stood by is lost", extra={"reason": reason})
+            self._standby.close()
+            self._standby = None
 
     async def _receive(self, worker: WorkerHandle) -> None:
         while True:

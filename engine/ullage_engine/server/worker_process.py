@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,32 +42,30 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], *, waits: bool = False
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int | None = None,
     ) -> None:
-        """`waits`: it goes on at `begin` only, for which it reads its standard input."""
-        stdin = subprocess.PIPE if waits else None
+        """`stdin`: file descriptor of its standard input; None: the parent's."""
         own = {**os.environ, **environment}
-        self._process = subprocess.Popen(command, bufsize=0, stdin=stdin, env=own)
+        self._process = subprocess.Popen(command, stdin=stdin, env=own)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def begin(self) -> bool:
-        """Lets a process that waits go on; False if it has ended instead."""
-        assert self._process.stdin is not None, "it does not wait"
-        with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
-            stdin.write(b"\n")
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """Kills a process that waits."""
-        self.kill()
-        self._process.communicate()
+    def poll(self) -> int | None:
+        """Returns the exit status; None while it runs."""
+        return self._process.poll()
 
     async def wait(self) -> int:
         """Waits for the exit status; minus the signal's number when a signal killed the process."""
         return await asyncio.to_thread(self._process.wait)
+
+    def join(self) -> None:
+        """Waits for the end of a killed process."""
+        self._process.wait()
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -77,6 +76,54 @@ class ChildProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
+
+
+class StandbyWorker:
+    """A worker that imports its libraries and waits to take over.
+
+    Its standard input is a socket: it writes a byte when it has imported them, and goes on when it
+    reads a line.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], import_s: float
+    ) -> None:
+        """`import_s`: seconds that imports may take."""
+        self._import_s = import_s
+        self._started_at = time.monotonic()
+        self._has_imported = False
+        self._socket, its_end = socket.socketpair()
+        self._socket.setblocking(False)
+        try:
+            self._process = ChildProcess([*command, "--standby"], environment, its_end.fileno())
+        except OSError:
+            self._socket.close()
+            raise
+        finally:
+            its_end.close()
+
+    def failure(self) -> str:
+        """Returns why it cannot take over; empty: it can, or is going to. Call it regularly."""
+        status = self._process.poll()
+        if status is not None:
+            return f"ended with status {status}"
+        with contextlib.suppress(OSError):
+            self._has_imported = bool(self._socket.recv(1)) or self._has_imported
+        if not self._has_imported and time.monotonic() - self._started_at > self._import_s:
+            return f"no end of its imports after {self._import_s:g} s"
+        return ""
+
+    def begin(self) -> ChildProcess:
+        """Lets it go on as the worker."""
+        with self._socket, contextlib.suppress(BrokenPipeError):
+            self._socket.send(b"\n")
+        return self._process
+
+    def close(self) -> None:
+        """Kills it, and returns when it is gone."""
+        self._socket.close()
+        self._process.kill()
+        self._process.join()
 
 
 # Longest path of a Unix socket, less the terminating zero.

@@ -8,6 +8,7 @@ configuration or model
 """
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
@@ -334,6 +335,8 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.standby:
         import_libraries()
+        with contextlib.suppress(BrokenPipeError):  # it was to take over before
+            os.write(sys.stdin.fileno(), b"\n")
         if not sys.stdin.readline():
             return 0
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -1,6 +1,7 @@
 """The worker dies, wedges or talks nonsense; clients see a pause and nothing else."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -88,38 +89,55 @@ def test_a_stream_survives_many_deaths(serve: Serve, fake: ModuleType) -> None:
     asyncio.run(scenario())
 
 
-def standing_by() -> list[int]:
-    """Process ids of the workers of this process that wait for their turn."""
-    children = psutil.Process().children()
-    return [each.pid for each in children if "--standby" in each.cmdline()]
-
-
-async def until_one_stands_by() -> int:
-    """Returns the process id of the worker that waits."""
-    async with asyncio.timeout(60):
-        while not (waiting := standing_by()):  # noqa: ASYNC110 - nothing tells of a process
-            await asyncio.sleep(0.01)
-    return waiting[0]
-
-
-@pytest.mark.parametrize("is_lost", [False, True], ids=["takes over", "is lost"])
-def test_a_worker_that_stands_by_takes_over(
-    serve: Serve, fake: ModuleType, config: EngineConfig, is_lost: bool
-) -> None:
+def standby_of(config: EngineConfig) -> EngineConfig:
     server = msgspec.structs.replace(config.server, standby_worker=True)
+    return msgspec.structs.replace(config, server=server)
 
+
+async def until_one_stands_by(but: int = 0) -> int:
+    """Returns the process id of a worker that waits for its turn, and is not `but`."""
+    async with asyncio.timeout(60):
+        while True:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if child.pid != but and "--standby" in child.cmdline():
+                        return int(child.pid)
+            await asyncio.sleep(0.01)
+
+
+def test_a_worker_that_stands_by_takes_over(
+    serve: Serve, fake: ModuleType, config: EngineConfig
+) -> None:
     async def scenario() -> None:
-        async with serve(config=msgspec.structs.replace(config, server=server)) as engine:
+        async with serve(config=standby_of(config)) as engine:
             standby = await until_one_stands_by()
-            if is_lost:
-                os.kill(standby, signal.SIGKILL)
             answer = asyncio.create_task(engine.generate(ask()))
             await started(engine, 1)
             await engine.admin.InjectFault(KILL)
             assert (await answer).token_ids == expected(fake)
             assert (await answer).finished.resumes == 1
-            worker = (await engine.admin.InjectFault(KILL)).worker_pid
-            assert (worker == standby) is not is_lost
+            assert (await engine.admin.InjectFault(KILL)).worker_pid == standby
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hung"])
+def test_a_worker_that_stands_by_and_is_lost_is_replaced(
+    serve: Serve, fake: ModuleType, config: EngineConfig, hangs: bool
+) -> None:
+    policy = RestartPolicy(max_backoff_s=0.1, standby_import_s=0.1 if hangs else 60.0)
+
+    async def scenario() -> None:
+        async with serve(config=standby_of(config), policy=policy, standby_hangs=hangs) as engine:
+            standby = await until_one_stands_by()
+            if not hangs:
+                os.kill(standby, signal.SIGKILL)
+            await until_one_stands_by(but=standby)
+            assert not psutil.pid_exists(standby)
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await engine.admin.InjectFault(KILL)
+            assert (await answer).token_ids == expected(fake)
 
     asyncio.run(scenario())
 

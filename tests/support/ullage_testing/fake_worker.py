@@ -4,6 +4,7 @@ The first prompt token chooses a behaviour; see `Script`. Run as a process:
 `python fake_worker.py '{"step_s": 0.01}' --endpoint ipc://...`
 """
 
+import contextlib
 import enum
 import os
 import struct
@@ -65,6 +66,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """A failed start is a crash, not a wrong configuration."""
     exit_code: int | None = None
     """Exits with it before saying anything."""
+    standby_hangs: bool = False
+    """One that stands by imports its libraries for ever."""
     crashes: int = 0
     """Workers of this server that die while loading, before one does not."""
     trace: str = ""
@@ -317,9 +320,13 @@ class FakeWorker:
 
 
 def main() -> int:
-    if "--standby" in sys.argv and not sys.stdin.readline():
-        return 0
     options = msgspec.json.decode(sys.argv[1], type=Options)
+    if "--standby" in sys.argv:
+        if not options.standby_hangs:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(sys.stdin.fileno(), b"\n")
+        if not sys.stdin.readline():
+            return 0
     if options.exit_code is not None:
         return options.exit_code
     return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
