@@ -131,13 +131,14 @@ def start_here(weights_dir: Path) -> Iterator[StartHere]:
 
     running: list[Any] = []
 
-    def start_one(source: str | Path, **sections: Any) -> Any:
+    def start_one(source: str | Path, *, is_restart: bool = False, **sections: Any) -> Any:
         stop_running(running)
         uri = f"file://{source}" if isinstance(source, Path) else source
         config = vllm_config(uri, **sections)
         config["server"]["weights_dir"] = str(weights_dir)
         with foreign_warnings_allowed():
-            running.append(start(msgspec.convert(config, EngineConfig), lambda _: None))
+            checked = msgspec.convert(config, EngineConfig)
+            running.append(start(checked, lambda _: None, is_restart=is_restart))
         return running[-1]
 
     yield start_one

@@ -155,11 +155,25 @@ def test_two_ranks_that_cannot_read_an_adapter_go_on(
             assert answer.token_ids == continue_greedily(merged[name], prompt, OUTPUT)
 
 
-def test_an_adapter_that_does_not_fit_the_model_ends_the_start(
+def test_an_adapter_that_is_broken_ends_the_first_start_and_later_fails_its_requests(
     start_here: Any, models: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
+    folder, merged = models
     too_low = [each | {"rank": 1} for each in sections(tmp_path)]
     with pytest.raises(
         WorkerStartError, match=r"^adapters: adapter first cannot be loaded: .*rank"
     ):
-        start_here(models[0], adapters=too_low)
+        start_here(folder, adapters=too_low)
+
+    (tmp_path / "first/adapter_config.json").unlink()
+    (tmp_path / "second/adapter_model.safetensors").unlink()
+    started = start_here(folder, adapters=sections(tmp_path), is_restart=True)
+    assert started.engine.stats().num_adapter_loads == 0
+    prompt = list(range(300, 360))
+    requests = [request_of(name, prompt, name) for name in ("", *RANKS)]
+    texts, failed = run(started, requests)
+    assert texts == [
+        continue_greedily(merged[name], prompt, OUTPUT) if name in ("", "third") else []
+        for name in ("", *RANKS)
+    ]
+    assert {each.request_id for each in failed} == {"first", "second"}

@@ -207,7 +207,7 @@ class WorkerSupervisor:
             if standby is not None:
                 process = standby.begin()
             else:
-                process = ChildProcess(launch.command(address), launch.environment)
+                process = ChildProcess(self._command(launch, address), launch.environment)
         except OSError:
             await link.close()  # an open socket would keep the context from ending
             raise
@@ -215,12 +215,17 @@ class WorkerSupervisor:
         self._worker = WorkerHandle(process, link, HangDetector(self._policy))
         return self._worker
 
+    def _command(self, launch: WorkerLaunch, address: str) -> list[str]:
+        """Returns a worker's command line, which says whether one of this server was ready."""
+        was_ready = self._engine_status.ready is not None
+        return [*launch.command(address), *(["--restarted"] if was_ready else [])]
+
     def _keep_standby(self, launch: WorkerLaunch) -> None:
         """Starts the worker that is to be the next one, and replaces it when it is lost."""
         now = time.monotonic()
         if self._standby is None and now >= self._standby_at:
             self._standby_at = now + self._policy.max_backoff_s
-            command = launch.command(endpoint(self._run_dir, self._num_starts + 1))
+            command = self._command(launch, endpoint(self._run_dir, self._num_starts + 1))
             try:
                 self._standby = StandbyWorker(
                     command, launch.environment, self._policy.standby_import_s

@@ -65,7 +65,7 @@ def _start(
     report(Loading(stage="imports", done_bytes=0, total_bytes=1))
     from ullage_engine.vllm_worker.startup import start
 
-    return start(config, report)
+    return start(config, report, is_restart=options.restarted)
 
 
 if __name__ == "__main__":

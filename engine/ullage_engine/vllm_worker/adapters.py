@@ -13,7 +13,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from ullage_common.config.engine import AdapterSection
 from ullage_engine.model_loader.safetensors import weight_files
+from ullage_engine.model_loader.source import resolve_adapter
+from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.vllm_worker.interface import Core
 from ullage_engine.vllm_worker.sequence import Sequence
 
@@ -70,6 +73,23 @@ def num_slots(
     each = size + copy_bytes
     fitting = (room_bytes - num_spare * size) // each if each else num_adapters
     return max(1, min(num_adapters, fitting))
+
+
+def adapter_folders(adapters: Iterable[AdapterSection], *, may_lack: bool) -> dict[str, str]:
+    """Finds the folders of adapters, by name; `may_lack`: leaves out those that it does not find.
+
+    Raises:
+        WeightsError: a source is malformed or names no adapter's folder.
+    """
+    folders = {}
+    for each in adapters:
+        try:
+            folders[each.name] = str(resolve_adapter(each.source))
+        except WeightsError as error:
+            if not may_lack:
+                raise
+            log.error("adapter %s fails its requests: %s", each.name, error)
+    return folders
 
 
 class Turns:

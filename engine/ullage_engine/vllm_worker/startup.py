@@ -19,12 +19,12 @@ from ullage_common.process.memory import free_bytes
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.pressure import FreeMemoryMonitor
-from ullage_engine.model_loader.source import resolve_adapter, resolve_source
+from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
-from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
+from ullage_engine.vllm_worker.adapters import adapter_folders, num_slots, slot_bytes
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
@@ -110,8 +110,11 @@ class Started:
         self.core.close()
 
 
-def start(config: EngineConfig, report: Report) -> Started:
+def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> Started:
     """Loads the model, sizes the KV pool and returns an engine that steps.
+
+    `is_restart`: a worker has served this configuration before, so that a broken adapter fails its
+    own requests instead of the start.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
@@ -124,7 +127,7 @@ def start(config: EngineConfig, report: Report) -> Started:
     node = lead(config.group, report) if config.group.nodes > 1 else None
     progress = _Progress(report, memory.used_bytes)
     with progress.watch():
-        core, max_model_len = _load(config, memory, progress, node)
+        core, max_model_len = _load(config, memory, progress, node, is_restart)
     core.probe()
     memory.settle(core)
     profile = _profile(core, config)
@@ -146,7 +149,8 @@ def start(config: EngineConfig, report: Report) -> Started:
         adapter_slots=memory.adapter_slots,
     )
     engine = VllmEngine(core, profile, limits, reservations)
-    _check_adapters(engine, limits.adapters, report)
+    if not is_restart:
+        _check_adapters(engine, limits.adapters, report)
     return Started(
         engine=engine,
         core=core,
@@ -172,8 +176,8 @@ def compute(config: EngineConfig, node: Node) -> None:
     arguments.check(config)
     vllm_core.check_device(config.device)
     sweep()
-    for adapter in config.adapters:  # ranks read them where the leader does
-        resolve_adapter(adapter.source)
+    # Ranks read them where the leader does, which says so if one cannot.
+    adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
@@ -185,14 +189,18 @@ def compute(config: EngineConfig, node: Node) -> None:
 
 
 def _load(
-    config: EngineConfig, memory: "_Memory", progress: "_Progress", node: Node | None
+    config: EngineConfig,
+    memory: "_Memory",
+    progress: "_Progress",
+    node: Node | None,
+    is_restart: bool,
 ) -> tuple[vllm_core.VllmCore, int]:
     """Returns vLLM's engine and the longest sequence of the model as configured, tokens."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
-    adapters = {each.name: str(resolve_adapter(each.source)) for each in config.adapters}
+    adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype)
     share, slots = memory.device_share, memory.adapter_slots
     vllm_config = vllm_core.make_config(

@@ -329,6 +329,9 @@ def run(
     parser.add_argument(
         "--standby", action="store_true", help="import libraries, then wait for a line of input"
     )
+    parser.add_argument(
+        "--restarted", action="store_true", help="a worker of this server has served before"
+    )
     options = parser.parse_args(arguments)
     die_with_parent(parent)
     # Ctrl-C reaches the whole group; the server decides when the worker ends.

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ullage_engine.vllm_worker.adapters import Turns, num_slots, slot_bytes
+from ullage_common.config.engine import AdapterSection
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.vllm_worker.adapters import Turns, adapter_folders, num_slots, slot_bytes
 
 NAMES = ("a", "b", "c", "d")
 
@@ -63,6 +65,17 @@ def test_as_many_are_loaded_as_there_is_room_for(
     room: int, copy_bytes: int, num_spare: int, expected: int
 ) -> None:
     assert num_slots(3, room, 100, copy_bytes=copy_bytes, num_spare=num_spare) == expected
+
+
+def test_an_adapter_that_is_gone_is_an_error_of_the_first_start_only(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapters = [
+        AdapterSection(name="a", source=f"file://{tmp_path}", rank=8),
+        AdapterSection(name="b", source=f"file://{tmp_path}/gone", rank=8),
+    ]
+    with pytest.raises(WeightsError, match=r"gone has no adapter_config\.json"):
+        adapter_folders(adapters, may_lack=False)
+    assert adapter_folders(adapters, may_lack=True) == {"a": str(tmp_path)}
 
 
 def turns(loaded: str, in_use: str, free: int = 0) -> Turns:

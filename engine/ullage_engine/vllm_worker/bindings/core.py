@@ -203,9 +203,9 @@ class VllmCore:
     ) -> None:
         """Loads the model and allocates everything.
 
-        `adapters`: folders by name. `load_vocabulary`: makes what grammars need of the tokenizer,
-        for a vocabulary of so many tokens, when the first grammar comes. `on_stage` is called when
-        the weights are loaded and warm_up begins, and kv_pool.
+        `adapters`: folders by name, of those that are there. `load_vocabulary`: makes what grammars
+        need of the tokenizer, for a vocabulary of so many tokens, when the first grammar comes.
+        `on_stage` is called when the weights are loaded and warm_up begins, and kv_pool.
 
         Raises:
             WorkerStartError: the model or its memory cannot be served as configured.
@@ -342,6 +342,8 @@ class VllmCore:
         return self._grammars.compile(grammar).done()
 
     def load_adapter(self, name: str) -> None:
+        if name not in self._adapters:
+            raise AdapterError(f"adapter {name} cannot be loaded: it was not there at the start")
         executor = self._engine.engine_core.engine_core.model_executor
         reasons = executor.collective_rpc("ullage_load_adapter", args=(self._adapters[name],))
         if any(reasons):
