@@ -127,18 +127,16 @@ def sweep(folder: Path = SHARED_MEMORY, processes: Path = Path("/proc")) -> list
     they have mapped stays theirs.
     """
     old = time.time() - _NEW_S
-    unused = []
+    unused: dict[Path, int] = {}
     for path in sorted(path for name in _NAMES for path in folder.glob(name)):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
             if stat.st_uid == os.geteuid() and stat.st_mtime < old:
-                unused.append(path)
-    if not unused:
-        return []
-    maps = _maps(processes)
+                unused[path] = stat.st_ino
+    mapped = _mapped_inodes(processes) if unused else set()
     removed = []
-    for path in unused:
-        if not any(f" {path}\n" in each for each in maps):
+    for path, inode in unused.items():
+        if inode not in mapped:
             path.unlink(missing_ok=True)
             removed.append(path.name)
     if removed:
@@ -146,11 +144,15 @@ def sweep(folder: Path = SHARED_MEMORY, processes: Path = Path("/proc")) -> list
     return removed
 
 
-def _maps(processes: Path) -> list[str]:
-    """Returns what each process maps; nothing of those that may not be read, which are not this
-    user's."""
-    texts = []
+def _mapped_inodes(processes: Path) -> set[int]:
+    """Returns the inodes of the files that processes map; nothing of those that may not be read,
+    which are not this user's.
+
+    Not their paths: a semaphore is made and mapped under another name than it gets.
+    """
+    inodes = set()
     for path in processes.glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            texts.append(path.read_text(errors="replace"))
-    return texts
+            # address, permissions, offset, device, inode, path
+            inodes |= {int(line.split(None, 5)[4]) for line in path.read_bytes().splitlines()}
+    return inodes

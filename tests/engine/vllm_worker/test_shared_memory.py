@@ -1,6 +1,7 @@
 """What killed processes left in /dev/shm is removed, and nothing that another one uses."""
 
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_engine.vllm_worker.ranks import sweep
+from ullage_engine.vllm_worker.ranks import SHARED_MEMORY, sweep
 
 MAP = """
 import mmap, sys
@@ -57,3 +58,12 @@ def test_a_file_is_removed_when_the_process_that_mapped_it_is_gone(
     user.kill()
     user.wait(60)
     assert sweep(tmp_path) == ["psm_used"]
+
+
+def test_a_semaphore_that_only_its_maker_has_stays() -> None:
+    """In /dev/shm itself, where the C library makes it."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    path = SHARED_MEMORY / f"sem.{lock._semlock.name.lstrip('/')}"  # type: ignore[attr-defined]
+    os.utime(path, times=(time.time() - 3600.0,) * 2)
+    sweep()
+    assert path.exists()
