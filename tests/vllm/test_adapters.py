@@ -118,7 +118,7 @@ def test_three_adapters_take_turns_in_one_slot(
 
     (tmp_path / "second/adapter_model.safetensors").unlink()
     texts, [failed] = run(started, requests[:4])
-    assert failed.field == "" and "adapter second cannot be loaded" in failed.message
+    assert failed.field == "model" and "adapter second cannot be loaded" in failed.message
     assert texts == [[] if name == "second" else expected[name] for name in names[:4]]
     texts, _ = run(started, requests[:2])
     assert texts == [expected[""], expected["first"]]
@@ -150,7 +150,7 @@ def test_two_ranks_that_cannot_read_an_adapter_go_on(
         assert worker.stop() == 0
     for name, answer in zip(merged, answers, strict=True):
         if name == "second":
-            assert answer.failed.startswith("adapter second cannot be loaded: ")
+            assert answer.failed.startswith("adapter second cannot be loaded; ")
         else:
             assert answer.token_ids == continue_greedily(merged[name], prompt, OUTPUT)
 

@@ -4,7 +4,7 @@ Refusals are pure functions of the cost and of what is free. Samples of one prom
 together or not at all; a refusal names the first of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.memory.ledger import mib
@@ -89,6 +89,21 @@ def refuse_now(
     )
 
 
+def refuse_duplicates(
+    requests: list[EngineRequest], served: Container[str], pool_bytes: int
+) -> Rejected | None:
+    """Refuses ids that are in use, also within the group itself.
+
+    `served`: ids in use.
+    """
+    ids = [request.request_id for request in requests]
+    for request in requests:
+        if request.request_id in served or ids.count(request.request_id) > 1:
+            reason = f"request_id: {request.request_id} is being served already; choose another"
+            return _never(request, 0, pool_bytes, reason)
+    return None
+
+
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
     """Lists expected releases, soonest first; the last of at most 32 entries sums up all the
     rest."""
@@ -160,12 +175,7 @@ class AdmissionControl:
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
         """Refuses ids that are in use, also within the group itself."""
-        ids = [request.request_id for request in requests]
-        for request in requests:
-            if request.request_id in self._sequences or ids.count(request.request_id) > 1:
-                reason = f"request_id: {request.request_id} is being served already; choose another"
-                return _never(request, 0, self._profile.kv_pool_bytes, reason)
-        return None
+        return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
         """Creates a sequence that ranks by `priority`, then by `arrival`."""

@@ -193,7 +193,7 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._by_rank)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
     def __getitem__(self, request_id: str) -> Sequence:

@@ -8,7 +8,7 @@ adapter that nobody uses.
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -17,7 +17,7 @@ from ullage_common.config.engine import AdapterSection
 from ullage_engine.model_loader.safetensors import weight_files
 from ullage_engine.model_loader.source import resolve_adapter
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.vllm_worker.interface import Core
+from ullage_engine.vllm_worker.interface import AdapterError, Core
 from ullage_engine.vllm_worker.sequence import Sequence
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -160,14 +160,15 @@ class Adapters:
                 turns.slot_for(each.request.adapter)
         return turns.slot_for(sequence.request.adapter)
 
-    def first(self, holders: Iterable[Sequence], waiting: Iterable[Sequence]) -> Sequence | None:
-        """Returns the first of those that wait, in the order of their importance, whose adapter has
-        a slot or can have one."""
+    def with_slots(
+        self, holders: Iterable[Sequence], waiting: Iterable[Sequence]
+    ) -> Iterator[Sequence]:
+        """Yields of those that wait, in the order of their importance, whose adapters have slots or
+        can have them."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
-                return each
-        return None
+                yield each
 
     def _turns(self, holders: Iterable[Sequence]) -> Turns:
         """`holders`: all sequences, of which those that run use their adapters."""
@@ -201,7 +202,11 @@ class Adapters:
 
     def _load(self, adapter: str) -> None:
         started = time.perf_counter()
-        self._core.load_adapter(adapter)
+        try:
+            self._core.load_adapter(adapter)
+        except AdapterError as error:
+            log.error("adapter %s cannot be loaded: %s", adapter, error.reason)
+            raise
         self.num_loads += 1
         log.info("loaded adapter %s in %.3f s", adapter, time.perf_counter() - started)
 

@@ -7,7 +7,7 @@ from vLLM, to go on later as its prompt and the tokens it has. So vLLM never pre
 
 import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import structs
 
@@ -21,7 +21,12 @@ from ullage_engine.protocol.messages import (
     SchedulerStats,
     TokenOutput,
 )
-from ullage_engine.scheduler.admission import refuse_never_fits, refuse_now, soonest_releases
+from ullage_engine.scheduler.admission import (
+    refuse_duplicates,
+    refuse_never_fits,
+    refuse_now,
+    soonest_releases,
+)
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.sequence import shared_tokens
 from ullage_engine.vllm_worker.adapters import Adapters
@@ -140,7 +145,8 @@ class VllmEngine:
 
         Resumed requests are refused only if they are invalid; they may have to wait for memory.
         """
-        if refusal := self._refuse_duplicates(requests):
+        pool_bytes = self._profile.kv_pool_bytes
+        if refusal := refuse_duplicates(requests, self._by_id, pool_bytes):
             return refusal
         if requests[0].beam is not None:
             self._failed += [_no_beams(request) for request in requests]
@@ -283,9 +289,12 @@ class VllmEngine:
 
     @property
     def _num_spared(self) -> int:
-        """Blocks that new requests may not have: withheld, or for sequences that wait already."""
-        waiting = sum(self._num_blocks(each, each.charged_tokens) for each in self._deferred)
-        return self.reservations.num_withheld + waiting
+        """Blocks that new requests may not have: withheld, or for sequences that wait for them."""
+        return self._num_spared_for(self.adapters.with_slots(self._by_id.values(), self._deferred))
+
+    def _num_spared_for(self, waiting: Iterable[Sequence]) -> int:
+        num_blocks = sum(self._num_blocks(each, each.charged_tokens) for each in waiting)
+        return self.reservations.num_withheld + num_blocks
 
     @property
     def _num_waiting(self) -> int:
@@ -293,20 +302,6 @@ class VllmEngine:
         return sum(
             not (each.is_running and num_held(each.request_id)) for each in self._by_id.values()
         )
-
-    def _refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        ids = [request.request_id for request in requests]
-        for request_id in ids:
-            if request_id in self._by_id or ids.count(request_id) > 1:
-                return Rejected(
-                    request_id=request_id,
-                    needed_bytes=0,
-                    available_bytes=self._profile.kv_pool_bytes,
-                    never=True,
-                    retry_after_s=0.0,
-                    message=f"request_id: {request_id} is being served already; choose another",
-                )
-        return None
 
     def _admit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
         group = self._group(requests)
@@ -402,7 +397,8 @@ class VllmEngine:
         spared = self._num_spared
         is_full, fits = num_waiting > 0 and slots < len(group), True
         if self._slot_for(group[0]) is None:
-            together = []
+            # No more wait for slots than have room together.
+            together, spared = [], self._num_spared_for(self._deferred)
             fits = needed + spared <= self.reservations.num_unreserved
         if not is_full and fits and all(self._reserve_new(each, spared) for each in together):
             for sequence in group[len(together) :]:
@@ -426,6 +422,8 @@ class VllmEngine:
         )
 
     def _reserve_new(self, sequence: Sequence, spared: int) -> bool:
+        if sequence in self._deferred:  # its parent has just failed
+            return True
         if sequence.parent is None:
             return self._start(sequence, spared)
         num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
@@ -523,7 +521,7 @@ class VllmEngine:
     def _start_deferred(self) -> None:
         """Starts those that wait, the most important first. Nobody overtakes for blocks: small ones
         would starve a large one. Those that wait for an adapter's slot are passed over."""
-        while (first := self.adapters.first(self._by_id.values(), self._deferred)) is not None:
+        while first := next(self.adapters.with_slots(self._by_id.values(), self._deferred), None):
             self._deferred.remove(first)
             if not self._start(first):
                 self._defer(first)

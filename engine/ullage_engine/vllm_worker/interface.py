@@ -21,10 +21,18 @@ class InvalidRequestError(Exception):
 
 
 class AdapterError(Exception):
-    """An adapter cannot be loaded; the message is one line."""
+    """An adapter cannot be loaded; the message is one line for the client."""
 
-    field = ""
-    """No field of the request is at fault."""
+    field = "model"
+    """Field of the request that names it: the engine itself is well."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        """`reason`: one line for whoever runs the engine, which may name its files."""
+        super().__init__(
+            f"adapter {name} cannot be loaded; ask for another model, and have whoever runs the "
+            "service read the engine's log"
+        )
+        self.reason = reason
 
 
 class CoreOutput(msgspec.Struct, frozen=True):

@@ -230,7 +230,9 @@ def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) 
         try:
             engine.adapters.load(name)
         except AdapterError as error:
-            raise WorkerStartError(f"adapters: {error}; mend its files") from error
+            raise WorkerStartError(
+                f"adapters: adapter {name} cannot be loaded: {error.reason}; mend its files"
+            ) from error
     if names:
         report(Loading(stage="adapters", done_bytes=len(names), total_bytes=len(names)))
 

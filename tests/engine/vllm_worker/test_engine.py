@@ -633,7 +633,7 @@ def test_one_that_finds_all_slots_in_use_waits_and_others_go_on() -> None:
     group = [make_request(f"waits {index}", adapter="b") for index in range(2)]
     assert client.submit(*group) is None
     assert client.submit(make_request("base", max_tokens=5)) is None
-    assert engine.stats().kv_committed_bytes == (4 + 2 * 2 + 2) * BLOCK * BYTES
+    assert engine.stats().kv_committed_bytes == (4 + 2) * BLOCK * BYTES
     client.run_until(lambda: "base" in client.finished)
     assert core.loaded == ["a"] and "waits 0" not in client.texts
     # Not even the adapter that is loaded overtakes the one that waits for its slot.
@@ -694,7 +694,54 @@ def test_who_waits_for_memory_keeps_its_adapter() -> None:
     assert engine.stats().num_adapter_loads == 3
 
 
-def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
+def test_who_waits_for_a_slot_keeps_no_memory_from_others_and_has_it_in_turn() -> None:
+    engine, core, _ = make_engine(num_blocks=64, adapter_slots=1)
+    client, number = Client(engine), 0
+    client.submit(make_request("runs", [1] * 20, 200, adapter="a"))
+    waiting = [make_request(f"waits {i}", [2 + i] * 250, 100, adapter="b") for i in range(2)]
+    assert [client.submit(each) for each in waiting] == [None, None]
+    assert client.submit(make_request("as well", [4] * 500, adapter="b")) is not None
+
+    assert client.submit(make_request("base", [9] * 200)) is None
+    client.run_until(lambda: "base" in client.finished)
+    assert "runs" not in client.finished
+
+    def is_served() -> bool:
+        nonlocal number
+        number += 1
+        client.submit(make_request(f"base {number}", [9] * 200))
+        return all(each.request_id in client.finished for each in waiting)
+
+    client.run_until(is_served)
+    client.run()
+    assert core.num_free == core.num_blocks
+
+
+def test_samples_go_on_if_only_the_first_load_of_their_adapter_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, core, _ = make_engine(adapter_slots=1)
+    core.unreadable = {"b"}
+    load = core.load_adapter
+
+    def load_at_the_second_try(name: str) -> None:
+        try:
+            load(name)
+        finally:
+            core.unreadable.clear()
+
+    monkeypatch.setattr(core, "load_adapter", load_at_the_second_try)
+    client = Client(engine)
+    client.submit(*[make_request(str(index), adapter="b") for index in range(3)])
+    client.run()
+    assert [each.request_id for each in engine.take_failed()] == ["0"]
+    assert client.finished == {"1": "length", "2": "length"}
+    assert core.num_free == core.num_blocks
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, core, _ = make_engine(adapter_slots=1)
     core.unreadable = {"b"}
     client = Client(engine)
@@ -703,8 +750,14 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone() -> None:
     client.submit(make_request("2", adapter="a"))
     client.run()
     failed = engine.take_failed()
-    assert {(each.request_id, each.field) for each in failed} == {("fails 0", ""), ("fails 1", "")}
+    # The field is of the request, so that the engine's health is not what suffers.
+    assert {(each.request_id, each.field) for each in failed} == {
+        ("fails 0", "model"),
+        ("fails 1", "model"),
+    }
     assert all("adapter b cannot be loaded" in each.message for each in failed)
+    assert not any("/adapters/b" in each.message for each in failed)
+    assert "there is no /adapters/b" in caplog.text
     assert client.finished == {"1": "length", "2": "length"}
     assert core.num_free == core.num_blocks
 

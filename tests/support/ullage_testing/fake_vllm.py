@@ -181,7 +181,7 @@ class FakeVllm:
         assert name not in self.loaded, "loaded twice"
         assert len(self.loaded) < (self._adapter_slots or 0), "no slot is free"
         if name in self.unreadable:
-            raise AdapterError(f"adapter {name} cannot be loaded")
+            raise AdapterError(name, f"there is no /adapters/{name}")
         self.loaded.append(name)
 
     def unload_adapter(self, name: str) -> None:

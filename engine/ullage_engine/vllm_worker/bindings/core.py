@@ -343,13 +343,12 @@ class VllmCore:
 
     def load_adapter(self, name: str) -> None:
         if name not in self._adapters:
-            raise AdapterError(f"adapter {name} cannot be loaded: it was not there at the start")
+            raise AdapterError(name, "its folder was not there when this worker started")
         executor = self._engine.engine_core.engine_core.model_executor
         reasons = executor.collective_rpc("ullage_load_adapter", args=(self._adapters[name],))
         if any(reasons):
             self.unload_adapter(name)  # ranks that have loaded it, or a part
-            reason = next(filter(None, reasons))
-            raise AdapterError(f"adapter {name} cannot be loaded: {reason}")
+            raise AdapterError(name, next(filter(None, reasons)))
 
     def unload_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters[name].lora_int_id)
