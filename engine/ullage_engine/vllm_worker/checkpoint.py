@@ -1,11 +1,16 @@
 """Checkpoints that vLLM reads, made of GGUF files, which it computes with on GPUs only."""
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
@@ -13,11 +18,20 @@ from ullage_engine.protocol.errors import WeightsError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger("ullage.engine.vllm")
 
-def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
+_UNFINISHED = "vllm.unfinished"
+_LOOK_S = 1.0
+"""Seconds between two attempts to lock the folder."""
+
+
+def checkpoint_folder(
+    files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
+) -> Path:
     """Returns the folder of a model's checkpoint; of a GGUF file, one made of it below `folder`.
 
-    It is made once for a file, in its full precision of `dtype`.
+    It is made once for a file, in its full precision of `dtype`. `on_wait` is called about every
+    second while another engine of this host makes one.
 
     Raises:
         WeightsError: the file cannot be converted, or there is no room.
@@ -30,16 +44,42 @@ def checkpoint_folder(files: ModelFiles, dtype: str, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "vllm.lock").open("wb") as lock:
-            # Waits for another engine of this host. The kernel drops the lock of one that dies.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _acquire(lock, on_wait)
             if not target.is_dir():
-                _make(files.path, dtype, folder / "vllm.unfinished", target)
+                _make(files.path, dtype, folder / _UNFINISHED, target)
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "name a folder with more room" if is_full else "name a folder that it may write to"
+        where = f" at {error.filename}" if error.filename else ""
         raise WeightsError(
             f"server.weightsDir: cannot write {files.path.name} as a checkpoint to {folder} "
-            f"({error.strerror}); name a writable folder with more room"
+            f"({error.strerror}{where}); {remedy}"
         ) from error
     return target
+
+
+def written_bytes(folder: Path) -> int:
+    """Returns the size of the checkpoint that is being made below `folder`."""
+    sizes = []
+    for path in (folder / _UNFINISHED).glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been finished
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
+def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
+    """Waits for another engine of this host. The kernel drops the lock of one that dies."""
+    is_waiting = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not is_waiting:
+                log.info("waiting for another engine that makes a checkpoint: %s", lock.name)
+            is_waiting = True
+            on_wait()
+            time.sleep(_LOOK_S)
 
 
 def _make(path: Path, dtype: str, unfinished: Path, target: Path) -> None:
@@ -64,7 +104,9 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
             path.parent, dtype=getattr(torch, dtype), **arguments
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **arguments)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        if getattr(error, "errno", None) is not None:  # of the system, and not of transformers
+            raise
         reason = " ".join(str(error).split())[:300]
         raise WeightsError(
             f"model.source: {path.name} cannot be converted for vLLM: {reason}; name a folder with "

@@ -27,7 +27,7 @@ from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import adapter_folders, num_slots, slot_bytes
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
-from ullage_engine.vllm_worker.checkpoint import checkpoint_folder
+from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
@@ -125,7 +125,8 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
     sweep()
     memory = _Memory(config)
     node = lead(config.group, report) if config.group.nodes > 1 else None
-    progress = _Progress(report, memory.used_bytes)
+    weights_dir = Path(config.server.weights_dir)
+    progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
         core, max_model_len = _load(config, memory, progress, node, is_restart)
     core.probe()
@@ -199,7 +200,7 @@ def _load(
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
-    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
+    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir), progress.repeat)
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype)
     share, slots = memory.device_share, memory.adapter_slots
@@ -419,9 +420,14 @@ class _Progress:
             self._first = self._most = self._used_bytes()
             self._send(0, total_bytes or 1)
 
+    def repeat(self) -> None:
+        """Reports the stage once more, in which another process is waited for."""
+        with self._lock:
+            self._send(0, self._total or 1)
+
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Reports the bytes in use every second as long as they grow."""
+        """Reports the bytes in use or written every second as long as they grow."""
         ended = threading.Event()
 
         def look() -> None:

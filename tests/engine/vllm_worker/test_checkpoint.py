@@ -1,11 +1,10 @@
 """A GGUF file is written as a checkpoint once, and what a killed worker left of one is removed."""
 
+import errno
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,39 +72,56 @@ def test_engines_of_a_host_convert_a_file_once(
         write_config(path, dtype, folder)
 
     monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setattr(checkpoint, "_LOOK_S", 0.01)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(checkpoint.checkpoint_folder, model, "bfloat16", tmp_path)
         assert begun.wait(DEADLINE_S)
-        second = pool.submit(checkpoint.checkpoint_folder, model, "bfloat16", tmp_path)
-        wait_for(lambda: is_waited_for(tmp_path / "vllm.lock") or len(conversions) == 2)
+        waits = threading.Semaphore(0)
+        second = pool.submit(
+            checkpoint.checkpoint_folder, model, "bfloat16", tmp_path, waits.release
+        )
+        # Its server is told again and again that it goes on.
+        assert all(waits.acquire(timeout=DEADLINE_S) for _ in range(3))
         may_end.set()
         assert first.result(DEADLINE_S) == second.result(DEADLINE_S)
     assert len(conversions) == 1
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_waited_for(lock: Path) -> bool:
-    """Whether a lock is held and somebody waits for it."""
-    if not lock.exists():
-        return False
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and f":{lock.stat().st_ino} " in line for line in lines)
-
-
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            r"\(No space left on device\); name a folder with more room",
+        ),
+        (
+            OSError(errno.EACCES, "Permission denied", "/weights/x"),
+            r"\(Permission denied at /weights/x\); name a folder that it may write to",
+        ),
+    ],
+)
 def test_a_conversion_that_fails_leaves_nothing_and_says_what_to_do(
-    tmp_path: Path, model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: ModelFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    message: str,
 ) -> None:
+    written: list[int] = []
+
     def convert(path: Path, dtype: str, folder: Path) -> None:
         write_config(path, dtype, folder)
-        raise OSError(28, "No space left on device")
+        written.append(checkpoint.written_bytes(tmp_path))
+        raise error
 
     monkeypatch.setattr(checkpoint, "_convert", convert)
-    with pytest.raises(WeightsError, match=r"No space left on device\); name a writable folder"):
+    with pytest.raises(WeightsError, match=message):
         checkpoint.checkpoint_folder(model, "bfloat16", tmp_path)
     assert names(tmp_path) == {"vllm.lock"}
+    assert (written, checkpoint.written_bytes(tmp_path)) == ([len("bfloat16")], 0)
+
+
+def test_a_folder_that_is_none_is_not_said_to_be_full(tmp_path: Path, model: ModelFiles) -> None:
+    (tmp_path / "vllm.unfinished").write_text("a file")
+    with pytest.raises(WeightsError, match=r"Not a directory at .*vllm\.unfinished.*may write to"):
+        checkpoint.checkpoint_folder(model, "bfloat16", tmp_path)
