@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -141,8 +142,10 @@ def start_here(weights_dir: Path) -> Iterator[StartHere]:
             running.append(start(checked, lambda _: None, is_restart=is_restart))
         return running[-1]
 
-    yield start_one
-    stop_running(running)
+    # A start sets what vLLM reads; workers of later tests are to find what this process was given.
+    with patch.dict(os.environ):
+        yield start_one
+        stop_running(running)
 
 
 def stop_running(running: list[Any]) -> None:
