@@ -184,9 +184,22 @@ class Engines:
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
         """Describes the served model with the adapters that any engine serves and the tenant may
-        use; arguments and errors are those of `served_model`."""
+        use, and without its name where the tenant may not use it.
+
+        Args:
+            name: empty: the served model, whatever its name.
+            allowed: names that the tenant may use; empty: all.
+
+        Raises:
+            ServiceError: it has another name, the tenant may not use that, or no engine has
+                described it yet.
+        """
+        if name and allowed and name not in allowed:
+            raise unknown_model(name, self._model_name, self.adapters, allowed)
         response = inference_pb2.GetModelResponse()
         response.CopyFrom(self.served_model(name, allowed=allowed).description)
+        if allowed and response.model not in allowed:
+            response.model = ""
         del response.adapters[:]
         described = [engine.description for engine in self._known() if engine.description]
         adapters = {adapter.name: adapter for each in described for adapter in each.adapters}

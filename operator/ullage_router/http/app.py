@@ -22,6 +22,7 @@ from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoin
 from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants import TenantSession
 
 Endpoint = Callable[[Request, Reply], Awaitable[None]]
 Page = Callable[[Request], object]
@@ -87,14 +88,14 @@ class _SmallPages:
     def models(self, request: Request) -> object:
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         names = filter(tenant.may_use, self._names())
-        return {"object": "list", "data": [self._describe(name) for name in names]}
+        return {"object": "list", "data": [self._describe(name, tenant) for name in names]}
 
     def model(self, request: Request) -> object:
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         name, (served, *adapters) = request.path.removeprefix(MODELS + "/"), self._names()
         if not (tenant.may_use(name) and name in (served, *adapters)):
             raise unknown_model(name, served, adapters, tenant.rules.models)
-        return self._describe(name)
+        return self._describe(name, tenant)
 
     def healthz(self, request: Request) -> object:
         return {"status": "alive"}
@@ -110,9 +111,12 @@ class _SmallPages:
         """Returns the names of the served model and of its adapters."""
         return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
-    def _describe(self, name: str) -> dict[str, object]:
-        """Describes the served model or, by its name, an adapter of it."""
+    def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
+        """Describes the served model or, by its name, an adapter of it: as a model of its own where
+        the tenant may not use the served one."""
         model, served = self._service.engines.model, self._service.config.model
+        if not tenant.may_use(served):
+            served = name
         return {
             "id": name,
             "object": "model",

@@ -342,7 +342,8 @@ class Client:
         self._channel = open_channel(router, credentials)
         self._router = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._batcher = PickBatcher(self._router, self._metadata) if is_direct else None
-        self._base_model = ""
+        self._base_model: str | None = None
+        """Name of the served model; empty where this client may not use it."""
         """Name of the served model; empty until a request names one."""
         self._engines: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -426,7 +427,7 @@ class Client:
         adapters; False also where the router does not say."""
         if not name:
             return True
-        if not self._base_model:
+        if self._base_model is None:
             request = pb.GetModelRequest()
             try:
                 described = await self._router.GetModel(

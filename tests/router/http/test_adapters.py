@@ -328,14 +328,29 @@ def test_a_tenant_learns_only_of_models_that_it_may_use(
                 metadata = tuple(key.items())
                 described = await service.grpc.GetModel(pb.GetModelRequest(), metadata=metadata)
                 assert {adapter.name for adapter in described.adapters} == {*models} - {"tiny"}
+                assert described.model == ("tiny" if "tiny" in models else "")
+                assert described.tokenizer_json and described.max_model_len
+                parents = {model["parent"] for model in listed.json()["data"]}
+                roots = {model["root"] for model in listed.json()["data"]}
+                assert parents | roots <= {None, *models}
+                for model in models:
+                    asked = pb.GetModelRequest(model=model)
+                    one = await service.grpc.GetModel(asked, metadata=metadata)
+                    assert one == described
             # Neither the status nor the text says what else there is.
             for name, hint in (("alice", "use 'sql'"), ("bob", "use a key that may")):
                 key = {"authorization": f"Bearer sk-{name}-0123456789"}
-                for model, status in (("java", 403), ("acme-secret", 403), ("old", 404)):
+                for model, status in (
+                    ("java", 403),
+                    ("acme-secret", 403),
+                    ("tiny", 403),
+                    ("old", 404),
+                ):
                     body = {"model": model, "prompt": "Hi"}
                     answer = await service.http.post("/v1/completions", json=body, headers=key)
                     assert answer.status_code == status
-                    assert model == "acme-secret" or "acme" not in answer.text
+                    for hidden in {"acme-secret", "tiny"} - {model}:
+                        assert hidden not in answer.text
                     asked = pb.GetModelRequest(model=model)
                     with pytest.raises(grpc.aio.AioRpcError, match=hint) as failed:
                         await service.grpc.GetModel(asked, metadata=tuple(key.items()))

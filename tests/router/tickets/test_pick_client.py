@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import grpc
 import pytest
 from ullage_testing.fake_engine import Script
 
 from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.process.config_file import entry
 from ullage_common.tickets.client import Client
 from ullage_common.tickets.tickets import engine_tag, verify
 from ullage_common.wire.errors import ServiceError
@@ -135,6 +137,33 @@ def test_only_engines_that_have_an_adapter_are_sent_what_names_it(
             for name in ("", "tiny"):
                 accepted = (await ask(client, request(model=name)))[0].accepted
                 assert accepted.route == "direct"
+
+    asyncio.run(scenario())
+
+
+def test_who_may_use_an_adapter_only_asks_for_the_model_once(
+    start_service: "StartService", tmp_path: Path
+) -> None:
+    (tmp_path / "tenants").mkdir()
+    (tmp_path / "tenants" / "alice").write_text(entry("sk-alice-0123456789"))
+    rules = [{"name": "alice", "models": ["sql"]}]
+    tenants = {"keys_dir": str(tmp_path / "tenants"), "tenants": rules}
+    proof = (("authorization", "Bearer sk-alice-0123456789"),)
+
+    async def scenario() -> None:
+        async with connected(start_service, tmp_path, metadata=proof, tenants=tenants) as (
+            service,
+            client,
+        ):
+            service.engine.adapters = ("sql",)
+            service.engine.push(epoch=service.engine.headroom.epoch + 1)
+            engines = service.router.service.engines
+            await service.until(lambda: "sql" in engines.adapters)
+            with patch.object(engines, "describe", wraps=engines.describe) as describe:
+                for _ in range(3):
+                    events = await ask(client, request(model="sql"))
+                    assert events[0].accepted.route == "single"
+            assert describe.call_count == 1
 
     asyncio.run(scenario())
 
