@@ -57,8 +57,9 @@ class CanarySection(Strict, frozen=True, kw_only=True):
 class RolloutFile(Strict, frozen=True, kw_only=True):
     revision: str = ""
     """Revision of the stable engines; empty when it is not known."""
-    adapters: tuple[Text, ...] = ()
-    """Names of the adapters that engines have which are woken."""
+    adapters: tuple[Text, ...] | None = None
+    """Names of the adapters that engines have which are woken; None where only engines say which.
+    """
     canary: CanarySection | None = None
 
 

@@ -16,6 +16,7 @@ from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml
+from ullage_operator.manifests.engine_choice import may_be_vllm
 from ullage_operator.manifests.manifests import Builder, pool_objects
 from ullage_operator.rollout.analysis import (
     Analysis,
@@ -328,7 +329,7 @@ def router_file(plan: RolloutPlan) -> str:
     sleep (`ullage_router.rollout`)."""
     progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
     document: Manifest = {"revision": progress.stable}
-    if spec.adapters and any(map(may_sleep, spec.pools.values())):
+    if may_be_vllm(spec) and any(map(may_sleep, spec.pools.values())):
         document["adapters"] = [adapter.name for adapter in spec.adapters]
     if plan.pools:
         pools = [

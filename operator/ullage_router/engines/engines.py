@@ -208,9 +208,10 @@ class Engines:
                 response.adapters.append(adapters.get(each) or inference_pb2.Adapter(name=each))
         return response
 
-    def declare_adapters(self, names: Iterable[str]) -> None:
-        """Says which adapters engines of pools that sleep have, once they are woken."""
-        self._declared_adapters = frozenset(names)
+    def declare_adapters(self, names: Iterable[str] | None) -> None:
+        """Says which adapters engines of pools that sleep have, once they are woken; None: those of
+        the last engine of each."""
+        self._declared_adapters = None if names is None else frozenset(names)
 
     def set_canary(self, pools: tuple[PoolSection, ...]) -> None:
         """Follows other engines as the canary's from now on; without any there is no canary."""

@@ -527,16 +527,26 @@ def test_older_routers_name_a_trial_by_its_weight_too():
     assert (routers, canary.succeeded) == (2, 2 * GOOD.succeeded)
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_routers_know_the_adapters_of_engines_that_sleep(manifest, least):
+@pytest.mark.parametrize(
+    ("engine", "names", "least", "known"),
+    [
+        ("VLLM", ["sql"], 0, ["sql"]),
+        ("VLLM", [], 0, []),
+        ("Auto", [], 0, []),
+        ("VLLM", ["sql"], 1, None),
+        ("Native", [], 0, None),
+    ],
+)
+def test_routers_know_the_adapters_of_engines_that_sleep(manifest, engine, names, least, known):
     pools = {"single": {"replicas": 0, "autoscaling": {"minReplicas": least, "maxReplicas": 2}}}
     sql = {"name": "sql", "source": "pvc://tuned/sql", "rank": 8}
-    made = Cluster(manifest, engine="VLLM", pools=pools, adapters=[sql])
+    adapters = [sql | {"name": name} for name in names]
+    made = Cluster(manifest, engine=engine, pools=pools, adapters=adapters)
     made.step()
     made.step()
     told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])
-    assert told.get("adapters", []) == ([] if least else ["sql"])
-    if not least:
+    assert told.get("adapters") == known
+    if known:
         made.edit(adapters=[sql, sql | {"name": "python"}])
         made.step()
         told = yaml.safe_load(made.config("demo-router")["rollout.yaml"])

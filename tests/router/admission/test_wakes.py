@@ -238,6 +238,29 @@ async def test_an_adapter_that_came_or_went_while_its_pool_sleeps(asleep, tmp_pa
         assert (await asked).json()["model"] == "python"
 
 
+async def test_only_engines_say_their_adapters_where_the_file_does_not(asleep, tmp_path):
+    file = tmp_path / "rollout.yaml"
+    file.write_text('{"revision": "one"}')
+    async with asleep(rollout_file=str(file)) as made:
+        engine, service = made.engines["single"], made.router.service
+        engine.adapters = ("sql",)
+        await made.start("single")
+        await made.until_awake("single")
+        await engine.stop()
+        await made.until(lambda: service.scale_to_zero.is_scaled_to_zero("single"))
+        assert service.engines.adapters == {"sql"}
+        asked = made.chat(model="sql")
+        await made.until(lambda: len(service.scale_to_zero.queue) == 1 or asked.done())
+        engine.headroom.epoch += 1
+        await made.start("single")
+        assert (await asked).status_code == 200
+        await engine.stop()
+        await made.until(lambda: service.scale_to_zero.is_scaled_to_zero("single"))
+        declare(file)
+        await made.until(lambda: not service.engines.adapters)
+        assert (await made.chat(model="sql")).status_code == 404
+
+
 async def test_a_pool_that_may_not_sleep_is_not_waited_for(asleep):
     async with asleep(sleepy=()) as made:
         await made.until(lambda: made.router.service.is_ready)
