@@ -270,7 +270,7 @@ class Admission:
         if call.request.embed:
             most = least = 0
         queue, state = self._queue, request.queue_state if request else QueueState.OPEN
-        ahead = waiting = passable = NOTHING
+        ahead = waiting = passable = claimed = NOTHING
         refused_by = self._still_refusing(call) if call.refused_by else frozenset()
         if len(queue):  # mostly nobody waits
             waiting = queue.lengths()
@@ -278,7 +278,7 @@ class Admission:
                 adapter = self._rare_adapter(call)
                 ahead = queue.ahead(call.request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
-                refused_by |= self._engines.claimed(queue.claims(entry, adapter))
+                claimed = self._engines.claimed(queue.claims(entry, adapter))
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -290,6 +290,7 @@ class Admission:
             ahead=ahead,
             passable=passable,
             refused_by=refused_by,
+            claimed=claimed,
             waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred.engine if request else "",
@@ -348,7 +349,7 @@ class Admission:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
         if len(self._queue) and not request.call.is_trial:
-            self._queue.on_passed(run.pool, request.entry, self._rare_adapter(request.call))
+            self._queue.on_passed(run.pool, request.entry, engine.adapters)
         if request.entry and run.pool == request.entry.pool:
             request.entry.serve()
         credit = engine.reserve(run.demand.kv_bytes, len(prompt.token_ids), run.step_limit_s)

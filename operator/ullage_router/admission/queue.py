@@ -9,14 +9,14 @@ bound that is short: a newcomer takes the place of what the tenant with the larg
 needs least. A higher priority takes the place of a lower one, whosever they are.
 
 Heads of several lines of a pool go by priority and arrival. Whoever can use every engine lets the
-engines alone that have the adapter of a head before it; whoever needs an adapter stands behind the
-head of those that can use every engine.
+engines alone that have the adapter of a head before it, unless it may pass that head there; whoever
+needs an adapter stands behind the head of those that can use every engine.
 """
 
 import asyncio
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -244,11 +244,14 @@ class RequestQueue:
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
-    def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> list[LineKey]:
-        """Returns the pools and adapters of heads before a request that it keeps engines for: those
-        of the pool that have the adapter."""
+    def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
+        """Returns the bytes that heads before a request wait for, for which it keeps engines: those
+        of the pool that have the adapter. 0 stands for a head that may be passed no more."""
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
-        return [head.line for head in self._heads(entry, keys)]
+        return {
+            head.line: 0 if self._is_full(head) else head.place.size
+            for head in self._heads(entry, keys)
+        }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
         """Returns the bytes that the smallest head before a request waits for, of those pools in
@@ -257,16 +260,29 @@ class RequestQueue:
         full = set()
         for head in self._heads_before(entry, adapter):
             sizes[head.pool] = min(head.place.size, sizes.get(head.pool, head.place.size))
-            if head.num_passed >= self._bounds.backfill:
+            if self._is_full(head):
                 full.add(head.pool)
         return {pool: size for pool, size in sizes.items() if pool not in full}
 
-    def on_passed(self, pool: str, entry: QueueEntry | None, adapter: str = "") -> None:
-        """Counts a request that takes memory of the pool, if it passes a head by that."""
-        passed = [head for head in self._heads_before(entry, adapter) if head.pool == pool]
+    def on_passed(
+        self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
+    ) -> None:
+        """Counts a request that takes memory of an engine, if it passes heads by that.
+
+        Args:
+            pool: of the engine.
+            adapters: that the engine has.
+        """
+        names = ("", *adapters)
+        keys = [key for key in self._lines if key[0] == pool and key[1] in names]
+        passed = list(self._heads(entry, keys))
         for head in passed:
             head.num_passed += 1
         self.passed += bool(passed)
+
+    def _is_full(self, head: QueueEntry) -> bool:
+        """Whether as many requests as may have passed it."""
+        return head.num_passed >= self._bounds.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
         """Yields the heads before a request of the lines whose engines include all of its own."""
@@ -295,7 +311,7 @@ class RequestQueue:
         Args:
             available: most bytes that an engine of the pool has.
         """
-        if head.num_passed < self._bounds.backfill and available > 0:
+        if not self._is_full(head) and available > 0:
             for place in self._lines[head.line].first(LOOKED_AHEAD):
                 if place is not head.place and place.size <= available:
                     self._entries[place.number].wake()

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import grpc
 from msgspec.structs import replace
@@ -227,14 +227,18 @@ class Engines:
         that may come back; an empty one all have."""
         return not adapter or adapter in self.roster.common_adapters
 
-    def claimed(self, claims: Collection[tuple[str, str]]) -> frozenset[str]:
-        """Returns the keys of engines that have an adapter, of several pools and adapters."""
-        if not claims:
-            return NONE
-        engines = self._engines.values()
-        return frozenset(
-            e.key for e in engines for p, a in claims if e.pool == p and a in e.adapters
-        )
+    def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
+        """Returns the smallest claim on each engine, by key; engines without any are absent.
+
+        Args:
+            claims: bytes by pool and adapter, each on the pool's engines that have the adapter.
+        """
+        sizes: dict[str, int] = {}
+        for (pool, adapter), size in claims.items():
+            for engine in self._engines.values():
+                if engine.pool == pool and adapter in engine.adapters:
+                    sizes[engine.key] = min(size, sizes.get(engine.key, size))
+        return sizes
 
     def is_ready_on(self, side: Side, adapter: str = "") -> bool:
         """Whether an engine of that side, with the adapter if one is named, takes requests."""

@@ -198,6 +198,7 @@ class _LadderRun:
             self._demand(engine).kv_bytes <= engine.available
             and engine.standing is EngineState.USABLE
             and engine.id not in self.facts.refused_by
+            and engine.id not in self.facts.claimed
             and self._is_in_time(engine)
         )
 
@@ -224,8 +225,9 @@ class _LadderRun:
                 return self._reject()
 
     def _full(self, pool: str, reason: str) -> Run | None:
-        free = self._free(pool) or (self._free_beside_head() if pool == self.home else [])
-        fits = [e for e in free if self._demand(e).kv_bytes <= e.available]
+        fits = [e for e in self._free(pool) if self._demand(e).kv_bytes <= e.available]
+        if not fits and pool == self.home:
+            fits = self._free_beside_heads()
         return self._on_one_of(fits, reason) if fits else None
 
     def _on_one_of(self, fits: Sequence[EngineView], reason: str) -> Run:
@@ -237,7 +239,7 @@ class _LadderRun:
         """Returns engines that could run the request as well, if its prompt is neither computed
         soon nor cached."""
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
-        if is_soon or engine.id == self.facts.preferred:
+        if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
             return {}
         return {
             e.id: self._demand(e).kv_bytes
@@ -403,24 +405,33 @@ class _LadderRun:
         """Returns engines that may take this request now, before whom nobody waits."""
         if pool in self.facts.ahead:
             return []
-        refused_by = self.facts.refused_by
-        return [e for e in self._usable(pool) if e.id not in refused_by and self._is_in_time(e)]
+        taken = self.facts.refused_by.union(self.facts.claimed)
+        return [e for e in self._usable(pool) if e.id not in taken and self._is_in_time(e)]
 
-    def _free_beside_head(self) -> list[EngineView]:
-        """Returns engines of the home pool on which the request would end before the first of
-        those that wait could begin."""
-        head_bytes = self.facts.passable.get(self.home)
-        if head_bytes is None:
+    def _free_beside_heads(self) -> list[EngineView]:
+        """Returns engines of the home pool that have room for the request and on which it would end
+        before the first of those that wait for them could begin."""
+        facts = self.facts
+        head_bytes = facts.passable.get(self.home)
+        if head_bytes is None and self.home in facts.ahead:
             return []
         return [
             e
             for e in self._usable(self.home)
-            if e.id not in self.facts.refused_by
+            if e.id not in facts.refused_by
             and self._demand(e).kv_bytes <= e.available
-            and end_s(e, self.facts.prompt_tokens, self._expected_output(e))
-            <= earliest_s(e.available, e.releases, head_bytes)
+            and self._ends_before(e, head_bytes)
+            and self._ends_before(e, facts.claimed.get(e.id))
             and self._is_in_time(e)
         ]
+
+    def _ends_before(self, engine: EngineView, head_bytes: int | None) -> bool:
+        """Whether the request would end there before one that waits for so many bytes could begin;
+        None: nobody waits."""
+        if head_bytes is None:
+            return True
+        end = end_s(engine, self.facts.prompt_tokens, self._expected_output(engine))
+        return end <= earliest_s(engine.available, engine.releases, head_bytes)
 
     def _is_in_time(self, engine: EngineView) -> bool:
         if not (engine.load or engine.backlog_tokens):

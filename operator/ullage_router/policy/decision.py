@@ -324,8 +324,11 @@ class RequestFacts(msgspec.Struct, frozen=True):
     """Bytes that the first of those waits for, by pool; a pool where it may not be passed is
     absent."""
     refused_by: frozenset[str] = frozenset()
-    """Keys of engines that may not have it now: they have reported nothing since they refused it,
-    or somebody waits before it who can use few others."""
+    """Keys of engines that may not have it now: they have reported nothing since they refused it.
+    """
+    claimed: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """Engines that somebody waits for before it who can use few others, by key: bytes that the
+    first of those waits for; 0 where it may not be passed."""
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests that wait before this one, by pool."""
     limits: TimeLimits = TimeLimits()

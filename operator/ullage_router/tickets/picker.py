@@ -552,7 +552,7 @@ class TicketIssuer:
             priced.max_tokens,
             samples,
             preferred.engine,
-            avoid | self._engines.claimed(self._queue.claims()),
+            avoid.union(self._engines.claimed(self._queue.claims())),
             limit,
             priced.comes_at_end,
         )

@@ -107,21 +107,26 @@ def test_lines_of_adapters_keep_the_order_of_those_that_any_engine_can_serve() -
         assert here.lengths() == {"single": 4}
         assert sql.is_head and plain.is_head and python.is_head and not later.is_head
         # What any engine can serve leaves the engines alone that have the adapter, and no others.
-        assert (here.ahead(0, plain), here.claims(plain)) == ({}, [("single", "sql")])
+        assert (here.ahead(0, plain), here.claims(plain)) == ({}, {("single", "sql"): 100})
         # What needs an adapter waits for all before it, but not for those of another adapter.
-        assert (here.ahead(0, sql, "sql"), here.claims(sql, "sql")) == ({}, [])
+        assert (here.ahead(0, sql, "sql"), here.claims(sql, "sql")) == ({}, {})
         assert here.ahead(0, later, "sql") == {"single": 100 + 40}
         assert here.ahead(0, python, "python") == {"single": 40}
-        assert here.claims(python, "python") == [("single", "sql")]
+        assert here.claims(python, "python") == {("single", "sql"): 100}
         # Who is not in the queue yet is behind all.
         assert here.ahead(0) == {"single": 40}
-        assert {*here.claims()} == {("single", "sql"), ("single", "python")}
+        assert here.claims() == {("single", "sql"): 100, ("single", "python"): 30}
         assert here.passable(python, "python") == {"single": 40}
-        here.on_passed("single", python, "python")
+        here.on_passed("single", python, {"python"})
         assert here.passable(python, "python") == {}
+        assert here.claims() == {("single", "sql"): 100, ("single", "python"): 30}
+        # On an engine that has it, a head is passed by what any engine can serve.
+        here.on_passed("single", plain, {"sql", "java"})
+        assert here.claims() == {("single", "sql"): 0, ("single", "python"): 30}
+        assert here.passed == 2
         # A higher priority goes first, whatever line it is in.
         urgent = here.join("single", waiter(10, arrival=5.0, priority=100))
-        assert here.ahead(0, sql, "sql") == {"single": 50} and here.claims(urgent) == []
+        assert here.ahead(0, sql, "sql") == {"single": 50} and here.claims(urgent) == {}
         for entry in (sql, plain, python, urgent):
             while await entry.wait_turn(0.0):
                 pass
@@ -131,7 +136,7 @@ def test_lines_of_adapters_keep_the_order_of_those_that_any_engine_can_serve() -
         for entry in (sql, plain, later, python):
             entry.leave()
             here.check_integrity()
-        assert (here.ahead(0), here.claims()) == ({}, [])
+        assert (here.ahead(0), here.claims()) == ({}, {})
 
     asyncio.run(scenario())
 

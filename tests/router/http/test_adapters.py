@@ -11,6 +11,7 @@ import grpc
 import openai
 import pytest
 
+from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.config_file import entry
 from ullage_common.wire.errors import from_rpc_error
@@ -199,6 +200,41 @@ def test_what_names_an_adapter_waits_for_the_engines_that_have_it(
             order = ["sql", "tiny"] if is_first else ["tiny", "sql"]
             assert served(service)[0] == order
             assert (await with_adapter).headers["x-ullage-action"] == "queue"
+
+    asyncio.run(scenario())
+
+
+def test_small_ones_pass_one_that_waits_for_an_adapter(start_service: StartService) -> None:
+    """One of its engines has room for them and not for it."""
+
+    async def scenario() -> None:
+        routing = {"queue": {"max_requests": 4, "timeout": 30.0, "backfill": 2}}
+        async with start_service(single=(100, 100), routing=routing) as service:
+            await learn(service, ("sql",), ())
+            having, lacking = service.engines
+            queue, engines = service.router.service.queue, service.router.service.engines.all()
+            block = having.headroom.kv_pool_bytes // 100
+            releases = [headroom_pb2.Release(after_ms=3000, bytes=90 * block)]
+            busy = {"releases": releases, "decode_tokens_per_second": 100.0}
+            busy |= {"prefill_tokens_per_second": 1e5, "requests_running": 1}
+            busy |= {"expected_output_tokens": 16, "max_sequences": 64}
+            lacking.push(headroom_bytes=0, **busy)
+            having.push(headroom_bytes=8 * block, **busy)
+            await service.until(lambda: {e.available for e in engines} == {0, 8 * block})
+            with_adapter = asyncio.create_task(service.complete("x" * 300, model="sql"))
+            await service.until(lambda: len(queue) == 1 or with_adapter.done())
+            assert len(queue) == 1
+            for _ in range(2):
+                answer = await service.complete("short", max_tokens=16)
+                assert answer.headers["x-ullage-action"] == "accept", answer.text
+            assert (queue.passed, served(service)) == (2, [["tiny"] * 2, []])
+            # No more than that pass it.
+            third = asyncio.create_task(service.complete("short", max_tokens=16))
+            await service.until(lambda: len(queue) == 2 or third.done())
+            assert len(queue) == 2 and not with_adapter.done()
+            having.push(headroom_bytes=100 * block)
+            assert [(await task).status_code for task in (with_adapter, third)] == [200, 200]
+            assert served(service)[0][2] == "sql"
 
     asyncio.run(scenario())
 

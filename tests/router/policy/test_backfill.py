@@ -117,5 +117,40 @@ def test_nothing_passes_where_nothing_is_predicted() -> None:
     assert math.isinf(end_s(replace(IDLE, prefill_speed=0.0), 10, 10))
 
 
+FULL = replace(IDLE, id="full", available=0, load=3, releases=(Release(30.0, 100 * BLOCK),))
+
+
+def claimed(output: int, size: int, **ahead: dict[str, int]) -> RequestFacts:
+    return RequestFacts(16, output, output, claimed={"a": size}, **ahead)
+
+
+def test_what_ends_in_time_passes_a_head_that_only_some_engines_can_serve() -> None:
+    head = HEAD_BLOCKS * BLOCK
+    for output, kind in ((39, Run), (41, Wait)):
+        views = [replace(BUSY, expected_output=output), FULL]
+        step = decide(claimed(output, head), views, POLICY)
+        assert isinstance(step, kind)
+        if isinstance(step, Run):
+            assert (step.engine, step.choices) == ("a", {})
+    free = replace(IDLE, id="free")
+    step = decide(claimed(10, head), [BUSY, free], POLICY)
+    assert isinstance(step, Run) and step.engine == "free", "the engine that nobody waits for"
+
+
+def test_no_head_is_passed_that_may_not_be() -> None:
+    views, head = [replace(BUSY, expected_output=10), FULL], HEAD_BLOCKS * BLOCK
+    late = {"single": 20 * BLOCK + 1}
+    early = replace(BUSY, releases=(Release(0.5, BLOCK), Release(4.0, 79 * BLOCK)))
+    for asked, engines in (
+        (claimed(10, 0), views),  # that of few engines was passed too often
+        (claimed(10, head, ahead=PASSABLE), views),  # that of the pool was
+        (claimed(10, head, ahead=late, passable=late), [early, FULL]),  # it would begin before
+        (claimed(10, 20 * BLOCK + 1, ahead=PASSABLE, passable=PASSABLE), [early, FULL]),
+    ):
+        assert isinstance(decide(asked, engines, POLICY), Wait)
+    both = claimed(10, head, ahead=PASSABLE, passable=PASSABLE)
+    assert isinstance(decide(both, views, POLICY), Run)
+
+
 def test_nothing_passes_one_that_was_passed_too_often() -> None:
     assert isinstance(decide(facts(16, 10), [BUSY], POLICY), Wait)
