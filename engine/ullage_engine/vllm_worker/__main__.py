@@ -40,6 +40,9 @@ def _compute(arguments: Sequence[str]) -> int:
     parser.add_argument("--node", type=int, required=True, help="rank of this node")
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
     parser.add_argument("--leader", required=True, help="address of the leader")
+    parser.add_argument(
+        "--rank-bytes", type=int, required=True, help="memory of a rank's device on the leader"
+    )
     options = parser.parse_args(arguments)
     loop.die_with_parent(parent)
     config = read_file(options.config, EngineConfig)
@@ -48,7 +51,7 @@ def _compute(arguments: Sequence[str]) -> int:
     from ullage_engine.vllm_worker.startup import compute
 
     try:
-        compute(config, Node(options.node, options.leader))
+        compute(config, Node(options.node, options.leader), options.rank_bytes)
     except (WorkerStartError, LedgerError, WeightsError) as error:
         logging.getLogger("ullage.engine.vllm").error("%s", error)
     return 1

@@ -63,6 +63,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """All have joined: compute."""
 
+    rank_bytes: int
+    """Memory of a rank's device on the leader, by which every node plans its slots of adapters."""
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A follower cannot join now; it tries again."""
@@ -165,8 +168,12 @@ def listen(port: int) -> socket.socket:
 class Leader:
     """Waits for followers, then ends with the first of them that ends."""
 
-    def __init__(self, listener: socket.socket, revision: str, num_nodes: int) -> None:
+    def __init__(
+        self, listener: socket.socket, revision: str, num_nodes: int, start: Start
+    ) -> None:
+        """`start`: what followers get when all are there."""
         self._listener = listener
+        self._start = start
         self._roster = Roster(revision, num_nodes)
         self._ranks: dict[int, Connection] = {}
 
@@ -192,7 +199,7 @@ class Leader:
                     key.data.close()
         for connection in self._ranks.values():
             # One that is lost meanwhile is found by `watch`.
-            _try_send(connection, Start())
+            _try_send(connection, self._start)
         return next(iter(self._ranks.values())).own_address
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
@@ -265,8 +272,10 @@ def end_worker(rank: int) -> NoReturn:
     os._exit(1)
 
 
-def lead(group: GroupSection, report: Report) -> Node:
+def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
     """Waits for this worker's followers; after that this process ends with the first of them.
+
+    `rank_bytes`: memory of a rank's device here.
 
     Raises:
         WorkerStartError: the port is taken.
@@ -277,7 +286,8 @@ def lead(group: GroupSection, report: Report) -> Node:
         raise WorkerStartError(
             f"group.join_port: cannot listen at {group.join_port} ({error.strerror}); set another"
         ) from error
-    leader = Leader(listener, os.environ.get(REVISION, ""), group.nodes)
+    start = Start(rank_bytes=rank_bytes)
+    leader = Leader(listener, os.environ.get(REVISION, ""), group.nodes, start)
     former: list[int] = []
 
     def on_wait(missing: list[int]) -> None:
@@ -306,10 +316,11 @@ class Follower:
         self,
         leader: tuple[str, int],
         join: Join,
-        command: Callable[[str], Sequence[str]],
+        command: Callable[[str, Start], Sequence[str]],
         environment: Mapping[str, str],
     ) -> None:
-        """`leader`: name and join port. `command`: what computes, for the leader's address."""
+        """`leader`: name and join port. `command`: what computes, for the leader's address
+        and its message."""
         self._leader = leader
         self._message = join
         self._command = command
@@ -322,9 +333,9 @@ class Follower:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         while not self._is_ending:
-            connection = self._join()
+            connection, start = self._join()
             try:
-                self._compute(connection)
+                self._compute(connection, start)
             finally:
                 connection.close()
             if not self._is_ending:
@@ -336,8 +347,8 @@ class Follower:
         log.info("asked to end: this node goes on until its leader ends")
         self._is_ending = True
 
-    def _join(self) -> Connection:
-        """Returns the connection to a leader that says Start."""
+    def _join(self) -> tuple[Connection, Start]:
+        """Returns the connection to a leader that says Start, and that message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
             try:
@@ -347,7 +358,7 @@ class Follower:
                 connection.close()
                 continue
             if isinstance(answer, Start):
-                return connection
+                return connection, answer
             connection.close()
             if answer.reason != self._refusal:
                 self._refusal = answer.reason
@@ -364,12 +375,13 @@ class Follower:
             yield Connection(peer)
             time.sleep(_RETRY_S)
 
-    def _compute(self, connection: Connection) -> None:
+    def _compute(self, connection: Connection, start: Start) -> None:
         """Runs vLLM until it or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
         environment = {**os.environ, **self._environment}
-        process = subprocess.Popen(self._command(connection.peer_address), env=environment)
+        command = self._command(connection.peer_address, start)
+        process = subprocess.Popen(command, env=environment)
         try:
             ended = os.pidfd_open(process.pid)
             try:
@@ -420,11 +432,14 @@ def follow(arguments: Sequence[str]) -> int:
     logs.configure(config.server.log_level, fields={"node": rank})
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]
-    command += ["--config", str(options.config), "--leader"]
+    command += ["--config", str(options.config)]
     Follower(
         (host, config.group.join_port),
         Join(os.environ.get(REVISION, ""), rank),
-        lambda address: [*command, address],
+        lambda address, start: [
+            *command,
+            *("--leader", address, "--rank-bytes", str(start.rank_bytes)),
+        ],
         launch_env(config, vllm_env),
     ).run()
     return 0

@@ -124,7 +124,8 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
     vllm_core.check_device(config.device)
     sweep()
     memory = _Memory(config)
-    node = lead(config.group, report) if config.group.nodes > 1 else None
+    nodes = config.group.nodes
+    node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
@@ -167,8 +168,10 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
     )
 
 
-def compute(config: EngineConfig, node: Node) -> None:
+def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     """Computes a follower's part until one of its ranks ends.
+
+    `rank_bytes`: memory of a rank's device on the leader.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
@@ -183,7 +186,7 @@ def compute(config: EngineConfig, node: Node) -> None:
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
     memory = _Memory(config)
-    memory.plan_adapters(folder, dtype)
+    memory.plan_adapters(folder, dtype, rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_core.compute(vllm_core.make_config(given, headless=True))
@@ -202,7 +205,7 @@ def _load(
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir), progress.repeat)
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
-    memory.plan_adapters(folder, dtype)
+    memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     vllm_config = vllm_core.make_config(
         arguments.engine_args(config, folder, dtype, share, node, slots)
@@ -303,8 +306,14 @@ class _Memory:
         self._copy_bytes = 0
         """Most bytes of a CPU's memory that the ranks take for an adapter beside its slot."""
 
-    def plan_adapters(self, folder: Path, dtype: str) -> None:
-        """Decides how many adapters are loaded at a time, of the model in `folder`.
+    @property
+    def rank_bytes(self) -> int:
+        """Memory of a rank's device."""
+        return self.ledger.total_bytes // self._num_ranks
+
+    def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
+        """Decides how many adapters are loaded at a time, of the model in `folder`: on all nodes as
+        many as a rank's device of the leader has memory for.
 
         Raises:
             WeightsError: the checkpoint is incomplete.
@@ -317,7 +326,7 @@ class _Memory:
         copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
         self.adapter_slots = num_slots(
             len(config.adapters),
-            int(self.ledger.total_bytes / self._num_ranks * config.memory.adapter_share),
+            int(rank_bytes * config.memory.adapter_share),
             # Of tensor ranks each is taken to have all of it, which is no less than it has.
             -(-size // config.parallelism.pipeline),
             copy_bytes=copy_bytes,

@@ -25,14 +25,15 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
-from ullage_engine.vllm_worker.group import Connection, Leader, Roster, lead, listen
+from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead, listen
 
 PATIENCE_S = 60.0
 
 LEADER = """
 import sys, time
-from ullage_engine.vllm_worker.group import Leader, end_worker, listen
-leader = Leader(listen(int(sys.argv[1])), "r1", int(sys.argv[2]))
+from ullage_engine.vllm_worker.group import Leader, Start, end_worker, listen
+start = Start(rank_bytes=7 << 30)
+leader = Leader(listen(int(sys.argv[1])), "r1", int(sys.argv[2]), start)
 print(leader.gather(lambda missing: print(missing, flush=True)), flush=True)
 leader.watch(end_worker)
 time.sleep(3600)
@@ -43,14 +44,17 @@ from ullage_engine.vllm_worker.group import Follower, Join
 assert "torch" not in sys.modules  # seconds, and memory that each follower would hold
 port, revision, rank, *compute = sys.argv[1:]
 Follower(
-    ("127.0.0.1", int(port)), Join(revision, int(rank)), lambda at: [*compute, at], {"SET": "1"}
+    ("127.0.0.1", int(port)),
+    Join(revision, int(rank)),
+    lambda at, start: [*compute, at, str(start.rank_bytes)],
+    {"SET": "1"},
 ).run()
 """
 COMPUTE = """
 import os, pathlib, sys, time
-folder, rank, leader = sys.argv[1:]
+folder, rank, leader, rank_bytes = sys.argv[1:]
 assert os.environ["SET"] == "1"
-(pathlib.Path(folder) / f"{os.getpid()}.computes").write_text(f"{rank} {leader}")
+(pathlib.Path(folder) / f"{os.getpid()}.computes").write_text(f"{rank} {leader} {rank_bytes}")
 time.sleep(3600)
 """
 
@@ -84,8 +88,8 @@ class Group:
         found = {}
         for path in self._folder.glob("*.computes"):
             pid, words = int(path.stem), path.read_text().split()
-            if len(words) == 2 and psutil.pid_exists(pid):
-                assert words[1] == "127.0.0.1"
+            if len(words) == 3 and psutil.pid_exists(pid):
+                assert words[1:] == ["127.0.0.1", str(7 << 30)]
                 found[int(words[0])] = pid
         return found
 
@@ -188,7 +192,7 @@ class Gathering:
     def __init__(self) -> None:
         listener = listen(0)
         self.port = listener.getsockname()[1]
-        self.leader = Leader(listener, "r1", 3)
+        self.leader = Leader(listener, "r1", 3, Start(rank_bytes=7))
         self.missing: list[list[int]] = []
         self.address = ""
         self._thread = threading.Thread(target=self._gather)
@@ -232,7 +236,7 @@ def test_only_ranks_of_the_leaders_revision_are_counted() -> None:
                 assert _is_closed(former)
                 with gathering.join(2) as two:
                     gathering.wait()
-                    assert one.recv(4096) == two.recv(4096) == b'{"type":"Start"}\n'
+                    assert one.recv(4096) == two.recv(4096) == b'{"type":"Start","rank_bytes":7}\n'
                     assert gathering.address == "127.0.0.1"
                     lost: list[int] = []
                     gathering.leader.watch(lost.append)
@@ -288,7 +292,7 @@ def test_a_worker_that_leads_says_that_it_waits(monkeypatch: pytest.MonkeyPatch)
     with pytest.MonkeyPatch.context() as patch:
         # The test's own process is not to end with its follower.
         patch.setattr(Leader, "watch", lambda leader, _: leader.close())
-        node = lead(GroupSection(nodes=2, join_port=port), report)
+        node = lead(GroupSection(nodes=2, join_port=port), report, 7)
     assert (node.rank, node.leader) == (0, "127.0.0.1")
     assert {(each.stage, each.total_bytes) for each in loading} == {("followers", 1)}
     assert [each.done_bytes for each in loading][-1] == 1
@@ -299,7 +303,7 @@ def test_a_taken_port_is_named() -> None:
     with listen(0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(WorkerStartError, match=rf"^group\.join_port: cannot listen at {port} "):
-            lead(GroupSection(nodes=2, join_port=port), lambda _: None)
+            lead(GroupSection(nodes=2, join_port=port), lambda _: None, 7)
 
 
 def test_nobody_follows_an_engine_on_one_node(
