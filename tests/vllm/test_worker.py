@@ -24,6 +24,8 @@ from ullage_engine.server.grammar import grammar_text
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
 
+from .conftest import vllm_config
+
 Launch = Callable[..., WorkerProcess]
 BLOCK = 32
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
@@ -42,42 +44,27 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Launch]:
-    """Launches workers; sections given by keyword replace fields of `configured`."""
+    """Launches workers; sections given by keyword replace fields of `vllm_config`."""
     with launcher() as launch_command:
 
         def launch_one(source: str = SOURCE, **sections: Any) -> WorkerProcess:
             folder = tmp_path_factory.mktemp("w")
-            config = configured(source, weights_dir, **sections)
+            memory = {
+                "max_kv": (NUM_BLOCKS + 1) * BLOCK * TOKEN_BYTES,
+                **sections.pop("memory", {}),
+            }
+            config = vllm_config(
+                source,
+                memory=memory,
+                batching={"max_sequences": 4},
+                server={"weights_dir": str(weights_dir)},
+                **sections,
+            )
             (folder / "engine.yaml").write_text(yaml.safe_dump(config))
             command = [sys.executable, "-m", "ullage_engine.vllm_worker"]
             return launch_command(command, folder, vllm_env(2))
 
         yield launch_one
-
-
-def configured(source: str, weights_dir: Path, **sections: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "engine": "vllm",
-        "model": {
-            "source": source,
-            "name": "served",
-            "dtype": "float32",
-            "max_model_len": 1024,
-        },
-        "device": "cpu",
-        "memory": {
-            "threshold": 1.0,
-            "safety_reserve": 0,
-            "device_bytes": 4 << 30,
-            "max_kv": (NUM_BLOCKS + 1) * BLOCK * TOKEN_BYTES,
-        },
-        "batching": {"max_sequences": 4, "prefill_chunk_tokens": 256},
-        "server": {"threads": 2, "weights_dir": str(weights_dir)},
-        "vllm": {"args": {"block_size": BLOCK}},
-    }
-    for name, value in sections.items():
-        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
-    return config
 
 
 @pytest.fixture(scope="module")

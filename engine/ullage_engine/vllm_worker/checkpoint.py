@@ -52,7 +52,7 @@ def checkpoint_folder(
         remedy = "name a folder with more room" if is_full else "name a folder that it may write to"
         where = f" at {error.filename}" if error.filename else ""
         raise WeightsError(
-            f"server.weightsDir: cannot write {files.path.name} as a checkpoint to {folder} "
+            f"server.weights_dir: cannot write {files.path.name} as a checkpoint to {folder} "
             f"({error.strerror}{where}); {remedy}"
         ) from error
     return target

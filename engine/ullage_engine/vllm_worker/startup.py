@@ -119,10 +119,7 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    vllm_core.check_version()
-    arguments.check(config)
-    vllm_core.check_device(config.device)
-    sweep()
+    _prepare(config)
     memory = _Memory(config)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
@@ -176,10 +173,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    vllm_core.check_version()
-    arguments.check(config)
-    vllm_core.check_device(config.device)
-    sweep()
+    _prepare(config)
     # Ranks read them where the leader does, which says so if one cannot.
     adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
@@ -190,6 +184,18 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     share, slots = memory.device_share, memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_core.compute(vllm_core.make_config(given, headless=True))
+
+
+def _prepare(config: EngineConfig) -> None:
+    """Checks what can be checked before anything is loaded, and clears what killed ranks left.
+
+    Raises:
+        WorkerStartError: this vLLM does not take the configuration.
+    """
+    vllm_core.check_version()
+    arguments.check(config)
+    vllm_core.check_device(config.device)
+    sweep()
 
 
 def _load(
