@@ -64,7 +64,14 @@ def test_streams_tokens(serve: Serve, fake: ModuleType) -> None:
             assert answer.finished.reason == pb.FINISH_REASON_LENGTH
             assert answer.finished.usage == pb.Usage(prompt_tokens=3, completion_tokens=20)
             assert sum(delta.num_tokens for delta in answer.deltas) == 20
-            assert len(answer.deltas) > 5
+            # Of many tokens the first come while others are computed; how many at once is the
+            # machine's to say.
+            call = engine.inference.Generate(ask(max_tokens=400))
+            async for response in call:
+                if response.HasField("delta"):
+                    break
+            call.cancel()
+            assert 0 < response.delta.num_tokens < 400
 
     asyncio.run(scenario())
 
