@@ -21,7 +21,7 @@ fast_operator=(
     --ignore=tests/operator/api/test_wrong_manifests.py --ignore=tests/test_lanes.py
 )
 fast_rest=(
-    tests/router/policy tests/router/prompts/test_*.py
+    tests/router/policy tests/router/prompts/test_*.py tests/kv/test_{index,keys}.py
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
 talking=(tests/router tests/common "$engine/server")

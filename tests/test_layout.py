@@ -20,6 +20,7 @@ MAX_FILES_PER_FOLDER = 12
 MIN_LINES_OF_ONE_IMPORTER = 60
 PACKAGES = [
     ROOT / "engine/ullage_engine",
+    ROOT / "engine/ullage_kv",
     ROOT / "operator/ullage_router",
     ROOT / "operator/ullage_operator",
     ROOT / "proto/ullage_common",

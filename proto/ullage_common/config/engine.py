@@ -225,7 +225,43 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
     """Environment of NCCL, over `ullage_engine.server.worker_process.TRANSFER_ENV`."""
 
 
+class HostTierSection(Strict, frozen=True, kw_only=True):
+    """KV in host memory, which outlives the worker."""
+
+    size: Bytes = 256 << 20
+    """Memory that is taken when the engine starts, beside the device's; 0: there is no such tier,
+    and none below it."""
+
+
+class FileTierSection(Strict, frozen=True, kw_only=True):
+    """KV in files, which outlive the engine."""
+
+    path: Text
+    """Folder; engines may share it, each has its own files in it."""
+    size: Bytes = 2 << 30
+    """Most bytes that the files of one engine take."""
+
+
+class RemoteTierSection(Strict, frozen=True, kw_only=True):
+    """KV of other engines with the same model."""
+
+    peers: tuple[Text, ...]
+    """Addresses of them, host:port; a name that has several addresses is several peers, and what is
+    this engine itself is left out."""
+    deadline: Seconds = 1.0
+    """Seconds that one transfer of blocks may take."""
+
+
+class TiersSection(Strict, frozen=True, kw_only=True):
+    """Where KV is kept that the device has no room for, the fastest first."""
+
+    host: HostTierSection = HostTierSection()
+    remote: RemoteTierSection | None = None
+    file: FileTierSection | None = None
+
+
 class MemorySection(MemoryBudget, frozen=True, kw_only=True):
+    tiers: TiersSection = TiersSection()
     session_kv_limit: Bytes = 512 << 20
     """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
     is bounded."""

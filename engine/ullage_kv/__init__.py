@@ -1,0 +1,27 @@
+"""A store for the KV cache of language models: blocks by content, in host memory shared between
+processes, with copies in files and on other hosts.
+
+It knows keys and bytes, and neither models nor devices. See docs/kv-store.md.
+"""
+
+from ullage_kv.arena import Arena, ArenaError
+from ullage_kv.keys import block_keys, extend_keys, namespace, part_key
+from ullage_kv.results import Result, Status
+from ullage_kv.store import Block, Store
+from ullage_kv.tier import LowerTier, TierStats, Transfer
+
+__all__ = [
+    "Arena",
+    "ArenaError",
+    "Block",
+    "LowerTier",
+    "Result",
+    "Status",
+    "Store",
+    "TierStats",
+    "Transfer",
+    "block_keys",
+    "extend_keys",
+    "namespace",
+    "part_key",
+]

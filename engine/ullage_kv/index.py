@@ -1,0 +1,407 @@
+"""Which block is in which slot: states, leases, and what is evicted next.
+
+    FREE -> WRITING -> READY -> FREE      evicted: the least recently used block that no other
+                         |                continues, that is not pinned
+                         +--> EVICTING -> FREE   removed while pinned: found no more, and free when
+                                                 its last reader is done
+            WRITING -> FREE               aborted, or its lease ended
+
+A slot's generation grows whenever it is given out, so that whoever comes too late with an old
+reference changes nothing. The index is divided into shards by the beginning of the keys, which is
+the same for a whole chain; each shard has a lock. Nothing here touches the bytes of a block.
+"""
+
+import enum
+import itertools
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ullage_kv.results import Status
+
+_NUM_SHARDS = 16
+
+
+class SlotState(enum.Enum):
+    """The state of one slot."""
+
+    FREE = "free"
+    WRITING = "writing"
+    READY = "ready"
+    EVICTING = "evicting"
+
+
+class SlotRef(NamedTuple):
+    """A slot as it was given out once."""
+
+    slot: int
+    generation: int
+
+
+class Reserved(NamedTuple):
+    """The answer to one wish for a slot to write to."""
+
+    status: Status
+    """STORED: write to the slot, then commit. EXISTS, BUSY or FULL: there is no slot."""
+    ref: SlotRef | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    key: bytes
+    ref: SlotRef
+    parent: "_Entry | None"
+    shard: "_Shard"
+    state: SlotState = SlotState.WRITING
+    num_pins: int = 0
+    num_children: int = 0
+    last_used: int = 0
+    """Tick of the last use; ticks only grow."""
+    num_uses: int = 0
+    """Number of times that it was stored or read."""
+
+
+@dataclass(slots=True)
+class _Shard:
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    by_key: dict[bytes, _Entry] = field(default_factory=dict)
+    evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
+    """READY, without pins and children; the least recently used first."""
+
+
+class SlotIndex:
+    """The blocks in a number of slots; safe to use from several threads."""
+
+    def __init__(self, num_slots: int, num_shards: int = _NUM_SHARDS) -> None:
+        self.num_slots = num_slots
+        self._shards = [_Shard() for _ in range(num_shards)]
+        self._free = deque(range(num_slots))
+        self._generations = [0] * num_slots
+        self._entries: dict[int, _Entry] = {}
+        self._ticks = itertools.count(1)
+        self._counting = threading.Lock()
+        self.num_evicted = 0
+        """Blocks that had to make room for others."""
+
+    def __len__(self) -> int:
+        """Counts the blocks that can be read."""
+        return sum(
+            entry.state is SlotState.READY for shard in self._shards for entry in _values(shard)
+        )
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block can be read now."""
+        entry = self._shard(key).by_key.get(key)
+        return entry is not None and entry.state is SlotState.READY
+
+    def readable_keys(self) -> list[bytes]:
+        """Lists the blocks that can be read, in no order."""
+        return [
+            entry.key
+            for shard in self._shards
+            for entry in _values(shard)
+            if entry.state is SlotState.READY
+        ]
+
+    def num_uses(self, key: bytes) -> int:
+        """Counts how often the block was stored or read since it came; 0: it is not here."""
+        entry = self._shard(key).by_key.get(key)
+        return entry.num_uses if entry else 0
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Counts as a use of a chain from its beginning on, of those blocks that are here."""
+        # The last first: of one chain the end is then always older than the beginning.
+        for key in reversed(keys):
+            shard = self._shard(key)
+            with shard.lock:
+                if entry := shard.by_key.get(key):
+                    self._use(entry)
+
+    def remove(self, key: bytes) -> bool:
+        """Drops a block, so that nobody finds it any more; False: it is not here.
+
+        Its slot is free when all that have pinned it are done.
+        """
+        shard = self._shard(key)
+        with shard.lock:
+            entry = shard.by_key.get(key)
+            if entry is None or entry.state is not SlotState.READY:
+                return False
+            del shard.by_key[key]
+            shard.evictable.pop(key, None)
+            entry.state = SlotState.EVICTING
+            self._free_if_unused(entry)
+        return True
+
+    def lease(
+        self, ttl_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> "Lease":
+        """Opens a lease, which holds what one reader and writer reserves and pins.
+
+        `ttl_s`: seconds after which it may be ended by whoever looks after leases; None: never.
+        """
+        return Lease(self, None if ttl_s is None else clock() + ttl_s, clock)
+
+    def check_integrity(self, leases: Sequence["Lease"]) -> None:
+        """Asserts that each slot is free or holds one block, and that counts are those of
+        `leases`, which must be all that are open. Nothing else may use the index meanwhile."""
+        entries = list(self._entries.values())
+        slots = [entry.ref.slot for entry in entries]
+        assert sorted([*slots, *self._free]) == list(range(self.num_slots)), "slots lost or doubled"
+        pins = Counter[SlotRef]()
+        reserved = list[SlotRef]()
+        for lease in leases:
+            pins.update(lease.pinned)
+            reserved += lease.reserved
+        writing = [entry.ref for entry in entries if entry.state is SlotState.WRITING]
+        assert sorted(reserved) == sorted(writing), "reservations lost or doubled"
+        children = Counter(id(entry.parent) for entry in entries if entry.parent)
+        for entry in entries:
+            assert entry.num_pins == pins[entry.ref], "pins miscounted"
+            assert entry.num_children == children[id(entry)], "children miscounted"
+            assert self._generations[entry.ref.slot] == entry.ref.generation, "wrong generation"
+            is_listed = entry.shard.by_key.get(entry.key) is entry
+            assert is_listed == (entry.state is not SlotState.EVICTING), "found in a wrong state"
+            is_evictable = entry.shard.evictable.get(entry.key) is entry
+            assert is_evictable == _is_evictable(entry), "evictable in a wrong state"
+            assert entry.state is not SlotState.EVICTING or entry.num_pins, "kept for nobody"
+
+    # for leases ----------------------------------------------------------------------------------
+
+    def _reserve(self, key: bytes, parent: bytes | None) -> Reserved:
+        shard = self._shard(key)
+        with shard.lock:
+            if (status := self._refusal(shard, key)) is not None:
+                return Reserved(status)
+            above = None if parent is None else shard.by_key.get(parent)
+            if above is not None:  # it must not be what makes room
+                above.num_children += 1
+                shard.evictable.pop(above.key, None)
+        slot = self._take_slot()
+        with shard.lock:
+            status = self._refusal(shard, key) if slot is not None else Status.FULL
+            if status is not None or slot is None:
+                self._lose_child(above)
+                if slot is not None:
+                    self._free.append(slot)
+                return Reserved(status or Status.FULL)
+            self._generations[slot] += 1
+            entry = _Entry(key, SlotRef(slot, self._generations[slot]), above, shard)
+            self._use(entry)
+            shard.by_key[key] = self._entries[slot] = entry
+            return Reserved(Status.STORED, entry.ref)
+
+    def _refusal(self, shard: _Shard, key: bytes) -> Status | None:
+        entry = shard.by_key.get(key)
+        if entry is None:
+            return None
+        if entry.state is SlotState.WRITING:
+            return Status.BUSY
+        self._use(entry)
+        return Status.EXISTS
+
+    def _end_writing(self, ref: SlotRef, *, is_stored: bool) -> bool:
+        entry = self._entry(ref)
+        if entry is None:
+            return False
+        with entry.shard.lock:
+            if self._entry(ref) is not entry or entry.state is not SlotState.WRITING:
+                return False
+            if is_stored:
+                entry.state = SlotState.READY
+                self._queue_if_evictable(entry)
+            else:
+                del entry.shard.by_key[entry.key]
+                entry.state = SlotState.EVICTING
+                self._free_if_unused(entry)
+        return True
+
+    def _pin(self, key: bytes) -> SlotRef | None:
+        shard = self._shard(key)
+        with shard.lock:
+            entry = shard.by_key.get(key)
+            if entry is None or entry.state is not SlotState.READY:
+                return None
+            entry.num_pins += 1
+            shard.evictable.pop(key, None)
+            return entry.ref
+
+    def _unpin(self, ref: SlotRef) -> None:
+        entry = self._entry(ref)
+        assert entry is not None, f"slot {ref.slot} was given to another while it was pinned"
+        with entry.shard.lock:
+            entry.num_pins -= 1
+            if entry.state is SlotState.EVICTING:
+                self._free_if_unused(entry)
+            else:
+                self._queue_if_evictable(entry)
+
+    # the slots -----------------------------------------------------------------------------------
+
+    def _shard(self, key: bytes) -> _Shard:
+        return self._shards[int.from_bytes(key[:2], "little") % len(self._shards)]
+
+    def _entry(self, ref: SlotRef) -> _Entry | None:
+        entry = self._entries.get(ref.slot)
+        return entry if entry is not None and entry.ref == ref else None
+
+    def _use(self, entry: _Entry) -> None:
+        entry.last_used = next(self._ticks)
+        entry.num_uses += 1
+        if entry.key in entry.shard.evictable:
+            entry.shard.evictable.move_to_end(entry.key)
+
+    def _take_slot(self) -> int | None:
+        while True:
+            try:
+                return self._free.popleft()
+            except IndexError:
+                pass
+            oldest = min(self._oldest(), key=lambda each: each[0], default=None)
+            if oldest is None:
+                return None
+            self._evict_first(oldest[1])
+
+    def _oldest(self) -> Iterator[tuple[int, _Shard]]:
+        for shard in self._shards:
+            with shard.lock:
+                first = next(iter(shard.evictable.values()), None)
+            if first is not None:
+                yield first.last_used, shard
+
+    def _evict_first(self, shard: _Shard) -> None:
+        with shard.lock:
+            if not shard.evictable:  # another thread was faster
+                return
+            _, entry = shard.evictable.popitem(last=False)
+            del shard.by_key[entry.key]
+            entry.state = SlotState.EVICTING
+            self._free_if_unused(entry)
+        with self._counting:
+            self.num_evicted += 1
+
+    def _free_if_unused(self, entry: _Entry) -> None:
+        if entry.num_pins:
+            return
+        entry.state = SlotState.FREE
+        del self._entries[entry.ref.slot]
+        self._free.append(entry.ref.slot)
+        self._lose_child(entry.parent)
+
+    def _lose_child(self, parent: _Entry | None) -> None:
+        if parent is not None:
+            parent.num_children -= 1
+            self._queue_if_evictable(parent, is_first=True)
+
+    def _queue_if_evictable(self, entry: _Entry, *, is_first: bool = False) -> None:
+        if not _is_evictable(entry):
+            return
+        queue = entry.shard.evictable
+        queue[entry.key] = entry
+        # A parent is used whenever its child is; it goes next unless it was used alone since.
+        if is_first:
+            second = next(iter(queue.values()))
+            queue.move_to_end(entry.key, last=second.last_used < entry.last_used)
+
+
+def _is_evictable(entry: _Entry) -> bool:
+    return entry.state is SlotState.READY and not entry.num_pins and not entry.num_children
+
+
+def _values(shard: _Shard) -> list[_Entry]:
+    with shard.lock:
+        return list(shard.by_key.values())
+
+
+class Lease:
+    """What one reader and writer holds; when it ends, nothing of it is left.
+
+    One thread at a time uses it, except for `close`, which any may call.
+    """
+
+    def __init__(self, index: SlotIndex, ends_at: float | None, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ends_at = ends_at
+        self._is_closed = False
+        self._reserved: set[SlotRef] = set()
+        self._pinned = Counter[SlotRef]()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is closed, or its time is."""
+        return self._is_closed or (self._ends_at is not None and self._clock() >= self._ends_at)
+
+    @property
+    def reserved(self) -> list[SlotRef]:
+        return list(self._reserved)
+
+    @property
+    def pinned(self) -> Counter[SlotRef]:
+        """Counts the pins of each slot."""
+        return Counter(self._pinned)
+
+    def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:
+        """Takes a slot to write a block to. `parent`: the key of the block that it continues, which
+        is then not evicted before it."""
+        with self._lock:
+            if self.is_over:
+                return Reserved(Status.STALE)
+            reserved = self._index._reserve(key, parent)
+            if reserved.ref is not None:
+                self._reserved.add(reserved.ref)
+            return reserved
+
+    def commit(self, ref: SlotRef) -> Status:
+        """Makes a written block one that can be read: STORED, or STALE and nobody sees it."""
+        return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
+
+    def abort(self, ref: SlotRef) -> None:
+        """Gives back a slot that was not written; one that is not reserved is no error."""
+        self._end(ref, is_stored=False)
+
+    def pin(self, key: bytes) -> SlotRef | None:
+        """Finds a block and keeps its slot from being used for others; None: it is not here."""
+        with self._lock:
+            ref = None if self.is_over else self._index._pin(key)
+            if ref is not None:
+                self._pinned[ref] += 1
+            return ref
+
+    def unpin(self, ref: SlotRef) -> None:
+        """Undoes one `pin`; one that has ended with the lease is no error."""
+        with self._lock:
+            if self._pinned[ref] <= 0:
+                del self._pinned[ref]
+                return
+            self._pinned[ref] -= 1
+            if not self._pinned[ref]:
+                del self._pinned[ref]
+        self._index._unpin(ref)
+
+    def close(self) -> None:
+        """Gives everything back: what was reserved is aborted, what was pinned is not any more."""
+        with self._lock:
+            self._is_closed = True
+            reserved, self._reserved = self._reserved, set()
+            pinned, self._pinned = self._pinned, Counter()
+        for ref in reserved:
+            self._index._end_writing(ref, is_stored=False)
+        for ref in pinned.elements():
+            self._index._unpin(ref)
+
+    def _end(self, ref: SlotRef, *, is_stored: bool) -> bool:
+        with self._lock:
+            if ref not in self._reserved:
+                return False
+            self._reserved.discard(ref)
+            is_stored = is_stored and not self.is_over
+        return self._index._end_writing(ref, is_stored=is_stored) and is_stored

@@ -1,0 +1,67 @@
+"""Content keys of KV blocks.
+
+A block's key is a SHA-256 chain over all tokens up to its end, which begins with a namespace: two
+blocks have one key only if their bytes are interchangeable. The first two bytes are those of the
+chain's first block, so that an index can keep whole chains together by looking at keys alone.
+"""
+
+import array
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+KEY_BYTES = 32
+CHAIN_BYTES = 2
+"""Leading bytes that all keys of a chain share."""
+
+_FORMAT = 1
+"""Version of how keys are made; a change makes all stored blocks unknown."""
+
+
+def namespace(facts: Mapping[str, object]) -> bytes:
+    """Returns the 32 bytes that stand for everything that KV depends on beside its tokens.
+
+    Args:
+        facts: model, revision, dtype, geometry and whatever else changes the bytes of a block;
+            strings, numbers and lists of them.
+    """
+    text = json.dumps({"format": _FORMAT, **facts}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def block_keys(
+    space: bytes, token_ids: Sequence[int], block_tokens: int, salt: str = ""
+) -> list[bytes]:
+    """Returns the keys of all whole blocks of `block_tokens` tokens.
+
+    Only blocks of one namespace and one salt ever have the same key.
+    """
+    return list(extend_keys(space, [], token_ids, block_tokens, salt))
+
+
+def extend_keys(
+    space: bytes,
+    keys: Sequence[bytes],
+    token_ids: Sequence[int],
+    block_tokens: int,
+    salt: str = "",
+) -> Iterator[bytes]:
+    """Yields the keys of the whole blocks behind the first `len(keys)`, whose keys are given."""
+    parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
+    chain = parent[:CHAIN_BYTES] if keys else b""
+    start = len(keys) * block_tokens
+    numbers = array.array("I", token_ids[start : len(token_ids) // block_tokens * block_tokens])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    data, size = memoryview(numbers).cast("B"), block_tokens * numbers.itemsize
+    for offset in range(0, len(data), size):
+        digest = hashlib.sha256(parent + data[offset : offset + size]).digest()
+        chain = chain or digest[:CHAIN_BYTES]
+        parent = chain + digest[CHAIN_BYTES:]
+        yield parent
+
+
+def part_key(key: bytes, part: str) -> bytes:
+    """Returns the key of another part of the same block, such as that of layers with windows."""
+    return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

@@ -1,0 +1,293 @@
+"""The store: blocks in host memory, and copies of them in lower tiers.
+
+Blocks are written to host memory first. From there those that are worth it are copied down, in the
+background, and never at the moment when room is needed: what is evicted is only forgotten. Blocks
+that only a lower tier has are fetched back to host memory before they are read.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ullage_kv.arena import Arena
+from ullage_kv.index import Lease, SlotIndex, SlotRef
+from ullage_kv.keys import CHAIN_BYTES
+from ullage_kv.results import MISS, Result, Status
+from ullage_kv.tier import LowerTier, TierCounter, TierStats, Transfer
+
+HOST = "host"
+"""Name of the tier in host memory."""
+
+_USES_TO_COPY_DOWN = 2
+DEADLINE_S = 5.0
+"""Seconds after which a block that is being fetched counts as a miss, unless the caller says."""
+
+
+class Block(NamedTuple):
+    """A block to store: its key, and the key of the block that it continues, if any."""
+
+    key: bytes
+    parent: bytes | None = None
+    is_kept: bool = False
+    """Whether it is copied down at once, as it will be asked for again: blocks that nobody says
+    that of are copied down when they are used a second time."""
+
+
+class Store:
+    """Content-addressed blocks of one namespace and one size; safe to use from several threads."""
+
+    def __init__(self, arena: Arena, block_bytes: int, tiers: Sequence[LowerTier] = ()) -> None:
+        """`tiers`: those below host memory, the fastest first; the store closes them."""
+        arena.cut(block_bytes)
+        self.block_bytes = block_bytes
+        self.arena = arena
+        self.index = SlotIndex(arena.num_slots)
+        self._tiers = list(tiers)
+        self._counter = TierCounter()
+        self._own = self.index.lease()
+        self._lock = threading.Lock()
+        self._fetching: dict[bytes, Future[Result]] = {}
+        self._is_closed = False
+
+    # whole blocks --------------------------------------------------------------------------------
+
+    def put_batch(self, blocks: Sequence[Block | bytes], buffers: Sequence[Any]) -> list[Result]:
+        """Stores copies of buffers, each `block_bytes` long.
+
+        Args:
+            blocks: keys, or blocks that say more.
+            buffers: objects with the buffer protocol or DLPack, contiguous, on the CPU.
+
+        Raises:
+            ValueError: a buffer has another size.
+        """
+        views = [self._bytes_of(each) for each in buffers]
+        results = []
+        for block, view in zip(map(_block, blocks), views, strict=True):
+            reserved = self._own.reserve(block.key, block.parent)
+            if reserved.ref is None:
+                results.append(Result(reserved.status, HOST))
+                continue
+            with self._counter.writing:
+                np.copyto(self._numbers(reserved.ref.slot), view)
+            results.append(self.committed(self._own, reserved.ref, block))
+        return results
+
+    def get_batch(
+        self, keys: Sequence[bytes], into: Sequence[Any], deadline_s: float = DEADLINE_S
+    ) -> list[Result]:
+        """Copies blocks to writable buffers, each `block_bytes` long; HIT names the tier that had
+        the block. Waits for lower tiers, at most `deadline_s` seconds.
+
+        Raises:
+            ValueError: a buffer has another size.
+        """
+        views = [self._bytes_of(each) for each in into]
+        self.index.touch(keys)
+        fetched = self.fetch(keys, deadline_s)
+        results = []
+        for key, view, future in zip(keys, views, fetched, strict=True):
+            result = future.result()
+            ref = self._own.pin(key) if result.status is Status.HIT else None
+            if ref is None:
+                results.append(result if result.status is not Status.HIT else MISS)
+            else:
+                with self._counter.reading:
+                    np.copyto(view, self._numbers(ref.slot))
+                self._own.unpin(ref)
+                results.append(Result(Status.HIT, result.tier, self.block_bytes))
+        self._counter.loaded([each if each.tier == HOST else MISS for each in results])
+        self._copy_down(keys)
+        return results
+
+    def contains(self, keys: Sequence[bytes]) -> list[str]:
+        """Names for each block the highest tier that has it, as far as is known without waiting;
+        empty: none."""
+        names = [HOST if self.index.contains(key) else "" for key in keys]
+        for tier in self._tiers:
+            missing = [place for place, name in enumerate(names) if not name]
+            held = tier.holds([keys[place] for place in missing])
+            for place, is_held in zip(missing, held, strict=True):
+                names[place] = tier.name if is_held else ""
+        return names
+
+    def lookup_prefix(self, keys: Sequence[bytes]) -> list[str]:
+        """Names the tiers of the first blocks, up to the first one that none has."""
+        names = self.contains(keys)
+        return names[: names.index("")] if "" in names else names
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Counts as a use of a chain; what is used a second time is copied down."""
+        self.index.touch(keys)
+        self._copy_down(keys)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Drops blocks from all tiers, as when their bytes may be damaged."""
+        removed = list(keys)
+        for key in removed:
+            self.index.remove(key)
+        for tier in self._tiers:
+            tier.remove(removed)
+
+    def fetch(
+        self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
+    ) -> "list[Future[Result]]":
+        """Brings blocks to host memory that only lower tiers have; returns at once.
+
+        Each result is HIT, with the tier that had the block, or why it is not there. What is being
+        fetched already is not fetched twice.
+        """
+        futures: list[Future[Result] | None] = [None] * len(keys)
+        wanted: dict[str, list[int]] = {}
+        for place, name in enumerate(self.contains(keys)):
+            if name and name != HOST:
+                wanted.setdefault(name, []).append(place)
+            else:
+                futures[place] = _done(Result(Status.HIT, HOST) if name else MISS)
+        with self._lock:
+            for places in wanted.values():
+                for place in places:
+                    futures[place] = self._fetching.get(keys[place])
+        for tier in self._tiers:
+            places = [place for place in wanted.get(tier.name, []) if futures[place] is None]
+            blocks = [Block(keys[place], _parent(keys, place)) for place in places]
+            loaded = self._load(tier, blocks, deadline_s)
+            for place, future in zip(places, loaded, strict=True):
+                futures[place] = future
+        return [future if future is not None else _done(MISS) for future in futures]
+
+    def _load(
+        self, tier: LowerTier, blocks: Sequence[Block], deadline_s: float
+    ) -> "list[Future[Result]]":
+        futures: list[Future[Result]] = []
+        loading: list[tuple[bytes, SlotRef, Future[Result]]] = []
+        for block in blocks:
+            reserved = self._own.reserve(block.key, block.parent)
+            if reserved.ref is None:
+                futures.append(self._arriving(block.key, reserved.status))
+                continue
+            future = Future[Result]()
+            futures.append(future)
+            loading.append((block.key, reserved.ref, future))
+            with self._lock:
+                self._fetching[block.key] = future
+        if not loading:
+            return futures
+        transfers = [
+            Transfer(key, self.arena.slot(ref.slot, self.block_bytes)) for key, ref, _ in loading
+        ]
+
+        def finish(results: "Future[list[Result]]") -> None:
+            for (key, ref, future), result in zip(loading, results.result(), strict=True):
+                if result.status is Status.HIT:
+                    self._own.commit(ref)
+                else:
+                    self._own.abort(ref)
+                with self._lock:
+                    self._fetching.pop(key, None)
+                future.set_result(result)
+
+        tier.load(transfers, deadline_s).add_done_callback(finish)
+        return futures
+
+    def _arriving(self, key: bytes, status: Status) -> "Future[Result]":
+        """Returns the result of a block that has no slot to be loaded to, by the reason of that."""
+        if status is Status.EXISTS:
+            return _done(Result(Status.HIT, HOST))
+        with self._lock:
+            return self._fetching.get(key) or _done(Result(status, HOST))
+
+    # for those that write and read slots themselves ----------------------------------------------
+
+    def committed(self, lease: Lease, ref: SlotRef, block: Block) -> Result:
+        """Makes the block readable that was written to a reserved slot, and copies it down if it is
+        kept."""
+        status = lease.commit(ref)
+        stored = status is Status.STORED
+        result = Result(status, HOST, self.block_bytes if stored else 0)
+        self._counter.saved([result])
+        if stored and block.is_kept:
+            self._save([block.key])
+        return result
+
+    def was_read(self, results: Sequence[Result]) -> None:
+        """Counts reads of slots that somebody else has done."""
+        self._counter.loaded(results)
+
+    def stats(self) -> list[TierStats]:
+        """Returns the figures of every tier, that of the host first."""
+        index = self.index
+        num_used = index.num_slots - index.num_free
+        host = self._counter.stats(
+            HOST,
+            "shared memory",
+            capacity_bytes=index.num_slots * self.arena.slot_bytes,
+            used_bytes=num_used * self.arena.slot_bytes,
+            num_blocks=len(index),
+            evictions=index.num_evicted,
+        )
+        return [host, *(tier.stats() for tier in self._tiers)]
+
+    def close(self) -> None:
+        """Ends all tiers; the memory is its owner's."""
+        self._is_closed = True
+        for tier in self._tiers:
+            tier.close()
+        self._own.close()
+
+    def _copy_down(self, keys: Sequence[bytes]) -> None:
+        """Copies blocks to lower tiers that have come to be worth it."""
+        if self._tiers:
+            self._save([key for key in keys if self.index.num_uses(key) >= _USES_TO_COPY_DOWN])
+
+    def _save(self, keys: Sequence[bytes]) -> None:
+        for tier in self._tiers:
+            wanted = [key for key, wants in zip(keys, tier.wants(keys), strict=True) if wants]
+            pinned = [(key, ref) for key in wanted if (ref := self._own.pin(key)) is not None]
+            if not pinned:
+                continue
+            refs = [ref for _, ref in pinned]
+
+            def unpin(_: object, refs: list[SlotRef] = refs) -> None:
+                for ref in refs:
+                    self._own.unpin(ref)
+
+            transfers = [
+                Transfer(key, self.arena.slot(ref.slot, self.block_bytes)) for key, ref in pinned
+            ]
+            tier.save(transfers).add_done_callback(unpin)
+
+    def _numbers(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        return np.frombuffer(self.arena.slot(slot, self.block_bytes), np.uint8)
+
+    def _bytes_of(self, buffer: Any) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Returns a view of a buffer's bytes."""
+        try:
+            view = np.frombuffer(buffer, np.uint8)
+        except TypeError:
+            array = np.from_dlpack(buffer)
+            view = array.reshape(-1).view(np.uint8)
+        if view.nbytes != self.block_bytes:
+            raise ValueError(
+                f"a buffer has {view.nbytes} bytes, and blocks have {self.block_bytes}"
+            )
+        return view
+
+
+def _block(block: Block | bytes) -> Block:
+    return block if isinstance(block, Block) else Block(block)
+
+
+def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
+    """Returns the block before one of a list, if they may be of one chain."""
+    is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
+    return keys[place - 1] if is_chain else None
+
+
+def _done(result: Result) -> "Future[Result]":
+    future = Future[Result]()
+    future.set_result(result)
+    return future

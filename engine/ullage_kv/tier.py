@@ -1,0 +1,167 @@
+"""What the store asks of a tier below host memory, and what every tier counts."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ullage_kv.results import Result, Status
+
+
+class Transfer(NamedTuple):
+    """One block to copy between a tier and memory."""
+
+    key: bytes
+    memory: memoryview
+    """Memory of the block's size, writable; it stays valid until the transfer's result is there."""
+
+
+class LowerTier(Protocol):
+    """A tier below host memory. Calls return at once; threads of its own do the work.
+
+    Several threads call it. Every error is a result; what it loads is verified.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Says of each block whether it is stored here, as far as is known without waiting."""
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        """Says of each block whether a copy of it should be stored here, by the same knowledge."""
+
+    def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        """Copies blocks to memory: HIT, or anything else, after which the memory holds anything.
+
+        Every result is there when `deadline_s` seconds have passed, and nobody writes to the memory
+        afterwards.
+        """
+
+    def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
+        """Stores copies of blocks; BUSY where too many wait already."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Drops blocks that must not be read again."""
+
+    def stats(self) -> "TierStats": ...
+
+    def close(self) -> None:
+        """Ends what is under way and waits for it; later calls have the result UNAVAILABLE."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a tier holds and has done since it was opened."""
+
+    name: str
+    backend: str
+    """How bytes are really moved, such as `threads, O_DIRECT`."""
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    num_blocks: int = 0
+    hits: int = 0
+    """Blocks that were read here."""
+    misses: int = 0
+    """Blocks that were looked for and not read here, for whatever reason."""
+    evictions: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    """Seconds in which something was read; what is read at the same time counts once."""
+    written_bytes: int = 0
+    written_seconds: float = 0.0
+    queued: int = 0
+    """Transfers that wait or are under way."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Number of results that were neither hits, misses nor stored, by status."""
+
+
+class BusyTime:
+    """The seconds in which at least one transfer is under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_active = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_active:
+                self._since = time.perf_counter()
+            self._num_active += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_active -= 1
+            if not self._num_active:
+                self._seconds += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            running = time.perf_counter() - self._since if self._num_active else 0.0
+            return self._seconds + running
+
+
+class TierCounter:
+    """Counts results and bytes of one tier; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self.reading = BusyTime()
+        self.writing = BusyTime()
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._read_bytes = self._written_bytes = 0
+        self._failures = Counter[str]()
+
+    def loaded(self, results: Sequence[Result]) -> None:
+        """Counts the results of reads."""
+        with self._lock:
+            for result in results:
+                is_hit = result.status is Status.HIT
+                self._hits += is_hit
+                self._misses += not is_hit
+                self._read_bytes += result.num_bytes
+                if not is_hit and result.status is not Status.MISS:
+                    self._failures[result.status] += 1
+
+    def saved(self, results: Sequence[Result]) -> None:
+        """Counts the results of writes."""
+        with self._lock:
+            for result in results:
+                self._written_bytes += result.num_bytes
+                if not result.is_usable:
+                    self._failures[result.status] += 1
+
+    def stats(
+        self,
+        name: str,
+        backend: str,
+        *,
+        capacity_bytes: int = 0,
+        used_bytes: int = 0,
+        num_blocks: int = 0,
+        evictions: int = 0,
+        queued: int = 0,
+    ) -> TierStats:
+        """Returns what was counted beside what the tier holds."""
+        with self._lock:
+            return TierStats(
+                name=name,
+                backend=backend,
+                capacity_bytes=capacity_bytes,
+                used_bytes=used_bytes,
+                num_blocks=num_blocks,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=evictions,
+                read_bytes=self._read_bytes,
+                read_seconds=self.reading.seconds,
+                written_bytes=self._written_bytes,
+                written_seconds=self.writing.seconds,
+                queued=queued,
+                failures=dict(self._failures),
+            )

@@ -1,0 +1,206 @@
+"""The store over host memory and over lower tiers that are made of dictionaries."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ullage_kv import Arena, ArenaError, Block, Result, Status, Store, Transfer, block_keys
+from ullage_kv.tier import TierCounter, TierStats
+
+SIZE = 10_000
+SPACE = bytes(32)
+
+
+def keys_of(*tokens: int) -> list[bytes]:
+    return block_keys(SPACE, tokens, 1)
+
+
+def block_of(number: int) -> bytearray:
+    return bytearray([number % 256]) * SIZE
+
+
+class DictTier:
+    """A lower tier that keeps copies; while `is_held` what was asked for waits."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.counter = TierCounter()
+        self.waiting: list[threading.Event] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.num_loads = 0
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.blocks for key in keys]
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key not in self.blocks for key in keys]
+
+    def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        future = Future[list[Result]]()
+        self.num_loads += len(transfers)
+
+        def work() -> None:
+            self.go.wait(60)
+            results = []
+            for key, memory in transfers:
+                if self.blocks[key] == b"":
+                    results.append(Result(Status.CORRUPT, self.name))
+                    continue
+                memory[:] = self.blocks[key]
+                results.append(Result(Status.HIT, self.name, len(memory)))
+            self.counter.loaded(results)
+            future.set_result(results)
+
+        threading.Thread(target=work).start()
+        return future
+
+    def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
+        for key, memory in transfers:
+            self.blocks[key] = bytes(memory)
+        future = Future[list[Result]]()
+        future.set_result([Result(Status.STORED, self.name, SIZE) for _ in transfers])
+        return future
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def stats(self) -> TierStats:
+        return self.counter.stats(self.name, "a dictionary", num_blocks=len(self.blocks))
+
+    def close(self) -> None:
+        self.go.set()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(4 * 12288, available_bytes=1 << 30)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def tier() -> DictTier:
+    return DictTier()
+
+
+@pytest.fixture
+def store(arena: Arena, tier: DictTier) -> Iterator[Store]:
+    store = Store(arena, SIZE, [tier])
+    yield store
+    store.close()
+
+
+def statuses(results: Sequence[Result]) -> list[Status]:
+    return [result.status for result in results]
+
+
+def test_what_is_put_is_got(store: Store) -> None:
+    keys = keys_of(1, 2)
+    first, second = block_of(1), torch.full((SIZE,), 2, dtype=torch.uint8)
+    assert statuses(store.put_batch(keys, [first, second])) == [Status.STORED] * 2
+    assert statuses(store.put_batch(keys, [first, second])) == [Status.EXISTS] * 2
+    into = [bytearray(SIZE), np.zeros(SIZE // 4, np.float32), bytearray(SIZE)]
+    results = store.get_batch([*keys, keys_of(9)[0]], into)
+    assert statuses(results) == [Status.HIT, Status.HIT, Status.MISS]
+    assert [result.tier for result in results] == ["host", "host", ""]
+    assert into[0] == first and bytes(into[1]) == bytes(block_of(2))
+    host = store.stats()[0]
+    assert (host.hits, host.misses, host.num_blocks) == (2, 1, 2)
+
+
+def test_a_prefix_ends_where_nothing_is_stored(store: Store) -> None:
+    keys = keys_of(1, 2, 3)
+    store.put_batch([keys[0], keys[2]], [block_of(1), block_of(3)])
+    assert store.lookup_prefix(keys) == ["host"]
+    assert store.contains(keys) == ["host", "", "host"]
+
+
+def test_wrong_sizes_are_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="9 bytes, and blocks have 10000"):
+        store.put_batch(keys_of(1), [bytes(9)])
+
+
+def test_what_is_used_twice_is_copied_down_and_comes_back(store: Store, tier: DictTier) -> None:
+    twice, once, kept = keys_of(1)[0], keys_of(2)[0], keys_of(3)[0]
+    store.put_batch([twice, once, Block(kept, None, True)], [block_of(n) for n in (1, 2, 3)])
+    assert set(tier.blocks) == {kept}
+    store.get_batch([twice], [bytearray(SIZE)])
+    assert set(tier.blocks) == {kept, twice}
+    store.put_batch(keys_of(10, 11, 12, 13), [block_of(n) for n in range(4)])
+    assert store.contains([twice, once, kept]) == ["file", "", "file"]
+    into = [bytearray(SIZE) for _ in range(3)]
+    results = store.get_batch([twice, once, kept], into)
+    assert [result.tier for result in results] == ["file", "", "file"]
+    assert into[0] == block_of(1) and into[2] == block_of(3)
+    assert store.contains([twice]) == ["host"]
+
+
+def test_two_who_ask_wait_for_one_load(store: Store, tier: DictTier) -> None:
+    keys = keys_of(1, 2)
+    tier.blocks = {keys[0]: bytes(block_of(1)), keys[1]: bytes(block_of(2))}
+    tier.go.clear()
+    futures = [*store.fetch(keys), *store.fetch(keys)]
+    assert not any(future.done() for future in futures)
+    tier.go.set()
+    assert [future.result(60).tier for future in futures] == ["file"] * 4
+    assert tier.num_loads == 2
+
+
+def test_what_is_damaged_below_is_a_miss_and_not_tried_for_ever(
+    store: Store, tier: DictTier
+) -> None:
+    [key] = keys_of(1)
+    tier.blocks = {key: b""}
+    [result] = store.get_batch([key], [bytearray(SIZE)])
+    assert result.status is Status.CORRUPT and not result.is_usable
+    assert store.index.num_free == store.index.num_slots
+
+
+def test_removed_from_all_tiers(store: Store, tier: DictTier) -> None:
+    [key] = keys_of(1)
+    store.put_batch([Block(key, None, True)], [block_of(1)])
+    store.remove([key])
+    assert store.contains([key]) == [""] and not tier.blocks
+
+
+def test_another_process_reads_and_writes_the_same_slots(arena: Arena) -> None:
+    arena.cut(SIZE)
+    arena.slot(1)[:5] = b"hello"
+    program = (
+        "import sys; from ullage_kv import Arena; a = Arena.attach(sys.argv[1], int(sys.argv[2]));"
+        f"a.cut({SIZE}); a.slot(2)[:5] = a.slot(1)[:5].tobytes().upper()"
+    )
+    command = [sys.executable, "-c", program, arena.path, str(arena.num_bytes)]
+    subprocess.run(command, check=True, timeout=60)
+    assert bytes(arena.slot(2)[:5]) == b"HELLO"
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ArenaError, match="64 MiB of host memory are more than the 1 MiB"):
+        Arena.create(64 << 20, available_bytes=1 << 20)
+    with pytest.raises(ArenaError, match="owner has ended"):
+        Arena.attach("/proc/self/fd/9999", 1)
+
+
+def test_nothing_is_left_of_an_owner_that_is_killed() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    program = (
+        "import os, signal; from ullage_kv import Arena; Arena.create(1 << 20);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert ended.returncode == -9
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "ullage" in path.name]
+    assert not os.path.exists("/dev/shm/ullage-kv")
