@@ -248,8 +248,13 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
     peers: tuple[Text, ...]
     """Addresses of them, host:port; a name that has several addresses is several peers, and what is
     this engine itself is left out."""
-    deadline: Seconds = 1.0
+    deadline: SomeSeconds = 1.0
     """Seconds that one transfer of blocks may take."""
+    copy: bool = False
+    """Whether blocks that are used twice, or kept for a session, are copied to one peer, so that
+    they outlive this engine."""
+    server_name: Text | None = None
+    """Name that the peers' certificates have; None: the host of their address."""
 
 
 class TiersSection(Strict, frozen=True, kw_only=True):
