@@ -40,6 +40,16 @@ class Update:
     finish: Finish | None = None
 
 
+class TierHit(NamedTuple):
+    """Prompt tokens of one request whose KV one tier below the device had."""
+
+    tier: str
+    """host, remote or file."""
+    num_tokens: int
+    seconds: float
+    """Until their KV was on the device, from when it was asked for."""
+
+
 class JournalEntry:
     """One sample of a request, from its acceptance to its last message."""
 
@@ -66,7 +76,10 @@ class JournalEntry:
         self.total_logprob = 0.0
         """Sum of log-probabilities over its tokens; 0 unless they are reported."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV was cached when the sample was first computed."""
+        """Prompt tokens whose KV was on the device when the sample was first computed."""
+        self.tier_hits: list[TierHit] = []
+        """Prompt tokens whose KV was loaded from below the device, at most once a tier; complete
+        before the first output."""
         self.finish: Finish | None = None
         self.failure: ServiceError | None = None
         self.submitted = False

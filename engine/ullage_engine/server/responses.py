@@ -74,11 +74,6 @@ class SampleGroup:
         return sum(len(entry.output_ids) for entry in self.entries)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was cached before the request."""
-        return self.entries[0].num_cached_tokens
-
-    @property
     def resumes(self) -> int:
         return max(entry.resumes for entry in self.entries)
 
@@ -170,8 +165,8 @@ _REASONS = {
 }
 
 
-def accepted(job: ValidatedRequest, engine: str, predicted_bytes: int) -> pb.GenerateResponse:
-    request = job.request
+def accepted(group: SampleGroup, engine: str, predicted_bytes: int) -> pb.GenerateResponse:
+    job, request = group.job, group.job.request
     message = pb.Accepted(
         request_id=job.client_id,
         engine=engine,
@@ -183,6 +178,7 @@ def accepted(job: ValidatedRequest, engine: str, predicted_bytes: int) -> pb.Gen
         continued_tokens=job.num_received_tokens,
         prompt_token_ids=request.token_ids if job.return_token_ids else (),
     )
+    _write_cached(group, message)
     return pb.GenerateResponse(accepted=message)
 
 
@@ -216,14 +212,25 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
         usage=pb.Usage(
             prompt_tokens=group.job.request.num_prompt_tokens,
             completion_tokens=group.num_output_tokens,
-            cached_tokens=group.num_cached_tokens,
         ),
         stop_string=finish.stop_string,
         resumes=group.resumes,
         preemptions=group.preemptions,
         headroom_bytes=engine_status.headroom_bytes,
     )
+    _write_cached(group, message.usage)
     return pb.GenerateResponse(finished=message)
+
+
+def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
+    """Writes where the KV of the prompt was found, which all samples share."""
+    first = group.entries[0]
+    hits = [hit for hit in first.tier_hits if hit.num_tokens]
+    message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)
+    if hits and first.num_cached_tokens:
+        message.cached_by_tier.add(tier="device", tokens=first.num_cached_tokens)
+    for hit in hits:
+        message.cached_by_tier.add(tier=hit.tier, tokens=hit.num_tokens, seconds=hit.seconds)
 
 
 def model_response(

@@ -6,6 +6,7 @@ the engine's free memory, and AdminService drains the engine and injects real fa
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from ullage_engine.server.supervisor import WorkerSupervisor
 from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
+
+log = logging.getLogger("ullage.engine")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -214,7 +217,10 @@ class InferenceService(rpc.InferenceServiceServicer):
             and group.finish.reason == "timeout"
         ):
             raise _no_token_in_time()
-        await context.write(self._accepted(group))
+        accepted = self._accepted(group)
+        if accepted.accepted.cached_by_tier:
+            _log_tiers(accepted.accepted)
+        await context.write(accepted)
         while True:
             for update in updates:
                 await self._write(update, group, tokenizer_bundle, context)
@@ -273,7 +279,19 @@ class InferenceService(rpc.InferenceServiceServicer):
         num_samples = group.job.samples.num_sequences
         blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
-        return responses.accepted(group.job, self._config.server.engine_id, charged)
+        return responses.accepted(group, self._config.server.engine_id, charged)
+
+
+def _log_tiers(accepted: pb.Accepted) -> None:
+    tokens = {each.tier: each.tokens for each in accepted.cached_by_tier}
+    seconds = {each.tier: round(each.seconds, 4) for each in accepted.cached_by_tier}
+    extra: dict[str, object] = {
+        "request_id": accepted.request_id,
+        "prompt_tokens": accepted.prompt_tokens,
+        "cached_tokens": tokens,
+        "cached_s": seconds,
+    }
+    log.info("prompt loaded from tiers", extra=extra)
 
 
 async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:
