@@ -92,6 +92,30 @@ class SlotIndex:
             entry.state is SlotState.READY for shard in self._shards for entry in _values(shard)
         )
 
+    def add_slots(
+        self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
+    ) -> None:
+        """Adds slots behind those that there are.
+
+        `blocks`: slot, key and parent of those that lie in new slots already, the least recently
+        used first. They are read from now on.
+        """
+        first, self.num_slots = self.num_slots, self.num_slots + num_slots
+        self._generations += [0] * num_slots
+        for slot, key, parent in blocks:
+            shard = self._shard(key)
+            with shard.lock:
+                above = self._hold_parent(shard, parent)
+                self._place(slot, key, above, shard).state = SlotState.READY
+                self._queue_if_evictable(shard.by_key[key])
+        held = {slot for slot, _, _ in blocks}
+        self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
+
+    def parent(self, key: bytes) -> bytes | None:
+        """Returns the key of the block that one continues, as far as that was here when it came."""
+        entry = self._shard(key).by_key.get(key)
+        return entry.parent.key if entry and entry.parent else None
+
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -180,10 +204,7 @@ class SlotIndex:
         with shard.lock:
             if (status := self._refusal(shard, key)) is not None:
                 return Reserved(status)
-            above = None if parent is None else shard.by_key.get(parent)
-            if above is not None:  # it must not be what makes room
-                above.num_children += 1
-                shard.evictable.pop(above.key, None)
+            above = self._hold_parent(shard, parent)
         slot = self._take_slot()
         with shard.lock:
             status = self._refusal(shard, key) if slot is not None else Status.FULL
@@ -192,11 +213,22 @@ class SlotIndex:
                 if slot is not None:
                     self._free.append(slot)
                 return Reserved(status or Status.FULL)
-            self._generations[slot] += 1
-            entry = _Entry(key, SlotRef(slot, self._generations[slot]), above, shard)
-            self._use(entry)
-            shard.by_key[key] = self._entries[slot] = entry
-            return Reserved(Status.STORED, entry.ref)
+            return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
+
+    def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
+        """Counts a child of a block, so that it is not what makes room for it."""
+        above = None if parent is None else shard.by_key.get(parent)
+        if above is not None:
+            above.num_children += 1
+            shard.evictable.pop(above.key, None)
+        return above
+
+    def _place(self, slot: int, key: bytes, above: _Entry | None, shard: _Shard) -> _Entry:
+        self._generations[slot] += 1
+        entry = _Entry(key, SlotRef(slot, self._generations[slot]), above, shard)
+        self._use(entry)
+        shard.by_key[key] = self._entries[slot] = entry
+        return entry
 
     def _refusal(self, shard: _Shard, key: bytes) -> Status | None:
         entry = shard.by_key.get(key)

@@ -256,7 +256,8 @@ class Store:
                     self._own.unpin(ref)
 
             transfers = [
-                Transfer(key, self.arena.slot(ref.slot, self.block_bytes)) for key, ref in pinned
+                Transfer(key, self.arena.slot(ref.slot, self.block_bytes), self.index.parent(key))
+                for key, ref in pinned
             ]
             tier.save(transfers).add_done_callback(unpin)
 

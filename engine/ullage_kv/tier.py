@@ -17,6 +17,8 @@ class Transfer(NamedTuple):
     key: bytes
     memory: memoryview
     """Memory of the block's size, writable; it stays valid until the transfer's result is there."""
+    parent: bytes | None = None
+    """Key of the block that this one continues, if it is known."""
 
 
 class LowerTier(Protocol):

@@ -232,3 +232,23 @@ def test_threads_do_not_lose_slots(num_slots: int) -> None:
         thread.join(60)
     assert not failures
     index.check_integrity([])
+
+
+def test_slots_are_added_with_blocks_of_before() -> None:
+    first, second, other = *chain(1, 2), chain(3)[0]
+    index = SlotIndex(0)
+    lease = index.lease()
+    assert lease.reserve(other).status is Status.FULL
+    index.add_slots(3, [(2, first, None), (0, second, first)])
+    assert index.contains(first) and index.contains(second) and index.num_free == 1
+    assert index.parent(second) == first and index.parent(first) is None
+    ref = lease.pin(first)
+    assert ref is not None and ref.slot == 2
+    lease.unpin(ref)
+    store(lease, [other])
+    index.add_slots(1)
+    store(lease, chain(4))
+    index.check_integrity([lease])
+    store(lease, chain(5))  # the end of the oldest chain makes room
+    assert not index.contains(second) and index.contains(first)
+    index.check_integrity([lease])

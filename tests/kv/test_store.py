@@ -34,6 +34,7 @@ class DictTier:
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes | None] = {}
         self.counter = TierCounter()
         self.waiting: list[threading.Event] = []
         self.go = threading.Event()
@@ -53,7 +54,7 @@ class DictTier:
         def work() -> None:
             self.go.wait(60)
             results = []
-            for key, memory in transfers:
+            for key, memory, _ in transfers:
                 if self.blocks[key] == b"":
                     results.append(Result(Status.CORRUPT, self.name))
                     continue
@@ -66,8 +67,9 @@ class DictTier:
         return future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        for key, memory in transfers:
+        for key, memory, parent in transfers:
             self.blocks[key] = bytes(memory)
+            self.parents[key] = parent
         future = Future[list[Result]]()
         future.set_result([Result(Status.STORED, self.name, SIZE) for _ in transfers])
         return future
@@ -145,6 +147,14 @@ def test_what_is_used_twice_is_copied_down_and_comes_back(store: Store, tier: Di
     assert [result.tier for result in results] == ["file", "", "file"]
     assert into[0] == block_of(1) and into[2] == block_of(3)
     assert store.contains([twice]) == ["host"]
+
+
+def test_a_tier_is_told_which_block_each_continues(store: Store, tier: DictTier) -> None:
+    first, second = keys_of(1, 2)
+    store.put_batch(
+        [Block(first, None, True), Block(second, first, True)], [block_of(1), block_of(2)]
+    )
+    assert tier.parents == {first: None, second: first}
 
 
 def test_two_who_ask_wait_for_one_load(store: Store, tier: DictTier) -> None:
