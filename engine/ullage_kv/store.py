@@ -5,6 +5,7 @@ background, and never at the moment when room is needed: what is evicted is only
 that only a lower tier has are fetched back to host memory before they are read.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from ullage_kv.arena import Arena
 from ullage_kv.index import Lease, SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import LowerTier, TierCounter, TierStats, Transfer
+from ullage_kv.tier import LowerTier, TierCounter, TierStats, Transfer, done
 
 HOST = "host"
 """Name of the tier in host memory."""
@@ -87,6 +88,7 @@ class Store:
         """
         views = [self._bytes_of(each) for each in into]
         self.index.touch(keys)
+        self.look(keys).result()
         fetched = self.fetch(keys, deadline_s)
         results = []
         for key, view, future in zip(keys, views, fetched, strict=True):
@@ -102,6 +104,14 @@ class Store:
         self._counter.loaded([each if each.tier == HOST else MISS for each in results])
         self._copy_down(keys)
         return results
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        """Finds out which lower tiers have blocks, where that must be asked for: afterwards
+        `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a second at most."""
+        missing = [key for key in keys if not self.index.contains(key)]
+        if not missing or not self._tiers:
+            return done(None)
+        return _all_done([tier.look(missing) for tier in self._tiers])
 
     def contains(self, keys: Sequence[bytes]) -> list[str]:
         """Names for each block the highest tier that has it, as far as is known without waiting;
@@ -146,7 +156,7 @@ class Store:
             if name and name != HOST:
                 wanted.setdefault(name, []).append(place)
             else:
-                futures[place] = _done(Result(Status.HIT, HOST) if name else MISS)
+                futures[place] = done(Result(Status.HIT, HOST) if name else MISS)
         with self._lock:
             for places in wanted.values():
                 for place in places:
@@ -157,7 +167,7 @@ class Store:
             loaded = self._load(tier, blocks, deadline_s)
             for place, future in zip(places, loaded, strict=True):
                 futures[place] = future
-        return [future if future is not None else _done(MISS) for future in futures]
+        return [future if future is not None else done(MISS) for future in futures]
 
     def _load(
         self, tier: LowerTier, blocks: Sequence[Block], deadline_s: float
@@ -196,9 +206,9 @@ class Store:
     def _arriving(self, key: bytes, status: Status) -> "Future[Result]":
         """Returns the result of a block that has no slot to be loaded to, by the reason of that."""
         if status is Status.EXISTS:
-            return _done(Result(Status.HIT, HOST))
+            return done(Result(Status.HIT, HOST))
         with self._lock:
-            return self._fetching.get(key) or _done(Result(status, HOST))
+            return self._fetching.get(key) or done(Result(status, HOST))
 
     # for those that write and read slots themselves ----------------------------------------------
 
@@ -288,7 +298,15 @@ def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
     return keys[place - 1] if is_chain else None
 
 
-def _done(result: Result) -> "Future[Result]":
-    future = Future[Result]()
-    future.set_result(result)
-    return future
+def _all_done(futures: "Sequence[Future[None]]") -> "Future[None]":
+    """Returns one future for all of some that never fail."""
+    together = Future[None]()
+    countdown = itertools.count(1)
+
+    def count(_: "Future[None]") -> None:
+        if next(countdown) == len(futures):
+            together.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return together

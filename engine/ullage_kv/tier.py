@@ -6,9 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ullage_kv.results import Result, Status
+
+Value = TypeVar("Value")
+
+
+def done(value: Value) -> "Future[Value]":
+    """Returns a future that has its result."""
+    future = Future[Value]()
+    future.set_result(value)
+    return future
 
 
 class Transfer(NamedTuple):
@@ -29,6 +38,10 @@ class LowerTier(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        """Finds out which blocks are stored here, for `holds` to say so; done at once where that is
+        known. It takes a part of a second at most, and never fails."""
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """Says of each block whether it is stored here, as far as is known without waiting."""

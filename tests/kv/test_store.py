@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ullage_kv import Arena, ArenaError, Block, Result, Status, Store, Transfer, block_keys
-from ullage_kv.tier import TierCounter, TierStats
+from ullage_kv.tier import TierCounter, TierStats, done
 
 SIZE = 10_000
 SPACE = bytes(32)
@@ -40,6 +40,11 @@ class DictTier:
         self.go = threading.Event()
         self.go.set()
         self.num_loads = 0
+        self.looked_for: list[bytes] = []
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        self.looked_for += keys
+        return done(None)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.blocks for key in keys]
@@ -155,6 +160,24 @@ def test_a_tier_is_told_which_block_each_continues(store: Store, tier: DictTier)
         [Block(first, None, True), Block(second, first, True)], [block_of(1), block_of(2)]
     )
     assert tier.parents == {first: None, second: first}
+
+
+def test_lower_tiers_are_asked_for_what_the_host_has_not(
+    arena: Arena, store: Store, tier: DictTier
+) -> None:
+    keys = keys_of(1, 2)
+    store.put_batch(keys[:1], [block_of(1)])
+    store.look(keys).result(60)
+    store.get_batch(keys, [bytearray(SIZE) for _ in keys])
+    assert tier.looked_for == [keys[1], keys[1]]
+    asked = Future[None]()
+    tier.look = lambda keys: asked  # type: ignore[method-assign]
+    both = Store(arena, SIZE, [tier, DictTier()])
+    looking = both.look(keys)
+    assert not looking.done()
+    asked.set_result(None)
+    looking.result(60)
+    assert both.look([]).done()
 
 
 def test_two_who_ask_wait_for_one_load(store: Store, tier: DictTier) -> None:

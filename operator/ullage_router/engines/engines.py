@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import time
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection
-from ullage_common.wire.channels import open_channel
+from ullage_common.wire.channels import NO_RECORDS, addresses, is_address, open_channel
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.roster import Roster, engine_key
 from ullage_router.errors import no_engine, unknown_model
@@ -548,28 +547,14 @@ async def resolve(target: str) -> set[str] | None:
     An engine that has both is one engine, whose address of the first kind is taken.
     """
     host, _, port = target.rpartition(":")
-    if _is_address(host):
+    if is_address(host):
         return {target}
     loop = asyncio.get_running_loop()
     try:
         records = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        # A headless Service without pods has no records, and that is an answer.
-        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+        if error.errno in NO_RECORDS:
             return set()
         log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
         return None
-    by_family: dict[int, set[str]] = {}
-    for family, *_, (ip, *_) in records:
-        by_family.setdefault(family, set()).add(
-            f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"
-        )
-    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
+    return addresses(records, port)

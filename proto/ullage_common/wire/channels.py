@@ -1,4 +1,5 @@
-"""gRPC channels and servers: their options, health, reflection, and the guard of their requests.
+"""gRPC channels and servers: their options, addresses, health, reflection, and the guard of their
+requests.
 
 Options stand in one place so that both ends agree. The guard refuses requests that are too long or
 no valid message, with details as for any bad request: left to itself gRPC answers bytes that cannot
@@ -8,6 +9,8 @@ be parsed with UNKNOWN and says no more. Health is grpc.health.v1 with the servi
 
 import contextlib
 import inspect
+import ipaddress
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +150,48 @@ def open_channel(
     """
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=_named(server_name))
+
+
+def open_blocking_channel(
+    target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.Channel:
+    """Opens a channel like `open_channel`, for threads, whose calls wait."""
+    if credentials is None:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(target, credentials, options=_named(server_name))
+
+
+def _named(server_name: str) -> tuple[tuple[str, int | str], ...]:
     named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
-    return grpc.aio.secure_channel(target, credentials, options=(*CHANNEL_OPTIONS, *named))
+    return (*CHANNEL_OPTIONS, *named)
+
+
+NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""Errors of getaddrinfo that are answers: a headless Service without pods has no records."""
+
+
+def addresses(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
+    """Returns `ip:port` of every A record that getaddrinfo gave, or `[ip]:port` of every AAAA
+    record where there is no A record.
+
+    A process that has both is one process, whose address of the first kind is taken.
+    """
+    by_family: dict[int, set[str]] = {}
+    for family, *_, (ip, *_) in records:
+        by_family.setdefault(family, set()).add(
+            f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"
+        )
+    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an IP address, and not a name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def bind(
