@@ -149,7 +149,11 @@ def default_config(
             "max_model_len": 1024,
         },
         "device": "cpu",
-        "memory": {"device_bytes": 2 << 30, "safety_reserve": 64 << 20},
+        "memory": {
+            "device_bytes": 2 << 30,
+            "safety_reserve": 64 << 20,
+            "tiers": {"host": {"size": 32 << 20}},
+        },
         "batching": {},
         "limits": {"request_timeout": 180.0},
         "server": {
@@ -240,6 +244,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iter
     manifest["spec"]["model"]["maxModelLen"] = 4096
     manifest["spec"]["pools"]["single"]["memory"] = {"maxKV": "65Mi"}
     manifest["spec"]["pools"]["large"]["memory"] = {"maxKV": "95Mi"}
+    manifest["spec"]["memory"]["tiers"] = {"host": {"size": "32Mi"}}
     manifest["spec"]["routing"]["queue"]["maxRequests"] = 8
     manifest["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
     path = tmp_path_factory.mktemp("service") / "smollm2.yaml"

@@ -181,7 +181,12 @@ def engine(
         "engine": "vllm",
         "model": {"source": SOURCE, "name": "m", "dtype": "float32", "max_model_len": 1024},
         "device": "cpu",
-        "memory": {"device_bytes": 4 << 30, "safety_reserve": 0, "max_kv": 256 << 20},
+        "memory": {
+            "device_bytes": 4 << 30,
+            "safety_reserve": 0,
+            "max_kv": 256 << 20,
+            "tiers": {"host": {"size": 32 << 20}},
+        },
         "batching": {"max_sequences": 16},
         "limits": {"request_timeout": PATIENCE_S, "step_deadline": 20.0},
         "server": {

@@ -48,6 +48,8 @@ ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
 """Folders of a cascade's steps, by their index: `0-tls` and `0-key`."""
 CACHE_DIR = "/var/cache/ullage"
+KV_DIR = "/var/lib/ullage/kv"
+"""Folder of the file tier of KV where a service names none."""
 CLAIM_ROOT = "/models"
 """Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
 

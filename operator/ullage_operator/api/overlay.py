@@ -45,6 +45,7 @@ _ELSEWHERE = {
     ".terminationGracePeriodSeconds": "spec.limits.totalTimeout",
     ".volumes[cache]": "{section}.modelCache",
     ".env[HF_HOME]": "{section}.modelCache",
+    ".volumes[kv]": "{section}.memory.tiers.file",
     ".volumes[shm]": "{section}.shmSize",
 }
 """Fields of a spec by the end of a path in pod templates that the operator sets by them."""
@@ -85,12 +86,12 @@ def _list_conflicts(given: Any, own: list[Any], path: str) -> Iterator[Problem]:
         at = f"{path}[{item[key]}]"
         if item == by_key.get(item[key]):
             continue
-        overlap = _overlap(item[key], by_key) if key == "mountPath" else None
+        overlaps = overlap(item[key], by_key) if key == "mountPath" else None
         if path.endswith(".containers") and item[key] in by_key:
             others = {field: value for field, value in item.items() if field != key}
             yield from conflicts(others, by_key[item[key]], at)
-        elif overlap:
-            yield Problem(at, f"{overlap}, which is the operator's own; mount it elsewhere")
+        elif overlaps:
+            yield Problem(at, f"{overlaps}, which is the operator's own; mount it elsewhere")
         elif item[key] in by_key:
             yield _own(at)
 
@@ -107,16 +108,20 @@ _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
 """What a probe or hook does; Kubernetes takes one of them at a time."""
 
 
-def _overlap(path: str, mounts: Iterable[str]) -> str | None:
+def overlap(path: str, mounts: Iterable[str]) -> str | None:
     """Returns how a path of a container stands to a mount that it lies in or that lies in it."""
-    folder = posixpath.normpath(f"/{path}").lstrip("/")
     for each in mounts:
-        own = each.lstrip("/")
-        if f"{folder}/".startswith(f"{own}/"):
+        if lies_in(path, each):
             return f"lies in {each}"
-        if not folder or own.startswith(f"{folder}/"):
+        if lies_in(each, path):
             return f"holds {each}"
     return None
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Whether a path of a container is that of a folder, or of something in it."""
+    inner, outer = (posixpath.normpath(f"/{each}").lstrip("/") for each in (path, folder))
+    return not outer or f"{inner}/".startswith(f"{outer}/")
 
 
 MERGE_KEYS = ("mountPath", "containerPort", "name")

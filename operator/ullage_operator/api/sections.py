@@ -5,6 +5,7 @@ Sections that routers and engines read too are in `ullage_common.config`.
 """
 
 import math
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
@@ -14,9 +15,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import field, inspect
 
-from ullage_common.config.engine import MemorySection, RankGrid
+from ullage_common.config.engine import HostTierSection, MemoryLimits, RankGrid
 from ullage_common.config.router import TenantRules
-from ullage_common.process.config_file import Seconds, Strict
+from ullage_common.process.config_file import Bytes, Seconds, Strict
+from ullage_operator.api import naming
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i|[kMGTPE])?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|h|m|s)")
@@ -108,7 +110,7 @@ def _in_powers_of_1000(number: Decimal) -> str:
 
 
 _WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL"}
-_COMPLETED = {MemorySection.__module__, TenantRules.__module__}
+_COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
 """Modules whose sections the definition completes."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
 
@@ -290,6 +292,38 @@ class ModelCache(Strict, frozen=True, kw_only=True):
     size_limit: int | str | None = None
 
 
+class RemoteTierSpec(Strict, frozen=True, kw_only=True):
+    """KV of the other engines of a pool, which find one another by the pool's Service."""
+
+    deadline: Seconds
+    copy: bool
+
+
+class FileTierSpec(Strict, frozen=True, kw_only=True):
+    size: Bytes
+    path: str | None = None
+    """Folder in the container; None: the operator's own choice."""
+    claim_name: str | None = None
+    host_path: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """The folder in the container, without doubled or closing slashes."""
+        return posixpath.normpath("/" + (self.path or naming.KV_DIR).lstrip("/"))
+
+
+class TiersSpec(Strict, frozen=True, kw_only=True):
+    host: HostTierSection
+    remote: RemoteTierSpec | None = None
+    file: FileTierSpec | None = None
+
+
+class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
+    """What engines read as their section `memory`, with tiers as people ask for them."""
+
+    tiers: TiersSpec
+
+
 class PodSection(Strict, frozen=True, kw_only=True):
     """Pods of one kind, in Kubernetes' own words."""
 
@@ -340,7 +374,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     micro_batches: int
     standby_worker: bool = False
     nccl: dict[str, str] = field(default_factory=dict)
-    memory: MemorySection
+    memory: MemorySpec
     """The service's memory with the pool's own fields over it."""
     shm_size: int | str | None = None
     start_timeout: Seconds

@@ -6,7 +6,7 @@ Every default comes from the CRD (`ullage_operator.api.schema`), so none is spel
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from ullage_common.config.engine import (
     Device,
     EngineKind,
     LimitsSection,
-    MemorySection,
     ModelSection,
     VllmSection,
 )
@@ -42,6 +41,7 @@ from ullage_operator.api.overlay import laid_over
 from ullage_operator.api.sections import (
     LARGE,
     SINGLE,
+    MemorySpec,
     PoolSpec,
     PullSecret,
     RolloutSpec,
@@ -188,7 +188,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     router: RouterSpec
     pools: dict[str, PoolSpec]
     """Pools in order of preference: single, large, the others by name."""
-    memory: MemorySection
+    memory: MemorySpec
     routing: RoutingSection
     cascade: CascadeSpec | None = None
     prompts: PromptsSection
@@ -328,18 +328,23 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
     own = spec["pools"][name].get("memory", {})
 
     def path(key: str) -> str:
-        return f"spec.pools.{name}.memory.{key}" if key in own else f"spec.memory.{key}"
+        is_own = key.partition(".")[0] in own
+        return f"spec.pools.{name}.memory.{key}" if is_own else f"spec.memory.{key}"
 
     if "maxKV" in memory and parse_bytes(memory["maxKV"]) < MIN_BYTES:
         yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
-    asked = {key: parse_bytes(memory[key]) for key in ("deviceBytes", "hostKV") if memory.get(key)}
+    tiers = memory.get("tiers", {})
+    host = tiers.get("host", {}).get("size", 0)
+    yield from (replace(each, path=path(each.path)) for each in _tiers(tiers, host))
+    amounts = {key: memory.get(key) for key in ("deviceBytes", "hostKV")} | {_HOST_SIZE: host}
+    asked = {key: parse_bytes(given) for key, given in amounts.items() if given}
     num_ranks = pool["gpus"] // pool.get("nodes", 1)  # of one pod
     ranks = {"deviceBytes": num_ranks}
     for key, amount_ in asked.items():
         if amount_ * ranks.get(key, 1) > amount(limit):
             each = f" for each of {num_ranks} workers" if ranks.get(key, 1) > 1 else ""
             most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
-            yield Problem(path(key), f"{memory[key]}{each} is more than {most}; lower it")
+            yield Problem(path(key), f"{amounts[key]}{each} is more than {most}; lower it")
     if "deviceBytes" in asked and _device(spec) != "cuda":
         share, reserve = memory["threshold"], memory["safetyReserve"]
         if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:
@@ -348,6 +353,29 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
                 f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
                 f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
             )
+
+
+_HOST_SIZE = "tiers.host.size"
+
+
+def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
+    """Tiers of KV that could hold no block, their fields below `memory`.
+
+    Args:
+        host: size of the host tier.
+    """
+    host_bytes = parse_bytes(host)
+    if not host_bytes and (below := [name for name in ("remote", "file") if name in tiers]):
+        yield Problem(
+            _HOST_SIZE,
+            f"{host} leaves no host tier, through which {' and '.join(below)} pass their blocks; "
+            f"give at least 1Mi, or leave {' and '.join(below)} out",
+        )
+    if 0 < host_bytes < MIN_BYTES:
+        yield Problem(_HOST_SIZE, f"{host} holds no block; give at least 1Mi, or 0 for no tiers")
+    size = tiers.get("file", {}).get("size", MIN_BYTES)
+    if parse_bytes(size) < MIN_BYTES:
+        yield Problem("tiers.file.size", f"{size} holds no block; give at least 1Mi")
 
 
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:

@@ -20,6 +20,7 @@ from ullage_operator.cli.up import read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
+from ullage_operator.manifests.resources import tiers_line
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
@@ -63,7 +64,8 @@ PLAN_HELP = """examples:
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
 Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the
-operator. Which engine each pool will have, and why, is printed on the standard error output.
+operator. Which engine each pool will have, and why, and where its engines keep
+KV, is printed on the standard error output.
 """
 
 
@@ -90,13 +92,14 @@ def run_plan(options: argparse.Namespace) -> int:
     settings = Settings.from_env(os.environ)
     objects = plan(service, observed, settings).apply
     sys.stdout.write(render(list(objects), options.output))
-    for line in engine_lines(service, settings):
+    for line in pool_lines(service, settings):
         print(line, file=sys.stderr)  # what is printed is for kubectl
     return 0
 
 
-def engine_lines(service: Service, settings: Settings) -> list[str]:
-    """Returns for each pool the engine that its pods will be, why, and their image."""
+def pool_lines(service: Service, settings: Settings) -> list[str]:
+    """Returns for each pool the engine that its pods will be, why, and their image, and where they
+    keep KV beside the device."""
     spec = service.spec
     image = engine_image(spec, settings)
     expected = {
@@ -109,7 +112,9 @@ def engine_lines(service: Service, settings: Settings) -> list[str]:
         )
         for name, pool in spec.pools.items()
     }
-    return [f"pool {name}: engine {line} (image {image})" for name, line in expected.items()]
+    lines = [f"pool {name}: engine {line} (image {image})" for name, line in expected.items()]
+    tiers = {name: tiers_line(pool.memory.tiers) for name, pool in spec.pools.items()}
+    return [*lines, *(f"pool {name}: {line}" for name, line in tiers.items())]
 
 
 def render(objects: list[Manifest], output: str) -> str:

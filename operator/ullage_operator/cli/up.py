@@ -29,6 +29,7 @@ from ullage_operator.local.runtime import (
     PodProcess,
     is_among,
     keep_scaled,
+    make_folders,
     write_files,
 )
 
@@ -157,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
             has_vllm=importlib.util.find_spec("vllm") is not None,
         )
         write_files(plan.files)
+        make_folders(plan.folders)
         asyncio.run(serve(plan, run_dir, options.state_file))
     return 0
 

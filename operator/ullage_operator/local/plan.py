@@ -24,6 +24,7 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import autoscaling_of, replicas
 from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.local.checks import check_service
 from ullage_operator.manifests.config_files import to_yaml
 from ullage_operator.manifests.engine_choice import expected_engine
 
@@ -259,6 +260,8 @@ class LocalPlan:
     """For each pool the engine that it will be here, and why."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Number of engines that these pools begin with."""
+    folders: Sequence[Path] = ()
+    """Folders in which engines keep KV."""
 
 
 def plan_local(
@@ -280,10 +283,7 @@ def plan_local(
         LocalFailure: a port is taken, the service asks for no engine, for one that is not here, or
             names another service, a Secret has no folder, or the folder's path is too long.
     """
-    check_vllm(service, has_vllm)
-    check_cascade(service)
-    check_nodes(service)
-    check_pod_templates(service)
+    check_service(service, has_vllm)
     observed = Observed(now=datetime.now(UTC))
     decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
     router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
@@ -302,6 +302,7 @@ def plan_local(
         policies_of(service),
         engine_lines(service, has_vllm),
         first_sizes(service),
+        kv_folders(files),
     )
 
 
@@ -350,6 +351,17 @@ def adapted(service: Service, log_level: str) -> Service:
     return replaced(service, spec=spec)
 
 
+def kv_folders(files: Iterable[File]) -> list[Path]:
+    """Returns the folders of all engines' file tiers, each once."""
+    engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
+    tiers = [engine["memory"]["tiers"]["file"] for engine in engines if has_file_tier(engine)]
+    return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]
+
+
+def has_file_tier(engine: Document) -> bool:
+    return "file" in engine["memory"]["tiers"]
+
+
 def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]]) -> list[File]:
     """The files with this machine's folders of Secrets, which `folders` has by pod name."""
     with_folders = [(file, folders[file.path.parent.parent.name]) for file in files]
@@ -360,7 +372,7 @@ def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
-    """Workers without a budget of their own get equal parts of what others leave.
+    """Workers without a budget of their own get equal parts of what others, and host tiers, leave.
 
     On Kubernetes an engine's share is its container's limit; here each would take the whole
     machine.
@@ -374,6 +386,10 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     num_workers = {name: num_pods[name] * engine["gpus"] for name, engine in engines.items()}
     budgets = {name: engine["memory"].get("device_bytes") for name, engine in engines.items()}
     taken = sum((budgets[name] or 0) * num_workers[name] for name in engines)
+    taken += sum(
+        engine["memory"]["tiers"]["host"]["size"] * num_pods[name]
+        for name, engine in engines.items()
+    )
     num_open = sum(num_workers[name] for name in engines if budgets[name] is None)
     share = max(0, usable_bytes() - taken) // max(1, num_open)
     for engine in engines.values():
@@ -418,81 +434,6 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> 
     return servers
 
 
-def check_vllm(service: Service, has_vllm: bool) -> None:
-    """What only vLLM can do needs it in the environment that engines run in, this one."""
-    if has_vllm:
-        return
-    remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
-    if service.spec.engine == "vllm":
-        raise LocalFailure(
-            f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
-            "engine to Auto"
-        )
-    if service.spec.adapters:
-        raise LocalFailure(
-            "spec.adapters: the native engine serves no adapters, and this environment has no "
-            f"vLLM; {remedy}, or leave adapters out"
-        )
-
-
-def check_nodes(service: Service) -> None:
-    """One machine is one node."""
-    for name, pool in service.spec.pools.items():
-        if pool.nodes > 1:
-            raise LocalFailure(
-                f"spec.pools.{name}.nodes: ullage up runs on this machine alone; set nodes to 1, "
-                "with as many gpus as it has"
-            )
-
-
-def check_cascade(service: Service) -> None:
-    """Services by their names are found by the cluster's name server, which is not here."""
-    cascade = service.spec.cascade
-    names = [step.service for step in cascade.steps if step.service] if cascade else []
-    if names:
-        raise LocalFailure(
-            f"spec.cascade.steps: {names[0]} is found by that name in a cluster only; serve it "
-            "with ullage up as well and write address: 127.0.0.1:PORT with its gRPC port"
-        )
-
-
-def check_pod_templates(service: Service) -> None:
-    """What only a cluster can give; a process of this machine sees its files and environment."""
-    spec = service.spec
-    check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
-    for name, pool in spec.pools.items():
-        check_pod_template(f"spec.pools.{name}", naming.ENGINE, pool.pod_template)
-
-
-def check_pod_template(section: str, own: str, template: Manifest) -> None:
-    pod = template.get("spec", {})
-    path = f"{section}.podTemplate.spec"
-    for name in ("initContainers", "volumes"):
-        if pod.get(name):
-            raise LocalFailure(
-                f"{path}.{name}: ullage up runs the {own} alone and mounts nothing; leave them "
-                "out here, its processes see the files of this machine"
-            )
-    for container in pod.get("containers", ()):
-        if container["name"] != own:
-            raise LocalFailure(
-                f"{path}.containers[{container['name']}]: ullage up runs the {own} alone; leave "
-                "others out here"
-            )
-        if container.get("volumeMounts"):
-            raise LocalFailure(
-                f"{path}.containers[{own}].volumeMounts: ullage up mounts nothing; leave them out "
-                "here, its processes see the files of this machine"
-            )
-        looked_up = any("valueFrom" in variable for variable in container.get("env", ()))
-        if looked_up or container.get("envFrom"):
-            raise LocalFailure(
-                f"{path}.containers[{own}].env: only a cluster can look values up; set them in the "
-                "environment of ullage up, which processes inherit, and leave valueFrom and "
-                "envFrom out"
-            )
-
-
 def check_engines(planned: Iterable[Pod]) -> None:
     if all("http" in pod.ports for pod in planned):
         raise LocalFailure(
@@ -530,7 +471,8 @@ def pod_files(
                 for key, text in texts[workload["metadata"]["name"]].items()
             }
             if engine := data.get(naming.ENGINE_CONFIG):
-                engine = local_engine(engine, name, run_dir, ports[name], cores[name])
+                peers = targets[workload["metadata"]["name"]]
+                engine = local_engine(engine, name, run_dir, ports[name], cores[name], peers)
                 documents = {naming.ENGINE_CONFIG: engine}
             else:
                 documents = local_router(data, folder, ports[name], targets)
@@ -544,8 +486,13 @@ def local_engine(
     run_dir: Path,
     ports: Mapping[str, int],
     cores: Document,
+    pool: Sequence[str],
 ) -> Document:
-    """Engines of one machine share the prepared weights."""
+    """Returns an engine's file; engines of one machine share the prepared weights.
+
+    Args:
+        pool: gRPC addresses of the engines of its pool.
+    """
     server = (
         document["server"]
         | cores
@@ -559,7 +506,13 @@ def local_engine(
             "weights_dir": str(run_dir / "weights"),
         }
     )
-    return document | {"server": server}
+    tiers = dict(document["memory"]["tiers"])
+    if "remote" in tiers:
+        peers = [address for address in pool if address != f"{LOOPBACK}:{ports['grpc']}"]
+        tiers["remote"] = tiers["remote"] | {"peers": peers}
+    if has_file_tier(document) and tiers["file"]["path"] == naming.KV_DIR:
+        tiers["file"] = tiers["file"] | {"path": str(run_dir / pod_name / "kv")}
+    return document | {"server": server, "memory": document["memory"] | {"tiers": tiers}}
 
 
 def local_router(

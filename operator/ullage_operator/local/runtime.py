@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -339,6 +340,24 @@ def write_files(files: Sequence[File]) -> None:
     for file in files:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         file.path.write_text(file.text, encoding="utf-8")
+
+
+def make_folders(folders: Sequence[Path]) -> None:
+    """Makes the folders of file tiers.
+
+    Raises:
+        LocalFailure: one cannot be made, or not be written to.
+    """
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise LocalFailure(
+                f"memory.tiers.file.path {folder}: {error.strerror}; choose a folder in which you "
+                "may write, or leave path out for one in the run directory"
+            ) from error
 
 
 OnChange = Callable[[str, str], None]

@@ -12,6 +12,7 @@ from ullage_common.config.engine import (
     EngineConfig,
     GroupSection,
     MemoryBudget,
+    MemorySection,
     ParallelismSection,
     RequestLimits,
     ServerSection,
@@ -65,7 +66,7 @@ def engine_config(
             nccl=pool.nccl,
         ),
         group=GroupSection(nodes=pool.nodes),
-        memory=pool.memory,
+        memory=memory_config(service, pool_name, pool),
         batching=spec.batching,
         limits=spec.limits,
         degrade=spec.degrade,
@@ -83,6 +84,25 @@ def engine_config(
             log_level=spec.observability.log_level or LOG_LEVEL,
         ),
     )
+
+
+def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
+    """The memory of a pool's engines; their peers are those of the same pool, which have the same
+    model, and which its headless Service has the addresses of."""
+    tiers = pool.memory.tiers
+    remote = file = None
+    if tiers.remote:
+        target = f"{naming.pool_name(service.name, pool_name)}:{naming.GRPC_PORT}"
+        remote = engine.RemoteTierSection(
+            peers=(target,),
+            server_name=engines_server_name(service) if service.spec.tls.engines else None,
+            deadline=tiers.remote.deadline,
+            copy=tiers.remote.copy,
+        )
+    if tiers.file:
+        file = engine.FileTierSection(path=tiers.file.folder, size=tiers.file.size)
+    section = engine.TiersSection(host=tiers.host, remote=remote, file=file)
+    return MemorySection(**msgspec.structs.asdict(pool.memory) | {"tiers": section})
 
 
 def device_of(device: engine.Device, settings: Settings) -> engine.Device:
@@ -147,11 +167,17 @@ def tls_config(service: Service) -> TLSSection:
             dir=naming.TLS_DIR, client_ca_dir=naming.CLIENT_CA_DIR if has_clients else None
         )
     if tls.engines:
-        default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
         engines = router.EngineTLS(
-            dir=naming.ENGINE_TLS_DIR, server_name=tls.engines.server_name or default
+            dir=naming.ENGINE_TLS_DIR, server_name=engines_server_name(service)
         )
     return TLSSection(router=server, engines=engines)
+
+
+def engines_server_name(service: Service) -> str:
+    """Returns the name in the certificate of a service's engines, which are called by address."""
+    engines = service.spec.tls.engines
+    default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
+    return (engines.server_name if engines else None) or default
 
 
 def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:

@@ -78,7 +78,9 @@ def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
-    asking = {"from": [routers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
+    has_peers = any(pool.memory.tiers.remote for pool in service.spec.pools.values())
+    peers: list[Manifest] = [{"podSelector": {"matchLabels": match}}] if has_peers else []
+    asking = {"from": [routers, *peers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     operator = from_operator(naming.PROBE_PORT, settings)
     policy = {"ingress": [asking, operator, *from_scrapers(service, settings)]}
     build = Builder(service, naming.ENGINE)

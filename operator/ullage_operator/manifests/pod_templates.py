@@ -12,7 +12,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.overlay import conflicts, over_template
+from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
 from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
@@ -93,6 +93,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         # In memory: weights there outlive a worker, so that its restart takes seconds.
         memory_volume("run"),
         cache_volume(pool.model_cache),
+        *kv_volumes(pool),
         scratch_volume("tmp"),
         memory_volume("shm", shm_size(service, pool)),
         *claim_volumes(service),
@@ -105,6 +106,7 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
         {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
         {"name": "run", "mountPath": naming.RUN_DIR},
         {"name": "cache", "mountPath": naming.CACHE_DIR},
+        *kv_mounts(pool),
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
         *claim_mounts(service),
@@ -114,12 +116,55 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 def cache_volume(cache: ModelCache) -> Manifest:
     """Downloads and compiled kernels; shared by pods only where the spec names a place for it."""
-    if cache.claim_name:
-        return {"name": "cache", "persistentVolumeClaim": {"claimName": cache.claim_name}}
-    if cache.host_path:
-        return {"name": "cache", "hostPath": {"path": cache.host_path, "type": "Directory"}}
-    bound = {} if cache.size_limit is None else {"sizeLimit": canonical(cache.size_limit)}
-    return {"name": "cache", "emptyDir": bound}
+    return storage_volume("cache", cache.claim_name, cache.host_path, cache.size_limit)
+
+
+def storage_volume(
+    name: str, claim: str | None, host_path: str | None, size_limit: int | str | None
+) -> Manifest:
+    """A volume on a disk: of a claim or the node, else one that goes with the pod, of at most
+    `size_limit`."""
+    if claim:
+        return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+    if host_path:
+        return {"name": name, "hostPath": {"path": host_path, "type": "Directory"}}
+    bound = {} if size_limit is None else {"sizeLimit": canonical(size_limit)}
+    return {"name": name, "emptyDir": bound}
+
+
+KV_VOLUME = "kv"
+KV_MARGIN_BYTES = 64 << 20
+"""What the file tier may take of its volume beside its files' bytes, with a sixteenth of them: the
+file system's own, and what is written while something older is removed. Beyond it the pod would be
+evicted."""
+
+
+def kv_volumes(pool: PoolSpec) -> list[Manifest]:
+    """The volume of the file tier; none where the pod template mounts one that has its folder."""
+    file = pool.memory.tiers.file
+    if file is None or not kv_mounts(pool):
+        return []
+    limit = file.size + file.size // 16 + KV_MARGIN_BYTES
+    return [storage_volume(KV_VOLUME, file.claim_name, file.host_path, f"{limit >> 20}Mi")]
+
+
+def kv_mounts(pool: PoolSpec) -> list[Manifest]:
+    file = pool.memory.tiers.file
+    if file is None or (kv_holders(pool) and not (file.claim_name or file.host_path)):
+        return []
+    return [{"name": KV_VOLUME, "mountPath": file.folder}]
+
+
+def kv_holders(pool: PoolSpec) -> list[Manifest]:
+    """Returns the mounts of a pool's pod template that hold the folder of its file tier."""
+    file, containers = pool.memory.tiers.file, pool.pod_template.get("spec", {}).get("containers")
+    return [
+        mount
+        for container in containers or ()
+        if file and container["name"] == naming.ENGINE
+        for mount in container.get("volumeMounts") or ()
+        if isinstance(mount, dict) and lies_in(file.folder, mount.get("mountPath", "-"))
+    ]
 
 
 def config_volume(config_map: str) -> Manifest:
@@ -191,9 +236,34 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
     if router:
         yield from conflicts(router, own_router(service, "", settings), "spec.router.podTemplate")
     for name, pool in service.spec.pools.items():
+        if settings.on_kubernetes:
+            yield from kv_folder_problems(service, name, pool)
         if pool.pod_template:
             own = own_engine(service, name, pool, "", settings)
             yield from conflicts(pool.pod_template, own, f"spec.pools.{name}.podTemplate")
+
+
+def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
+    """Yields why the folder of a pool's file tier cannot be where it is to be."""
+    file = pool.memory.tiers.file
+    if file is None:
+        return
+    is_own = pool.memory.tiers != service.spec.memory.tiers
+    path = f"spec.{f'pools.{pool_name}.' if is_own else ''}memory.tiers.file.path"
+    others = [m["mountPath"] for m in engine_mounts(service, pool) if m["name"] != KV_VOLUME]
+    if overlaps := overlap(file.folder, others):
+        yield Problem(
+            path,
+            f"{file.folder} {overlaps}, which is the operator's own; choose another folder, or "
+            f"leave path out for {naming.KV_DIR}",
+        )
+    for mount in kv_holders(pool):
+        if mount.get("readOnly"):
+            yield Problem(
+                path,
+                f"{file.folder} lies in {mount['mountPath']}, which podTemplate mounts readOnly; "
+                "leave readOnly out there",
+            )
 
 
 def engine_template(
@@ -279,11 +349,12 @@ def follower_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
     """Returns the template of pods that compute a part of an engine with vLLM: the engine's, with
-    the worker that follows in the place of the server, so without ports, probes and Secrets."""
+    the worker that follows in the place of the server, so without ports, probes, Secrets and
+    the KV in files."""
     leader = own_engine(service, pool_name, pool, config, settings)
     [container] = leader["spec"]["containers"]
     of_server = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
-    secrets = {secret.volume for secret in engine_secrets(service)}
+    of_leaders = {KV_VOLUME, *(secret.volume for secret in engine_secrets(service))}
     leaders = naming.pool_name(service.name, naming.group_pool(pool_name))
     host = (
         f"{naming.pool_name(service.name, pool_name)}-{{group}}.{leaders}.{service.namespace}.svc"
@@ -304,10 +375,10 @@ def follower_template(
             {"name": "POD_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             *container["env"],
         ],
-        "volumeMounts": [m for m in container["volumeMounts"] if m["name"] not in secrets],
+        "volumeMounts": [m for m in container["volumeMounts"] if m["name"] not in of_leaders],
     }
     match = naming.selector(service.name, naming.FOLLOWER, naming.group_pool(pool_name))
-    volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in secrets]
+    volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in of_leaders]
     spec = leader["spec"] | {"containers": [follower], "volumes": volumes}
     return completed(pool.pod_template, {"metadata": metadata(match, config), "spec": spec})
 

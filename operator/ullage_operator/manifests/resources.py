@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ullage_common.config.engine import ModelSection
-from ullage_operator.api.sections import PoolSpec, amount, canonical
+from ullage_operator.api.sections import PoolSpec, TiersSpec, amount, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.engine_choice import is_vllm
 
@@ -53,6 +53,17 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
     if service.spec.device != "cpu":
         resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
     return resources
+
+
+def tiers_line(tiers: TiersSpec) -> str:
+    """Returns where the engines of a pool keep KV beside their devices, in a few words."""
+    if not tiers.host.size:
+        return "KV tiers: none"
+    host = f"host memory {tiers.host.size // _MIB} MiB of each pod"
+    remote = ["that of the pool's other pods"] if tiers.remote else []
+    file = tiers.file
+    files = [f"files {file.size // _MIB} MiB in {file.folder}"] if file else []
+    return f"KV tiers: {', '.join([host, *remote, *files])}"
 
 
 def router_resources(service: Service) -> Amounts:
@@ -101,7 +112,7 @@ def _dtype_bits(model: ModelSection) -> float:
 def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     """Host memory that one pod of an engine is expected to use, bytes.
 
-    On a CPU the budget, where it is given, has weights and KV in it.
+    On a CPU the budget, where it is given, has weights and the device's KV in it.
     """
     model, is_on_cpu = service.spec.model, service.spec.device == "cpu"
     weights = pool.memory.device_bytes or model_bytes(model) if is_on_cpu else 0
@@ -114,7 +125,8 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown
     num_workers = pool.gpus_per_pod + pool.standby_worker
-    total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + pool.memory.host_kv
+    kv = pool.memory.host_kv + pool.memory.tiers.host.size
+    total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 

@@ -52,7 +52,8 @@ SECTIONS = (
 SAME_ANSWERS = ("batching", "limits")
 """Sections that say how fast and how much engines answer, and not what."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
-"""Sections with fields of the API; other maps are filled by people."""
+_MERGED_BELOW = ("tiers", "host", "remote", "file")
+"""Sections with fields of the API, and those in them; other maps are filled by people."""
 NOT_OF_A_POOL = ("replicas", "autoscaling")
 
 
@@ -102,8 +103,13 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
     """A section with the fields that the present spec has; all else as it is known."""
-    if name in _MERGED and target and value_before:
-        return {field: value_before.get(field, value) for field, value in target.items()}
+    if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
+        return {
+            field: _merged(field, value, value_before.get(field, value))
+            if field in _MERGED_BELOW
+            else value_before.get(field, value)
+            for field, value in target.items()
+        }
     return value_before
 
 

@@ -228,7 +228,7 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
 class HostTierSection(Strict, frozen=True, kw_only=True):
     """KV in host memory, which outlives the worker."""
 
-    size: Bytes = 256 << 20
+    size: SomeBytes = 256 << 20
     """Memory that is taken when the engine starts, beside the device's; 0: there is no such tier,
     and none below it."""
 
@@ -237,9 +237,13 @@ class FileTierSection(Strict, frozen=True, kw_only=True):
     """KV in files, which outlive the engine."""
 
     path: Text
-    """Folder; engines may share it, each has its own files in it."""
-    size: Bytes = 2 << 30
+    """Folder, made if it is missing; engines may share it, each has its own files in it."""
+    size: Annotated[Bytes, msgspec.Meta(ge=1)] = 2 << 30
     """Most bytes that the files of one engine take."""
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/"):
+            raise ValueError(f"path {self.path!r} is not absolute; begin it with /")
 
 
 class RemoteTierSection(Strict, frozen=True, kw_only=True):
@@ -256,6 +260,12 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
     server_name: Text | None = None
     """Name that the peers' certificates have; None: the host of their address."""
 
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            host, _, port = peer.rpartition(":")
+            if not (host and port.isdecimal()):
+                raise ValueError(f"peers has {peer!r}; write host:port, such as demo-single:9000")
+
 
 class TiersSection(Strict, frozen=True, kw_only=True):
     """Where KV is kept that the device has no room for, the fastest first."""
@@ -264,9 +274,20 @@ class TiersSection(Strict, frozen=True, kw_only=True):
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
 
+    def __post_init__(self) -> None:
+        if self.host.size:
+            return
+        for name in ("remote", "file"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"host.size is 0, but the tier {name} passes blocks through host memory; set "
+                    f"host.size, such as 268435456, or leave {name} out"
+                )
 
-class MemorySection(MemoryBudget, frozen=True, kw_only=True):
-    tiers: TiersSection = TiersSection()
+
+class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
+    """What KV and adapters may take."""
+
     session_kv_limit: Bytes = 512 << 20
     """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
     is bounded."""
@@ -282,6 +303,10 @@ class MemorySection(MemoryBudget, frozen=True, kw_only=True):
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+
+class MemorySection(MemoryLimits, frozen=True, kw_only=True):
+    tiers: TiersSection = TiersSection()
 
 
 class BatchingSection(Strict, frozen=True, kw_only=True):
@@ -392,6 +417,11 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
                 f"gpus {self.gpus} is no multiple of group.nodes {self.group.nodes}, of which each "
                 "has an equal part; change one of them"
             )
+        if self.memory.tiers.remote and self.tickets and self.tickets.required:
+            raise ValueError(
+                "memory.tiers.remote is set, but with tickets.required clients reach the port at "
+                "which engines read and write one another's KV; leave one of them out"
+            )
 
     @property
     def num_local_ranks(self) -> int:
@@ -404,7 +434,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def refusal_by_vllm(
-    model: ModelSection, memory: MemorySection, adapters: Iterable[AdapterSection] = ()
+    model: ModelSection, memory: MemoryLimits, adapters: Iterable[AdapterSection] = ()
 ) -> str:
     """Returns why vLLM does not take these settings, as a line that names the field and what to
     set; empty: it takes them."""

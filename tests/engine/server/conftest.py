@@ -20,7 +20,15 @@ from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_common.config.engine import EngineConfig, LimitsSection, ModelSection, ServerSection
+from ullage_common.config.engine import (
+    EngineConfig,
+    HostTierSection,
+    LimitsSection,
+    MemorySection,
+    ModelSection,
+    ServerSection,
+    TiersSection,
+)
 from ullage_common.wire.channels import open_channel
 from ullage_engine.server import app
 from ullage_engine.server.app import EngineApp
@@ -135,6 +143,7 @@ def config(run_dir: Path) -> EngineConfig:
     )
     return EngineConfig(
         model=ModelSection(source=SOURCE, name="smollm2-135m"),
+        memory=MemorySection(tiers=TiersSection(host=HostTierSection(size=8 << 20))),
         limits=LimitsSection(max_output_tokens=400, request_timeout=20.0),
         server=server,
     )

@@ -78,6 +78,8 @@ LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 UNKNOWN = [
     form("gpus", 4, "unknown field; the fields here are adapters, allow"),
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
+    form("memory.tiers.file.folder", "/kv", "unknown field; the fields here are claimName"),
+    form("memory.tiers.remote.peers", ["a:1"], "unknown field; the fields here are copy, deadline"),
     form("model.quantisation", "int8", "unknown field; did you mean quantization?"),
     form("pools.single.replica", 1, "unknown field; did you mean replicas?"),
     form("pools.other.podtemplate", {}, "unknown field; did you mean podTemplate?"),
@@ -131,6 +133,11 @@ FORMS = [
     form("memory.sessionIdle", "5 minutes", "must be a duration such as 10s"),
     form("memory.prefixCache", 1, "must be of type boolean, not 1"),
     form("memory", [], "must be of type object, not []"),
+    form("memory.tiers.host.size", "1GB", "must be a quantity such as 512Mi"),
+    form("memory.tiers.file.size", "0", "must be a quantity above 0"),
+    form("memory.tiers.file.path", "kv", "must match"),
+    form("memory.tiers.file.claimName", "KV", "must match"),
+    form("memory.tiers.remote.copy", "yes", "must be of type boolean, not 'yes'"),
     form("routing.largeRequestTokens", 0, "must be at least 1, not 0"),
     form("routing.largeRequestKV", "0Gi", "must be a quantity above 0"),
     form("routing.queue.maxRequests", 100001, "must be at most 100000"),
@@ -303,6 +310,30 @@ RULES = [
         "memory.hostKV",
         "set hostKV of the service and of every pool to 0",
         {"adapters": [ADAPTER], "pools.single": {"memory": {"hostKV": "1Gi"}}},
+    ),
+    rule(
+        "memory.tiers.host.size",
+        "remote and file pass their blocks through host memory",
+        {"memory.tiers": {"host": {"size": 0}, "file": {}}},
+    ),
+    rule(
+        "pools.single.memory.tiers.host.size",
+        "set host.size, such as 256Mi, or leave both out",
+        {"pools.single": {"memory": {"tiers": {"host": {"size": "0"}, "remote": {}}}}},
+    ),
+    rule("memory.tiers.remote.deadline", "from 10ms to 1m, such as 1s", value="1ms"),
+    rule(
+        "memory.tiers.file",
+        "leave claimName or hostPath out",
+        value={"claimName": "kv", "hostPath": "/kv"},
+    ),
+    rule(
+        "memory.tiers",
+        "with tickets.required clients reach the ports",
+        {
+            "tickets": {"secretName": "t", "required": True},
+            "pools.single": {"memory": {"tiers": {"remote": {}}}},
+        },
     ),
     rule(
         "model.quantization",

@@ -362,6 +362,29 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"hostKV": "9Ei"}}, "spec.memory.hostKV: 9Ei is more than any machine has"),
     ({"memory": {"maxKV": "1k"}}, "spec.memory.maxKV: 1k holds no request"),
     (
+        {"memory": {"tiers": {"host": {"size": "9Ei"}}}},
+        "spec.memory.tiers.host.size: 9Ei is more than any machine has",
+    ),
+    (
+        {
+            "memory": {"tiers": {"host": {"size": "2Gi"}}},
+            "pools": {"single": {"resources": {"limits": {"memory": "1Gi"}}}},
+        },
+        "spec.memory.tiers.host.size: 2Gi is more than resources.limits.memory 1Gi; lower it",
+    ),
+    (
+        {"memory": {"tiers": {"host": {"size": "1k"}}}},
+        "spec.memory.tiers.host.size: 1k holds no block; give at least 1Mi, or 0 for no tiers",
+    ),
+    (
+        {"pools": {"small": {"memory": {"tiers": {"file": {"size": "1k"}}}}}},
+        "spec.pools.small.memory.tiers.file.size: 1k holds no block; give at least 1Mi",
+    ),
+    (
+        {"memory": {"tiers": {"host": {"size": "0Gi"}, "remote": {}, "file": {}}}},
+        "spec.memory.tiers.host.size: 0Gi leaves no host tier, through which remote and file pass",
+    ),
+    (
         {"pools": {"single": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}},
         "spec.pools.single.resources: resources must not name gpuResourceName",
     ),

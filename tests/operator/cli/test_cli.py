@@ -69,10 +69,36 @@ def test_a_plan_says_of_each_pool_which_engine_it_will_be(
         return capsys.readouterr().err.splitlines()
 
     unknown = "engine vllm where image native:1 has vLLM, else native (image native:1)"
-    assert lines() == [f"pool single: {unknown}", f"pool large: {unknown}"]
+    assert lines()[:2] == [f"pool single: {unknown}", f"pool large: {unknown}"]
     monkeypatch.setenv("ULLAGE_VLLM_ENGINE_IMAGE", "vllm:1")
     reason = "vLLM is installed and the device is a CUDA GPU"
     assert lines()[0] == f"pool single: engine vllm: {reason} (image vllm:1)"
+
+
+def test_a_plan_says_of_each_pool_where_its_kv_is(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write
+) -> None:
+    all_tiers = {"host": {"size": "1Gi"}, "remote": {}, "file": {"path": "/kv"}}
+    pools = {"large": {"memory": {"tiers": all_tiers}}}
+    off = {"memory": {"tiers": {"host": {"size": 0}}}}
+    assert main(["plan", "-f", str(write(yaml.safe_dump(manifest(pools=pools | {"x": off}))))]) == 0
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "pool single: KV tiers: host memory 256 MiB of each pod",
+        "pool large: KV tiers: host memory 1024 MiB of each pod, that of the pool's other pods, "
+        "files 2048 MiB in /kv",
+        "pool x: KV tiers: none",
+    ]
+
+
+def test_a_folder_for_kv_that_cannot_be_had_is_one_line(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write
+) -> None:
+    tiers = {"file": {"path": "/proc/nowhere"}}
+    path = write(yaml.safe_dump(manifest(memory={"tiers": tiers})))
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    [line] = errors(capsys, "up", "-f", str(path), *ports)
+    assert line.startswith("error: memory.tiers.file.path /proc/nowhere: ")
+    assert "choose a folder in which you may write" in line
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,9 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"memory": {"sessionKVLimit": "1Gi"}}, ENGINES),
     ({"memory": {"hostKV": "1Gi"}}, ENGINES),
     ({"memory": {"adapterShare": 0.5}}, ENGINES),
+    ({"memory": {"tiers": {"host": {"size": "1Gi"}}}}, ENGINES),
+    ({"memory": {"tiers": {"remote": {}}}}, ENGINES),
+    ({"pools": {"single": {"memory": {"tiers": {"file": {}}}}}}, SINGLE),
     # What one pool's engines alone read.
     ({"pools": {"single": {"memory": {"maxKV": "1Gi"}}}}, SINGLE),
     ({"pools": {"single": {"resources": {"requests": {"cpu": "2"}}}}}, SINGLE),

@@ -17,7 +17,7 @@ from ullage_common.process.memory import usable_bytes
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.local.plan import LocalPlan, plan_local
-from ullage_operator.local.runtime import write_files
+from ullage_operator.local.runtime import make_folders, write_files
 from ullage_router.rollout import RolloutFile
 
 Make = Callable[..., dict[str, Any]]
@@ -135,6 +135,48 @@ def test_an_engines_workers_share_as_engines_do(manifest: Make, tmp_path: Path) 
     plan = local(manifest(pools={"single": ranks, "large": large}), tmp_path)
     share = read(plan, "demo-single-0", EngineConfig).memory.device_bytes
     assert share == pytest.approx((usable_bytes() - (1 << 30)) // 3, rel=0.2)
+
+
+def test_host_tiers_are_no_part_of_what_engines_share(manifest: Make, tmp_path: Path) -> None:
+    def share(size: int) -> int:
+        memory = {"tiers": {"host": {"size": size}}}
+        made = manifest(memory=memory, pools={"single": {"replicas": 2}})
+        engine = read(local(made, tmp_path), "demo-single-0", EngineConfig)
+        assert engine.memory.tiers.host.size == size
+        return int(engine.memory.device_bytes)
+
+    quarter = usable_bytes() // 4
+    assert share(0) - share(quarter) == pytest.approx(quarter, rel=0.2)
+
+
+def test_peers_are_the_other_engines_of_the_pool(manifest: Make, tmp_path: Path) -> None:
+    scaling = {"minReplicas": 1, "maxReplicas": 3}
+    pools = {"single": {"autoscaling": scaling}, "large": LARGE}
+    plan = local(manifest(pools=pools, memory={"tiers": {"remote": {}}}), tmp_path)
+    own = {pod.name: f"127.0.0.1:{pod.ports['grpc']}" for pod in plan.pods}
+    for pod in plan.pods[:-1]:
+        remote = read(plan, pod.name, EngineConfig).memory.tiers.remote
+        mates = [each.name for each in plan.pods if each.part == pod.part and each is not pod]
+        assert remote.peers == tuple(own[name] for name in mates)
+
+
+def test_files_are_in_the_run_directory_or_in_a_folder_of_this_machine(
+    manifest: Make, tmp_path: Path
+) -> None:
+    chosen = tmp_path / "more" / "kv"
+    large = LARGE | {"memory": {"tiers": {"file": {"path": str(chosen), "claimName": "kv"}}}}
+    pools = {"single": {"replicas": 2}, "large": large, "huge": {"memory": {"tiers": {}}}}
+    plan = local(manifest(pools=pools, memory={"tiers": {"file": {"size": "1Gi"}}}), tmp_path)
+    folders = [
+        tier.path if (tier := read(plan, pod.name, EngineConfig).memory.tiers.file) else None
+        for pod in plan.pods[:-1]
+    ]
+    own = [str(tmp_path / f"demo-single-{index}" / "kv") for index in range(2)]
+    assert folders == [*own, str(chosen), None]
+    assert plan.folders == [*map(Path, own), chosen]
+    make_folders(plan.folders)
+    make_folders(plan.folders)
+    assert chosen.is_dir() and not any(chosen.iterdir())
 
 
 def engine_with(**fields: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def resources(plan: ServicePlan, kind: str) -> Resources:
     return amounts
 
 
-@pytest.mark.parametrize(("device", "memory"), [("CPU", "1536Mi"), ("CUDA", "9728Mi")])
+@pytest.mark.parametrize(("device", "memory"), [("CPU", "1792Mi"), ("CUDA", "9984Mi")])
 def test_no_engine_is_best_effort(make_plan: MakePlan, device: str, memory: str) -> None:
     amounts = resources(make_plan(device=device), "StatefulSet")
     assert amounts["requests"] == {"cpu": "250m", "memory": memory}
@@ -56,14 +56,18 @@ def test_weights_are_estimated_from_the_model(
 
 def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakePlan) -> None:
     model = {"source": "hf://org/Llama-3.1-70B-Instruct", "name": "llama"}
-    four = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}, "memory": {"hostKV": "8Gi"}}
+    four = {
+        "gpus": 4,
+        "parallelism": {"tensor": 2, "pipeline": 2},
+        "memory": {"hostKV": "8Gi", "tiers": {"host": {"size": "2Gi"}}},
+    }
     plan = make_plan(model=model, pools={"single": four})
     requests = resources(plan, "StatefulSet")["requests"]
     assert requests["cpu"] == "1"
-    # 140 GB of weights, 8 GiB of KV, and the processes of one server and four workers.
-    assert requests["memory"] == "143Gi"
+    # 140 GB of weights, 8 + 2 GiB of KV, and the processes of one server and four workers.
+    assert requests["memory"] == "145Gi"
     plan = make_plan(model=model, pools={"single": four | {"standbyWorker": True}})
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "144Gi"
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "146Gi"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_with_vllm_only_checkpoints_made_of_gguf_files_stay_in_memory(
     requests = resources(make_plan(model=model, engine="VLLM"), "StatefulSet")["requests"]
     mib = int(requests["memory"].removesuffix("Mi").removesuffix("Gi"))
     mib *= 1024 if requests["memory"].endswith("Gi") else 1
-    least = gigabytes * 1e9 / 2**20 + 1536
+    least = gigabytes * 1e9 / 2**20 + 1536 + 256
     assert least <= mib < least + 128
 
 
@@ -93,23 +97,23 @@ def test_with_vllm_on_a_cpu_a_checkpoint_is_beside_the_weights(make_plan: MakePl
     model = {"source": "file:///models/llama-8b.Q4_K_M.gguf", "name": "llama"}
     common = {"model": model, "engine": "VLLM", "device": "CPU"}
     plan = make_plan(**common)
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "32128Mi"
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "32384Mi"
     budget = {"deviceBytes": "40Gi"}
     plan = make_plan(**common, memory=budget)
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "57856Mi"
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "58112Mi"
 
 
 def test_weights_of_unknown_size_count_by_the_gpus_they_are_meant_for(make_plan: MakePlan) -> None:
     model = {"source": "hf://deepseek-ai/DeepSeek-V3", "name": "deepseek"}
     eight = {"gpus": 8, "parallelism": {"tensor": 8, "pipeline": 1}}
     plan = make_plan(model=model, pools={"single": eight})
-    # 64 GiB of weights, and the processes of one server and eight workers.
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "74240Mi"
+    # 64 GiB of weights, the host tier, and the processes of one server and eight workers.
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "74496Mi"
 
 
 def test_on_a_cpu_the_budget_is_requested(make_plan: MakePlan) -> None:
     plan = make_plan(device="CPU", memory={"deviceBytes": "6Gi", "safetyReserve": "1Gi"})
-    assert resources(plan, "StatefulSet")["requests"]["memory"] == "7680Mi"
+    assert resources(plan, "StatefulSet")["requests"]["memory"] == "7936Mi"
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"batching": {"maxSequences": 7}, "rollout": {"strategy": "Canary"}},
         {"image": "two", "batching": {"maxSequences": 7}},
         {"memory": {"threshold": 0.5}},
+        {"memory": {"tiers": {"host": {"size": "1Gi"}}}},
         {"engine": "Native"},
         {"vllm": {"args": {"enforce_eager": True}}},
         {"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]},
@@ -149,6 +150,18 @@ def test_what_engines_run_is_tried(cluster, change):
     cluster.edit(**change)
     assert cluster.has_canary
     assert cluster.objects["StatefulSet", "demo-single"]["spec"]["template"] == before
+
+
+def test_the_peers_of_a_canary_are_of_its_own_revision(cluster):
+    def peers(name):
+        tiers = yaml.safe_load(cluster.config(name)["engine.yaml"])["memory"]["tiers"]
+        return tiers.get("remote", {}).get("peers")
+
+    cluster.edit(memory={"tiers": {"remote": {}}})
+    assert (peers("demo-single"), peers("demo-single-next")) == (None, ["demo-single-next:9000"])
+    for _ in range(7):
+        cluster.step()
+    assert cluster.stages[-1] == "Stable" and peers("demo-single") == ["demo-single:9000"]
 
 
 def test_a_canary_of_several_nodes_has_followers_of_its_own(cluster):

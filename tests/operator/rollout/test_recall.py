@@ -150,8 +150,10 @@ def test_what_was_sealed_outside_of_environments_is_recalled(manifest):
 
 
 def known_before(release):
-    """As an operator that knew a field less kept it, and what it called that."""
-    older = release | {"memory": dict(list(release["memory"].items())[1:])}
+    """As an operator that knew fields less kept it, and what it called that."""
+    memory = dict(list(release["memory"].items())[1:])
+    remote = {"deadline": memory["tiers"]["remote"]["deadline"]}
+    older = release | {"memory": memory | {"tiers": memory["tiers"] | {"remote": remote}}}
     return older, revision_of(older)
 
 
@@ -166,7 +168,7 @@ def known_before(release):
     ids=lambda more: " ".join(map(str, more.values())),
 )
 def test_a_field_that_a_newer_operator_knows_is_no_other_revision(manifest, more):
-    service = parse(manifest(image="two"))
+    service = parse(manifest(image="two", memory={"tiers": {"remote": {}}}))
     wanted = release_of(service, Settings())
     stable, one = known_before(wanted | {"image": "one"})
     tried, two = known_before(wanted)
