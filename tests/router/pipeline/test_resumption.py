@@ -379,6 +379,35 @@ def test_an_engine_that_knows_no_continuations_repeats_nothing(start_service: St
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_usage_has_what_the_first_engine_had_of_the_prompt(
+    start_service: StartService, is_streamed: bool, is_cut_off: bool
+) -> None:
+    """Also where no engine goes on: the answer ends when its time without a token is over."""
+    host = pb.CachedTokens(tier="host", tokens=16, seconds=0.5)
+    first = pb.Usage(cached_tokens=16, cached_by_tier=[host])
+    later = pb.Usage(cached_tokens=20, cached_by_tier=[pb.CachedTokens(tier="file", tokens=20)])
+
+    async def scenario() -> None:
+        limits = {"request_timeout": 1.0} if is_cut_off else {}
+        engines = (100,) if is_cut_off else (100, 100)
+        async with start_service(single=engines, limits=limits) as service:
+            script(service, pause=asyncio.Event(), cached=first)
+            more = {"stream_options": {"include_usage": True}} if is_streamed else {}
+            task = asyncio.ensure_future(service.complete("prompt", stream=is_streamed, **more))
+            _, answer = await lose(service, task, cached=later)
+            usage = usage_of(answer) if is_streamed else answer.json()["usage"]
+            assert usage["prompt_tokens"] == len("prompt")
+            details = {"cached_tokens": 16, "cached_tokens_details": {"host": 16}}
+            assert usage["prompt_tokens_details"] == details
+            assert answer.headers["x-ullage-cached"] == "host=16;seconds=0.500"
+            latest = (await service.stats())["latest"][0]
+            assert latest["cached_tokens"] == {"host": 16}
+
+    asyncio.run(scenario())
+
+
 def test_over_grpc_only_what_was_asked_for_arrives(start_service: StartService) -> None:
     async def scenario() -> None:
         async with start_service(single=(100, 100)) as service:
