@@ -198,6 +198,14 @@ def test_the_host_tier_is_requested_beside_the_device(make_plan: MakePlan, devic
     assert requested("1Gi") - requested("0") == 1 << 30
 
 
+def test_without_a_prefix_cache_no_host_tier_is_paid_for(make_plan: MakePlan) -> None:
+    off = make_plan(device="CPU", memory={"prefixCache": False})
+    assert requested_bytes(make_plan(device="CPU")) - requested_bytes(off) == 256 << 20
+    limits = {"resources": {"limits": {"memory": "4Gi"}}}
+    tight = {"deviceBytes": "4Gi", "prefixCache": False}
+    assert make_plan(device="CPU", memory=tight, pools={"single": limits})
+
+
 def test_followers_have_no_files(make_plan: MakePlan) -> None:
     two = {"gpus": 2, "nodes": 2, "parallelism": {"tensor": 2}}
     plan = make_plan(engine="VLLM", memory={"tiers": ALL}, pools={"large": two})
