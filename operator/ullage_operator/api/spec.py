@@ -313,7 +313,8 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
-    return excesses(spec) + [each for name, pool in pools for each in _memory(spec, name, pool)]
+    in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
+    return excesses(spec) + list(dict.fromkeys(in_memory))  # several pools may share a field
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
