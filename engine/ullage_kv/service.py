@@ -147,9 +147,7 @@ class PeerLeases:
         """
         held = self._open.get(number)
         if held is None or held.lease.is_over:
-            raise ServiceError(
-                grpc.StatusCode.NOT_FOUND, "LEASE_OVER", "the lease has ended; begin again"
-            )
+            raise _lease_over()
         return held
 
     def end(self, number: int) -> None:
@@ -239,24 +237,26 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     ) -> AsyncIterator[pb.ReadResponse]:
         try:
             _check_keys("keys", request.keys)
-            held = self.leases.find(request.lease)
+            held = self._find(request.lease)
             for number, key in enumerate(request.keys):
                 if key not in held.pinned:
                     raise invalid("keys", f"block {number} is not pinned by the lease")
-                async for chunk in self._read(held, number, held.pinned[key]):
+                async for chunk in self._read(held, number, key):
                     yield chunk
                 self._read_blocks += 1
         except ServiceError as error:
             await abort(context, error)
 
     async def _read(
-        self, held: PeerLease, number: int, ref: SlotRef
+        self, held: PeerLease, number: int, key: bytes
     ) -> AsyncIterator[pb.ReadResponse]:
         size = held.store.block_bytes
-        memory = held.store.arena.slot(ref.slot, size)
+        memory = held.store.arena.slot(held.pinned[key].slot, size)
         checksum = xxhash.xxh3_128()
         for offset in range(0, size, CHUNK_BYTES):
-            self.leases.find(held.number)  # else the slot may hold another block by now
+            self._find(held.number)  # else the slot may hold another block by now
+            if not held.store.index.contains(key):  # removed, as when its bytes may be damaged
+                raise _lease_over()
             data = bytes(memory[offset : offset + CHUNK_BYTES])
             checksum.update(data)
             is_last = offset + len(data) == size
@@ -311,7 +311,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return pb.WriteResponse(num_bytes=num_bytes)
 
     def _write(self, request: pb.WriteRequest) -> int:
-        held = self.leases.find(request.lease)
+        held = self._find(request.lease)
         block = held.reserved.get(request.block)
         if block is None:
             raise invalid("block", f"block {request.block} is not reserved by the lease")
@@ -332,7 +332,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
 
     @_aborts
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        held = self.leases.find(request.lease)
+        held = self._find(request.lease)
         response = pb.CommitResponse()
         try:
             for written in request.blocks:
@@ -388,6 +388,18 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             )
         return served.store
 
+    def _find(self, number: int) -> PeerLease:
+        """Returns an open lease of the present store: another one may use the same memory.
+
+        Raises:
+            ServiceError: there is none.
+        """
+        held, served = self.leases.find(number), self._served()
+        if served is None or held.store is not served.store:
+            self.leases.end(number)
+            raise _lease_over()
+        return held
+
     def _open_lease(self, store: Store, context: Context, lease_ms: int) -> PeerLease:
         address, _, _ = (context.peer() or "").rpartition(":")  # each connection has a port
         return self.leases.open(store, address, _ttl_s(lease_ms))
@@ -413,6 +425,11 @@ def _check_keys(name: str, keys: Sequence[bytes]) -> None:
     for key in keys:
         if len(key) != KEY_BYTES:
             raise invalid(name, f"a key has {len(key)} bytes; keys have {KEY_BYTES}")
+
+
+def _lease_over() -> ServiceError:
+    message = "the lease has ended; begin again"
+    return ServiceError(grpc.StatusCode.NOT_FOUND, "LEASE_OVER", message)
 
 
 def _other(what: str, message: str) -> ServiceError:

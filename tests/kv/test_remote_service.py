@@ -16,7 +16,7 @@ from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.wire.channels import open_blocking_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_kv import Arena, Store
-from ullage_kv.service import CHUNK_BYTES, MAX_LEASE_S, MAX_LEASES, NewBlock, PeerLeases
+from ullage_kv.service import CHUNK_BYTES, MAX_LEASE_S, MAX_LEASES, NewBlock, PeerLeases, Served
 
 SIZE = 4096
 GEOMETRY = pb.Geometry(namespace=SPACE, block_bytes=SIZE)
@@ -99,6 +99,31 @@ def test_leases_end_by_themselves(peer: KvPeer, stub: Any) -> None:
     request = pb.WriteRequest(lease=reserved.lease, data=bytes(SIZE))
     assert refusal(stub.Write, iter([request])).reason == "LEASE_OVER"
     assert peer.store.index.num_free == 15
+
+
+def test_leases_end_with_their_store(peer: KvPeer, stub: Any) -> None:
+    """Another one may have begun in the same memory."""
+    peer.put(keys_of(1))
+    held, reserved = lookup(stub, keys_of(1), lease_ms=9000), reserve(stub, keys_of(2))
+    before = peer.store
+    after = Store(peer.arena, SIZE)
+    peer.served = Served(after, SPACE)
+    read = pb.ReadRequest(lease=held.lease, keys=keys_of(1))
+    assert refusal(stub.Read, read).reason == "LEASE_OVER"
+    write = pb.WriteRequest(lease=reserved.lease, data=b"x" * SIZE)
+    assert refusal(stub.Write, iter([write])).reason == "LEASE_OVER"
+    assert not peer.service.stats().leases
+    assert not any(bytes(peer.arena.slot(1)))
+    before.close()
+    after.close()
+
+
+def test_a_block_that_is_removed_is_sent_no_further(peer: KvPeer, stub: Any) -> None:
+    peer.put(keys_of(1))
+    held = lookup(stub, keys_of(1), lease_ms=9000)
+    peer.store.remove(keys_of(1))
+    read = pb.ReadRequest(lease=held.lease, keys=keys_of(1))
+    assert refusal(stub.Read, read).reason == "LEASE_OVER"
 
 
 def test_no_lease_is_longer_than_the_longest(stub: Any) -> None:
