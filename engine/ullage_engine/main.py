@@ -129,7 +129,9 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         log.info("engine %s: %s", name, reason)
         module, environment = _WORKERS[name]
         return WorkerLaunch(
-            command=_command(module, config_path), environment=launch_env(config, environment)
+            command=_command(module, config_path),
+            environment=launch_env(config, environment),
+            uses_tiers=name == "native",
         )
 
     return launch

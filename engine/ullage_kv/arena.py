@@ -67,7 +67,7 @@ class Arena:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ArenaError(f"{_mib(num_bytes)} of host memory: {error}") from error
-        arena._make_resident(progress)
+        arena.make_resident(progress)
         return arena
 
     @classmethod
@@ -115,7 +115,10 @@ class Arena:
             self._mapping.close()
         os.close(self.fd)
 
-    def _make_resident(self, progress: Callable[[int, int], None]) -> None:
+    def make_resident(
+        self, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Touches every page, so that none is missing later; keeps what they hold."""
         if platform.system() == "Linux":
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, self.num_bytes, _STEP_BYTES):
@@ -124,7 +127,7 @@ class Arena:
             try:
                 self._mapping.madvise(_POPULATE_WRITE, start, size)
             except OSError:  # an older kernel
-                self.memory[start : start + size : PAGE_BYTES] = bytes(-(-size // PAGE_BYTES))
+                bytes(self.memory[start : start + size : PAGE_BYTES])
         progress(self.num_bytes, self.num_bytes)
 
 

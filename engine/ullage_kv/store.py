@@ -129,6 +129,10 @@ class Store:
         names = self.contains(keys)
         return names[: names.index("")] if "" in names else names
 
+    def clear(self) -> None:
+        """Drops all blocks that are in host memory, from lower tiers, too."""
+        self.remove(self.index.readable_keys())
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Counts as a use of a chain; what is used a second time is copied down."""
         self.index.touch(keys)
@@ -212,6 +216,14 @@ class Store:
 
     # for those that write and read slots themselves ----------------------------------------------
 
+    def offer(self, lease: Lease, block: Block) -> SlotRef | None:
+        """Reserves a slot for a block that is not here, and is to be written by the holder of the
+        lease; None: it is here, or there is no room."""
+        reserved = lease.reserve(block.key, block.parent)
+        if reserved.status is Status.EXISTS:
+            self._copy_down([block.key], are_kept=block.is_kept)
+        return reserved.ref
+
     def committed(self, lease: Lease, ref: SlotRef, block: Block) -> Result:
         """Makes the block readable that was written to a reserved slot, and copies it down if it is
         kept."""
@@ -219,8 +231,8 @@ class Store:
         stored = status is Status.STORED
         result = Result(status, HOST, self.block_bytes if stored else 0)
         self._counter.saved([result])
-        if stored and block.is_kept:
-            self._save([block.key])
+        if stored:
+            self._copy_down([block.key], are_kept=block.is_kept)
         return result
 
     def was_read(self, results: Sequence[Result]) -> None:
@@ -248,10 +260,11 @@ class Store:
             tier.close()
         self._own.close()
 
-    def _copy_down(self, keys: Sequence[bytes]) -> None:
-        """Copies blocks to lower tiers that have come to be worth it."""
+    def _copy_down(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
+        """Copies blocks to lower tiers that have come to be worth it, or are kept."""
         if self._tiers:
-            self._save([key for key in keys if self.index.num_uses(key) >= _USES_TO_COPY_DOWN])
+            least = 1 if are_kept else _USES_TO_COPY_DOWN
+            self._save([key for key in keys if self.index.num_uses(key) >= least])
 
     def _save(self, keys: Sequence[bytes]) -> None:
         for tier in self._tiers:

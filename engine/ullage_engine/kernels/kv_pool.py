@@ -208,13 +208,18 @@ class HostPool:
     prefetched passes through another one, on a stream of its own.
     """
 
-    def __init__(self, pool: KVPool, num_slots: int) -> None:
+    def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
+        """`shared` [slots, bytes of a block]: memory of the host tier, whose slots count behind
+        `num_slots` of its own; what they hold stays."""
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"
         self._pool = pool
         self._slots = torch.empty(
             (num_slots, rows, width), dtype=pool.blocks.dtype, pin_memory=is_remote
         ).zero_()
+        self._shared = self._slots[:0]
+        if shared is not None:
+            self._shared = shared.view(pool.blocks.dtype).view(-1, rows, width)
         self._staging = pool.blocks.new_zeros((rows, width)) if is_remote else None
         self._prefetched = pool.blocks.new_zeros((rows, width)) if is_remote else None
         self._stream = _side_stream(pool.blocks.device)
@@ -230,7 +235,7 @@ class HostPool:
         source = self._pool.blocks[:, block]
         if self._staging is not None:
             source = self._staging.copy_(source)
-        self._slots[slot].copy_(source, non_blocking=True)
+        self._slot(slot).copy_(source, non_blocking=True)
 
     def swap_in(self, slot: int, block: int) -> None:
         """Copies a slot to a block; later device work sees it."""
@@ -272,8 +277,12 @@ class HostPool:
                 self.swap_in(number % count, number % count)
         return max(min(timer.seconds for timer in timers) / 2, 1e-9)
 
+    def _slot(self, slot: int) -> torch.Tensor:
+        own = self.num_slots
+        return self._slots[slot] if slot < own else self._shared[slot - own]
+
     def _copy_in(self, slot: int, block: int, staging: torch.Tensor | None) -> None:
-        source = self._slots[slot]
+        source = self._slot(slot)
         if staging is not None:
             source = staging.copy_(source, non_blocking=True)
         self._pool.blocks[:, block].copy_(source)

@@ -1,313 +1,17 @@
 """The prefix cache: which KV blocks are in use, kept for reuse, or free.
 
 Sequences allocate blocks here and release them. A full block stays cached by content after its
-sequence has ended, and a session's blocks are pinned between its turns. Cached blocks form a radix
-tree: the path from the root to a block spells the tokens whose KV the block continues, and begins
-with the cache salt of the requests that may read it.
-
-Layers with sliding windows have blocks of their own. A cached block may have one of them beside it,
-its window block, for the same tokens. Window blocks that every window has slid past are reclaimable
-though their sequence goes on, and a prefix is found only as far as its last window is still there.
+sequence has ended, and a session's blocks are pinned between its turns. `radix_tree` has what is
+cached, and what is evicted next.
 """
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ullage_engine.kv_cache.block_pool import BlockPool
-
-_ROOT = -1
-
-_Key = tuple[str, tuple[int, ...]]
-"""What tells the children of a block apart: the cache salt, at the beginning of a sequence only,
-and the tokens."""
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """One block of KV, valid only after all blocks above it."""
-
-    parent: "_Node | None"
-    key: _Key
-    block: int
-    children: dict[_Key, "_Node"] = field(default_factory=dict)
-    num_pins: int = 0
-    is_reclaimable: bool = False
-    is_idle: bool = False
-    """Whether the session that used the block last has ended because it was idle."""
-    last_used: int = 0
-    """Tick of the block's last use; ticks only grow."""
-    window_block: int | None = None
-    num_window_pins: int = 0
-    is_window_reclaimable: bool = False
-    window_last_used: int = 0
-
-
-class RadixTree:
-    """Maps token blocks to KV blocks and decides which cached block is evicted next.
-
-    A cached block is in use while a sequence holds it and reclaimable otherwise. A sequence that
-    holds a block holds all blocks above it, so the reclaimable blocks are whole branches and each
-    can be evicted in its turn: leaves first, those of idle sessions before others, the least
-    recently used first, pinned ones never. Every operation on one block is O(1).
-    """
-
-    def __init__(self, block_tokens: int, window_tokens: int = 0) -> None:
-        """`window_tokens`: length of the sliding windows; 0: blocks have no window blocks."""
-        self._block_tokens = block_tokens
-        self._window_tokens = window_tokens
-        self._root = _Node(None, ("", ()), _ROOT)
-        self._by_block: dict[int, _Node] = {}
-        # Reclaimable, unpinned and without children; the least recently used first.
-        self._evictable: OrderedDict[int, _Node] = OrderedDict()
-        # Those of idle sessions, which are evicted before the others.
-        self._idle: OrderedDict[int, _Node] = OrderedDict()
-        self._by_window: dict[int, _Node] = {}
-        # Reclaimable and unpinned window blocks; the least recently used first.
-        self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
-        self.num_reclaimable = 0
-        """Blocks of both kinds that no sequence holds, pinned ones included."""
-        self.num_pinned = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._by_block) + len(self._by_window)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._by_block or block in self._by_window
-
-    def is_reclaimable(self, block: int) -> bool:
-        node = self._by_window.get(block)
-        return self._by_block[block].is_reclaimable if node is None else node.is_window_reclaimable
-
-    def first_window_block(self, position: int) -> int:
-        """Returns the index of the first block that a window ending at this position reaches."""
-        return max(0, position - self._window_tokens + 1) // self._block_tokens
-
-    def window_blocks(self, path: list[int]) -> list[int]:
-        """Returns the window blocks that whoever goes on from a matched path reads."""
-        if not self._window_tokens:
-            return []
-        first = self.first_window_block(len(path) * self._block_tokens)
-        window_blocks = [self._by_block[block].window_block for block in path[first:]]
-        return [block for block in window_blocks if block is not None]
-
-    def window_block(self, block: int) -> int | None:
-        """Returns the window block beside a cached one; None where there is none."""
-        return self._by_block[block].window_block
-
-    def add_window(self, block: int, window_block: int) -> None:
-        """Caches a window block, which is in use, beside the block of the same tokens."""
-        node = self._by_block[block]
-        assert node.window_block is None and window_block not in self, "cached already"
-        node.window_block = window_block
-        self._by_window[window_block] = node
-
-    def match(self, token_ids: list[int], salt: str = "") -> list[int]:
-        """Finds the longest run of blocks that store a beginning of `token_ids` under a salt.
-
-        It ends before the last token, which is always computed because its logits are needed, and
-        where the window blocks that are read next are there.
-        """
-        size, node = self._block_tokens, self._root
-        blocks: list[int] = []
-        num_windows = length = 0
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            tokens = tuple(token_ids[start : start + size])
-            child = node.children.get(("" if start else salt, tokens))
-            if child is None:
-                break
-            blocks.append(child.block)
-            node = child
-            num_windows = 0 if child.window_block is None else num_windows + 1
-            if num_windows >= len(blocks) - self.first_window_block(start + size):
-                length = len(blocks)
-        return blocks[:length] if self._window_tokens else blocks
-
-    def insert(
-        self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""
-    ) -> int:
-        """Caches `block` as what stores `tokens` below `parent`, or, at the beginning, where the
-        parent is None, as what stores them under a salt.
-
-        Returns the block that the tree keeps: `block`, now in use, or the one that stored the same
-        tokens before.
-        """
-        above = self._root if parent is None else self._by_block[parent]
-        key = (salt if parent is None else "", tokens)
-        node = above.children.get(key)
-        if node is None:
-            assert block not in self._by_block, f"block {block} is cached for other tokens"
-            node = _Node(above, key, block)
-            above.children[key] = self._by_block[block] = node
-            self._queue(above).pop(above.block, None)
-        return node.block
-
-    def set_in_use(self, block: int) -> None:
-        if (node := self._by_window.get(block)) is not None:
-            self.num_reclaimable -= node.is_window_reclaimable
-            node.is_window_reclaimable = False
-            self._evictable_windows.pop(block, None)
-            return
-        node = self._by_block[block]
-        self.num_reclaimable -= node.is_reclaimable
-        node.is_reclaimable = False
-        self._queue(node).pop(block, None)
-        node.is_idle = False
-
-    def touch(self, block: int, tick: int) -> None:
-        """Records when the block was last used, for the order of eviction."""
-        if (node := self._by_window.get(block)) is not None:
-            node.window_last_used = tick
-        else:
-            self._by_block[block].last_used = tick
-
-    def set_reclaimable(self, block: int) -> None:
-        if (node := self._by_window.get(block)) is not None:
-            self.num_reclaimable += not node.is_window_reclaimable
-            node.is_window_reclaimable = True
-            self._add_window_if_evictable(node)
-            return
-        node = self._by_block[block]
-        self.num_reclaimable += not node.is_reclaimable
-        node.is_reclaimable = True
-        self._add_if_evictable(node)
-
-    def pin(self, block: int, *, with_window: bool = False) -> None:
-        """Keeps the block from being evicted until `unpin` was called as often.
-
-        `with_window`: the window block beside it, too; `unpin` must be called alike.
-        """
-        node = self._by_block[block]
-        if with_window:
-            node.num_window_pins += 1
-            self._evictable_windows.pop(
-                -1 if node.window_block is None else node.window_block, None
-            )
-        self.num_pinned += node.num_pins == 0
-        node.num_pins += 1
-        self._queue(node).pop(block, None)
-
-    def unpin(
-        self, block: int, idle_since: int | None = None, *, with_window: bool = False
-    ) -> None:
-        """Undoes one `pin`.
-
-        `idle_since`: the tick of the last use by the session that pinned the block, which ends
-        because it is idle. Unless the block was used since, it is evicted before others.
-        """
-        node = self._by_block[block]
-        assert node.num_pins > 0, f"block {block} is not pinned"
-        if with_window:
-            node.num_window_pins -= 1
-            self._add_window_if_evictable(node)
-        node.num_pins -= 1
-        self.num_pinned -= node.num_pins == 0
-        self._queue(node).pop(block, None)
-        is_idle = idle_since is not None and node.last_used <= idle_since
-        node.is_idle = is_idle and node.is_reclaimable and not node.num_pins
-        self._add_if_evictable(node)
-
-    def evict(self) -> int | None:
-        """Drops the leaf or window block whose turn it is; returns its block, or None if none is
-        evictable."""
-        queue = self._idle or self._evictable
-        leaf = next(iter(queue.values()), None)
-        window = next(iter(self._evictable_windows.values()), None)
-        if leaf is not None and window is not None:
-            is_first = leaf.is_idle or leaf.last_used < window.window_last_used
-            window = None if is_first else window
-        # A leaf's own window block is of no use without it.
-        if window is None and leaf is not None and leaf.window_block is not None:
-            window = leaf
-        if window is not None:
-            return self._evict_window(window)
-        if leaf is None:
-            return None
-        return self._evict_leaf(leaf)
-
-    def evict_branch(self, block: int) -> list[int]:
-        """Drops all evictable blocks of the branch that begins with a text's first block; returns
-        them. The rest is not found any more."""
-        first = self._by_block[block]
-        del self._root.children[first.key]
-        first.key = ("", (-1 - block,))  # No text has such a token.
-        self._root.children[first.key] = first
-        branch, evicted = [first], []
-        for node in branch:
-            branch.extend(node.children.values())
-        for node in reversed(branch):  # those below come first
-            if node.window_block is not None and self._is_window_evictable(node):
-                evicted.append(self._evict_window(node))
-            if self._is_evictable(node):
-                evicted.append(self._evict_leaf(node))
-        return evicted
-
-    def _evict_leaf(self, node: _Node) -> int:
-        parent = node.parent
-        assert parent is not None, "the root is no leaf"
-        self._queue(node).pop(node.block)
-        del self._by_block[node.block], parent.children[node.key]
-        self.num_reclaimable -= 1
-        self._add_if_evictable(parent)
-        # A parent last used together with its child is as old as that one was; one used later by
-        # itself counts as new, which keeps this O(1) where an exact order would need a search.
-        queue = self._queue(parent)
-        if parent.block in queue and parent.last_used <= node.last_used:
-            queue.move_to_end(parent.block, last=False)
-        return node.block
-
-    def check_integrity(self) -> None:
-        """Asserts that links and counts agree with one another."""
-        nodes = list(self._by_block.values())
-        num_reclaimable = sum(node.is_reclaimable + node.is_window_reclaimable for node in nodes)
-        assert num_reclaimable == self.num_reclaimable, "reclaimable blocks miscounted"
-        windows = {node.window_block: node for node in nodes if node.window_block is not None}
-        assert windows == self._by_window, "window blocks lost or doubled"
-        evictable = {block for block, node in windows.items() if self._is_window_evictable(node)}
-        assert evictable == self._evictable_windows.keys(), "window blocks missing or doubled"
-        for node in windows.values():
-            assert node.is_window_reclaimable or not node.is_reclaimable, "outlives its block"
-        assert sum(node.num_pins > 0 for node in nodes) == self.num_pinned, "pins miscounted"
-        ready = {node.block for node in nodes if self._is_evictable(node)}
-        assert ready == self._evictable.keys() | self._idle.keys(), "leaves missing or doubled"
-        assert all(node.is_idle for node in self._idle.values()), "evicted before its turn"
-        assert not any(node.is_idle for node in self._evictable.values()), "idle, and not first"
-        for node in nodes:
-            parent = node.parent
-            assert parent is not None and parent.children[node.key] is node, "broken branch"
-            assert node.is_reclaimable or not parent.is_reclaimable, (
-                f"block {node.block} outlives its prefix"
-            )
-        assert sum(len(node.children) for node in [self._root, *nodes]) == len(nodes), "lost branch"
-
-    def _is_evictable(self, node: _Node) -> bool:
-        return node.is_reclaimable and not node.num_pins and not node.children
-
-    def _add_if_evictable(self, node: _Node) -> None:
-        if self._is_evictable(node):
-            self._queue(node)[node.block] = node
-
-    def _is_window_evictable(self, node: _Node) -> bool:
-        return node.is_window_reclaimable and not node.num_window_pins
-
-    def _add_window_if_evictable(self, node: _Node) -> None:
-        if node.window_block is not None and self._is_window_evictable(node):
-            self._evictable_windows[node.window_block] = node
-
-    def _evict_window(self, node: _Node) -> int:
-        block = node.window_block
-        assert block is not None and node.is_window_reclaimable, "its window block is in use"
-        self._evictable_windows.pop(block, None)
-        del self._by_window[block]
-        node.window_block, node.is_window_reclaimable = None, False
-        self.num_reclaimable -= 1
-        return block
-
-    def _queue(self, node: _Node) -> OrderedDict[int, _Node]:
-        return self._idle if node.is_idle else self._evictable
-
+from ullage_engine.kv_cache.radix_tree import RadixTree
 
 _MAX_SESSIONS = 1024
 
@@ -407,6 +111,8 @@ class KvPolicy:
     """Blocks of host memory for swapped sequences."""
     swap_bytes_per_second: float = 4 << 30
     """Bandwidth between device and host, over all ranks."""
+    kv_space: bytes = b""
+    """Namespace of KV in tiers outside the device; empty: there are none."""
 
 
 class PrefixCache:
@@ -568,6 +274,22 @@ class PrefixCache:
                 self.share([kept])
                 self.free([own])
                 windows[index] = kept
+
+    def set_content_key(self, block: int, content_key: bytes) -> bool:
+        """Gives a cached block its key; see `RadixTree.set_content_key`."""
+        return self._tree.set_content_key(block, content_key)
+
+    def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
+        """Returns the key of a cached block; see `RadixTree.content_key`."""
+        return self._tree.content_key(block, is_window=is_window)
+
+    def branch_keys(self, path: list[int]) -> list[bytes]:
+        """Takes the keys from all blocks that begin with the first one of a path; returns them."""
+        return self._tree.branch_keys(path[0]) if path and path[0] in self._tree else []
+
+    def window_block(self, block: int) -> int | None:
+        """Returns the window block beside a cached one; None where there is none."""
+        return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
         """Evicts all blocks that no sequence holds of a path, and of all that begin with its first

@@ -79,6 +79,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the LoRA adapter that it is computed with; empty: none."""
     embed: bool = False
     """Whether the embedding of the prompt is wanted, and no output: `max_tokens` is 0."""
+    num_stored_blocks: int = 0
+    """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
 
     @property
     def session_key(self) -> str:
@@ -144,6 +146,22 @@ class Fault(Message, frozen=True, kw_only=True):
     """Command: run out of memory inside a coming step."""
 
     after_steps: int
+
+
+class KvGranted(Message, frozen=True, kw_only=True):
+    """Slots for blocks that were offered; those without one are stored already, or not wanted."""
+
+    slots: list["KvSlot"]
+
+
+class KvFound(Message, frozen=True, kw_only=True):
+    """The answer to a `KvWanted`: slots to read, which stay as they are until `KvRead`."""
+
+    number: int
+    slots: list[int]
+    """Slots of the blocks from the first one wanted on, as far as they are there."""
+    window_slots: list[int] = []
+    """Slots of the last window blocks up to there, where layers with windows have their own."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -280,6 +298,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """The device map."""
     task: Literal["generate", "embed"] = "generate"
     """What the model is for; no other requests come."""
+    kv_space: bytes = b""
+    """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
     state: WorkerState
 
 
@@ -361,7 +381,85 @@ class StateReport(Message, frozen=True, kw_only=True):
     state: WorkerState
 
 
-ToWorker = Submit | Cancel | Fault | Shutdown
+# KV in tiers outside the device; see `ullage_kv` --------------------------------------------------
+
+
+WINDOW_PART = "window"
+"""Part of a block's key that stands for its window block."""
+
+
+class KvBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A block that is complete on the device."""
+
+    key: bytes
+    parent: bytes | None
+    """Key of the block before it."""
+    is_kept: bool = False
+    """Whether it is of a session, whose next turn will want it."""
+
+
+class KvSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A slot of the host tier that is reserved for one block."""
+
+    key: bytes
+    slot: int
+    generation: int
+
+
+class KvOffer(Message, frozen=True, kw_only=True):
+    """Blocks to copy to the host tier; answered by `KvGranted`."""
+
+    blocks: list[KvBlock]
+
+
+class KvWritten(Message, frozen=True, kw_only=True):
+    """What became of granted slots."""
+
+    stored: list[KvSlot]
+    """Slots that their blocks were copied to."""
+    dropped: list[KvSlot] = []
+    """Slots of blocks that were evicted meanwhile."""
+
+
+class KvWanted(Message, frozen=True, kw_only=True):
+    """Blocks that a sequence can begin with; answered by `KvFound`."""
+
+    number: int
+    """Number of the wish, unique in this worker."""
+    request_id: str
+    first: int
+    """Index in the sequence of the first block that is wanted."""
+    keys: list[bytes]
+    """Keys of the sequence's blocks from the beginning on."""
+
+
+class KvRead(Message, frozen=True, kw_only=True):
+    """The slots of a `KvFound` are read, or not needed."""
+
+    number: int
+    num_blocks: int
+    """Blocks that the sequence began with."""
+
+
+class KvDamaged(Message, frozen=True, kw_only=True):
+    """Blocks whose bytes may be wrong; none of them is read again."""
+
+    keys: list[bytes]
+    everything: bool = False
+    """Whether that holds for all blocks."""
+
+
+ToWorker = Submit | Cancel | Fault | KvGranted | KvFound | Shutdown
+FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
+"""What the scheduler says of KV outside the device."""
 ToServer = (
-    Loading | Ready | StartFailed | StepDone | Admitted | Rejected | RequestFailed | StateReport
+    Loading
+    | Ready
+    | StartFailed
+    | StepDone
+    | Admitted
+    | Rejected
+    | RequestFailed
+    | StateReport
+    | FromKv
 )

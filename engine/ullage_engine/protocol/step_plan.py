@@ -79,6 +79,14 @@ class Moves:
     """Pairs (host slot, block) to copy beside the step, which neither reads nor writes these
     blocks; they are done when it is."""
 
+    def __add__(self, other: "Moves") -> "Moves":
+        return Moves(
+            self.swap_out + other.swap_out,
+            self.swap_in + other.swap_in,
+            self.copy + other.copy,
+            self.prefetch + other.prefetch,
+        )
+
     def __bool__(self) -> bool:
         return bool(self.swap_out or self.swap_in or self.copy or self.prefetch)
 

@@ -258,8 +258,13 @@ class ModelRunner:
             weights = replace(weights, experts=lambda name: wrap_experts(name, experts(name)))
         return Decoder(weights, *parts, backend)
 
-    def allocate_kv(self, num_blocks: int, num_host_slots: int = 0) -> None:
-        """Allocates the KV pool and the host's slots, every page touched; both count from 0."""
+    def allocate_kv(
+        self, num_blocks: int, num_host_slots: int = 0, shared: torch.Tensor | None = None
+    ) -> None:
+        """Allocates the KV pool and the host's slots, every page touched; both count from 0.
+
+        `shared`: slots of the host tier, which count behind these; see `HostPool`.
+        """
         # A pool that is replaced goes before its successor comes.
         self._pool = self._host = self._state_pool = None
         with torch.inference_mode():
@@ -272,7 +277,7 @@ class ModelRunner:
                 self._kv_scales,
                 windowed=self._limits.windowed,
             )
-            self._host = HostPool(self._pool, num_host_slots)
+            self._host = HostPool(self._pool, num_host_slots, shared)
             self._state_pool = StatePool(
                 self.model_config,
                 state_slots(self._limits.max_rows),
@@ -380,6 +385,11 @@ class ModelRunner:
         """Measures the seconds of copying one block to the host or back; there must be a slot."""
         assert self._host is not None, "allocate_kv comes first"
         return self._host.measure()
+
+    def sync(self) -> None:
+        """Waits until everything is done that was begun."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
     def swap_seconds(self) -> float:

@@ -177,6 +177,13 @@ class AdmissionControl:
         """Refuses ids that are in use, also within the group itself."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
+    def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
+        """Whether nothing is left to produce of a request that was admitted before."""
+        num_produced = len(request.token_ids) - request.num_prompt_tokens
+        was_admitted = resumed or num_produced > 0
+        is_full = len(request.token_ids) >= self.longest(request)
+        return was_admitted and (num_produced >= request.max_tokens or is_full)
+
     def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
         """Creates a sequence that ranks by `priority`, then by `arrival`."""
         self._num_submitted += 1

@@ -150,6 +150,21 @@ class BlockReservations:
             self._cache.free(blocks)
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
+    def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
+        """Caches the blocks `first` to `full` - 1 of a sequence, which are complete; returns how
+        many of them were cached already, which it then shares."""
+        table = list(sequence.block_ids)
+        salt = sequence.request.cache_salt
+        num_merged = self._cache.insert(sequence.token_ids, table, first, full, salt)
+        sequence.block_ids, sequence.num_cached_blocks = table, full
+        if self._cache.is_windowed:
+            skipped = max(0, first - sequence.first_window_block)
+            held = sequence.window_block_ids
+            windows = held[skipped:]
+            self._cache.insert_windows(table[:full], windows, sequence.first_window_block + skipped)
+            sequence.window_block_ids = held[:skipped] + windows
+        return num_merged
+
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
         """Allocates `count` blocks for the sequence; None where another must be preempted first."""
         if count == 0:

@@ -24,6 +24,7 @@ from ullage_engine.scheduler.sequence import (
     Planned,
     SchedulerLimits,
     Sequence,
+    Transfers,
     WalkLimiter,
     common_prefix,
     finish_of,
@@ -35,6 +36,7 @@ from ullage_engine.scheduler.sequence import (
     stored_tokens,
 )
 from ullage_engine.scheduler.state import SchedulerState
+from ullage_engine.scheduler.tiers import TierTransfers
 
 __all__ = ["KvPolicy", "Scheduler", "SchedulerLimits"]
 
@@ -63,6 +65,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         state = SchedulerState.create(profile, limits, throughput, output_lengths, policy, clock)
+        self._state = state
         self._profile = profile
         self._limits = limits
         self._output_lengths = output_lengths
@@ -72,6 +75,12 @@ class Scheduler:
         self._fork_groups = state.fork_groups
         self._swap = state.swap
         self._conv_states = state.conv_states
+        self.tiers: TierTransfers | None = None
+        """KV outside the device; None: there is none."""
+        if policy.kv_space:
+            self.tiers = TierTransfers(
+                state.cache, state.reservations, policy.kv_space, policy.host_slots, clock
+            )
         self._admission = AdmissionControl(profile, state)
         self._walks = WalkLimiter(clock)
         self._num_tail_tokens = 0
@@ -90,7 +99,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return len(self._sequences) > 0
+        has_moves = self.tiers is not None and self.tiers.has_moves
+        return has_moves or len(self._sequences) > 0
 
     @property
     def has_decodes(self) -> bool:
@@ -143,19 +153,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that no block or slot is lost and nothing is reserved that does not exist."""
-        self._reservations.check_integrity(self._sequences)
-        self._swap.check_integrity(list(self._sequences))
-        self._sequences.check_integrity()
-        self._conv_states.check_integrity()
-        assert self._sequences.num_running <= self._limits.max_sequences, "batch too large"
-        for each in self._sequences:
-            held = len(each.block_ids) * self._cache.block_tokens
-            assert each.num_computed <= held, f"{each.request_id}: tokens outside its blocks"
-            if self._cache.is_windowed:
-                reach = self._cache.first_window_block(each.num_computed)
-                assert each.first_window_block <= reach or not each.window_block_ids, "slid too far"
-                assert each.num_window_covered == len(each.block_ids), "tables of two lengths"
-            assert each.parent is None or not each.is_running, "runs before its parent"
+        self._state.check_integrity()
 
     # requests in and out -------------------------------------------------------------------------
 
@@ -184,7 +182,9 @@ class Scheduler:
         refusal = self._admission.refuse_duplicates(requests)
         if refusal:
             return refusal
-        complete = [request for request in requests if self._is_complete(request, resumed)]
+        complete = [
+            request for request in requests if self._admission.is_complete(request, resumed)
+        ]
         remaining = [request for request in requests if request not in complete]
         if remaining:
             refusal = self._admission.submit(remaining, resumed)
@@ -238,14 +238,18 @@ class Scheduler:
         cancelled = self._in_flight[0].cancelled if self._in_flight else []
         for each in cancelled:
             if each.request_id == request_id:
-                path = self._cache.match(each.token_ids, each.request.cache_salt)
-                self._cache.evict_branch(path)
+                self._evict_branch(self._cache.match(each.token_ids, each.request.cache_salt))
                 return
         sequence = self._sequences.get(request_id)
         if sequence:
             path = sequence.block_ids[: sequence.num_cached_blocks]
             self._remove(sequence)
-            self._cache.evict_branch(path)
+            self._evict_branch(path)
+
+    def _evict_branch(self, path: list[int]) -> None:
+        if self.tiers:
+            self.tiers.discard(path)
+        self._cache.evict_branch(path)
 
     def fail_newest(self) -> str | None:
         """Drops the least important running sequence; returns its request id.
@@ -280,7 +284,9 @@ class Scheduler:
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
-        """Evicts all KV that no sequence holds."""
+        """Evicts all KV that no sequence holds, from tiers outside the device, too."""
+        if self.tiers:
+            self.tiers.discard([], everything=True)
         self._cache.evict_all()
 
     # a step --------------------------------------------------------------------------------------
@@ -292,23 +298,36 @@ class Scheduler:
         """
         self._cache.sessions.end_idle()
         self._start_waiting()
+        if self.tiers:
+            self.tiers.place()
         chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
         if not chunks:
             # All that ran were preempted, for more important ones that had no slot in the batch.
             self._start_waiting()
             chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
-        # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
-        return StepPlan(chunks=chunks, moves=self._swap.drain(chunks))
+        return self._with_moves(chunks, Transfers())
 
     def replan(self, prompt_tokens: int) -> StepPlan:
         """Plans the same step again with smaller prompt chunks; no waiting sequence starts.
 
         The moves of the previous plan are done; the new plan has only those requested since.
         """
-        if self._in_flight:
-            self._in_flight.pop()
+        done = self._in_flight.pop().transfers if self._in_flight else Transfers()
         chunks = self._plan_chunks(prompt_tokens, is_chunked=True)
-        return StepPlan(chunks=chunks, moves=self._swap.drain(chunks))
+        return self._with_moves(chunks, done)
+
+    def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
+        """Makes the plan of these chunks, which reports what is `done` with its own copies."""
+        # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
+        moves = self._swap.drain(chunks)
+        if self.tiers:
+            copies, transfers = self.tiers.drain(chunks)
+            moves += copies
+            self.tiers.keep(done.and_those_of(transfers))
+            if chunks:
+                kept = self.tiers.take_kept()
+                self._in_flight[-1] = self._in_flight[-1]._replace(transfers=kept)
+        return StepPlan(chunks=chunks, moves=moves)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the oldest plan in flight computes the request, which was not cancelled since."""
@@ -321,7 +340,10 @@ class Scheduler:
         A token that ends its sequence is part of the output, stop tokens included. Tokens of
         sequences that were cancelled meanwhile are dropped.
         """
-        planned = self._in_flight.popleft().entries if self._in_flight else []
+        oldest = self._in_flight.popleft() if self._in_flight else Planned([], [])
+        planned = oldest.entries
+        if self.tiers:
+            self.tiers.finish(oldest.transfers)
         # All blocks are cached before anybody forks: children then share the cached ones.
         for sequence, chunk in planned:
             sequence.num_computed = max(sequence.num_computed, chunk.end)
@@ -344,7 +366,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory; it waits until it can have all it needs at once."""
         # Before the blocks are freed: what to copy to the host is read from them.
-        self._swap.swap_out(sequence)
+        if not (self.tiers and self.tiers.forget(sequence)):
+            self._swap.swap_out(sequence)
         self._conv_states.release_next(sequence)
         self._sequences.stop(sequence)
         sequence.num_preemptions += 1
@@ -373,11 +396,17 @@ class Scheduler:
         running = self._sequences.running
         max_decodes = self._limits.max_decodes
         if self._limits.max_in_flight > 1:
-            max_decodes = min(max_decodes, self._decode_share(running))
+            # All those that decode are shared out to the plans in flight.
+            num_decoding = sum(each.is_decoding for each in running)
+            max_decodes = min(max_decodes, -(-num_decoding // self._limits.max_in_flight))
             in_flight = self._sequences_in_flight()
             running = [each for each in running if each not in in_flight]
+        if self.tiers:
+            running = [each for each in running if not self.tiers.is_waiting(each)]
         # KV is copied in beside this step, unless there is nothing else to compute.
         present = [each for each in running if not self._swap.is_arriving(each)]
+        if self.tiers:
+            present = [each for each in present if not self.tiers.is_arriving(each)]
         running = present or running
         ready = [each for each in running if self._can_decode(each)]
         decoding = pick_decodes(
@@ -410,11 +439,6 @@ class Scheduler:
         if planned:
             self._in_flight.append(Planned(planned, []))
         return decodes + prompts
-
-    def _decode_share(self, running: list[Sequence]) -> int:
-        """Decodes of one plan, where all those that run are shared out to the plans in flight."""
-        num_decoding = sum(each.is_decoding for each in running)
-        return -(-num_decoding // self._limits.max_in_flight)
 
     def _sequences_in_flight(self) -> set[Sequence]:
         """Collects the sequences of plans that are not committed."""
@@ -459,6 +483,8 @@ class Scheduler:
             if self._cache.has_cache:
                 self._prefix_lookup_tokens += len(sequence.token_ids)
                 self._prefix_hit_tokens += num_hits
+        if self.tiers and not sequence.swapped:
+            self.tiers.ask(sequence)
         self._swap.swap_in(sequence, self._reservations)
         self._sequences.start(sequence)
 
@@ -515,21 +541,12 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:
-        full = sequence.num_computed // self._cache.block_tokens
-        first = sequence.num_cached_blocks
-        if not self._cache.has_cache or full <= first:
-            return
-        table = list(sequence.block_ids)
-        salt = sequence.request.cache_salt
-        num_merged = self._cache.insert(sequence.token_ids, table, first, full, salt)
-        self._prefix_merged_tokens += num_merged * self._cache.block_tokens
-        sequence.block_ids, sequence.num_cached_blocks = table, full
-        if self._cache.is_windowed:
-            skipped = max(0, first - sequence.first_window_block)
-            held = sequence.window_block_ids
-            windows = held[skipped:]
-            self._cache.insert_windows(table[:full], windows, sequence.first_window_block + skipped)
-            sequence.window_block_ids = held[:skipped] + windows
+        first, full = sequence.num_cached_blocks, sequence.num_computed // self._cache.block_tokens
+        if self._cache.has_cache and full > first:
+            num_merged = self._reservations.cache_blocks(sequence, first, full)
+            self._prefix_merged_tokens += num_merged * self._cache.block_tokens
+            if self.tiers:
+                self.tiers.offer(sequence, first, full)
 
     def _fork_child(self, parent: Sequence, child: Sequence) -> None:
         child.cached_prompt_tokens = parent.cached_prompt_tokens
@@ -538,13 +555,6 @@ class Scheduler:
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         if self._reservations.fork(parent, child, num_tokens, self._sequences):
             self._conv_states.share(parent, child)
-
-    def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Whether nothing is left to produce of a request that was admitted before."""
-        num_produced = len(request.token_ids) - request.num_prompt_tokens
-        was_admitted = resumed or num_produced > 0
-        is_full = len(request.token_ids) >= self._admission.longest(request)
-        return was_admitted and (num_produced >= request.max_tokens or is_full)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
         sequence.token_ids.append(sampled.token_id)
@@ -569,6 +579,8 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         path = sequence.block_ids[: sequence.num_cached_blocks]
         orphans = self._fork_groups.remove(sequence)
+        if self.tiers:
+            self.tiers.forget(sequence)
         self._swap.free_slots(sequence)
         self._reservations.release(sequence)
         if sequence.request.session_id and path:

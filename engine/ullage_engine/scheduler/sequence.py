@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+from ullage_engine.protocol.messages import EngineRequest, KvRead, KvSlot, TokenLogprobs
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
 
 Finish = Literal["", "stop", "length"]
@@ -100,6 +100,10 @@ class Sequence:
     """Convolution state; a waiting sequence keeps it until its slot is needed."""
     next_slot: int | None = None
     """Slot that the planned step writes the next state to."""
+    keys: list[bytes] = field(default_factory=list)
+    """Content keys of its first blocks, as many as were needed so far."""
+    num_stored_blocks: int = 0
+    """Leading blocks that came from tiers outside the device."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens found in the prefix cache; None before it first starts."""
     num_preemptions: int = 0
@@ -259,6 +263,16 @@ class SequenceTable:
         assert ranks == sorted(set(ranks)), "sequences out of order"
 
 
+class Transfers(NamedTuple):
+    """Copies to and from tiers outside the device, which are reported when they are done."""
+
+    stored: tuple[KvSlot, ...] = ()
+    read: tuple[KvRead, ...] = ()
+
+    def and_those_of(self, other: "Transfers") -> "Transfers":
+        return Transfers(self.stored + other.stored, self.read + other.read)
+
+
 class Planned(NamedTuple):
     """A plan that is not committed yet."""
 
@@ -266,6 +280,8 @@ class Planned(NamedTuple):
     """Its sequences, each with the chunk of it that the plan computes."""
     cancelled: list[Sequence]
     """Sequences that it computes and that were dropped since."""
+    transfers: Transfers = Transfers()
+    """What it copies to and from tiers outside the device."""
 
 
 @dataclass(frozen=True, slots=True)

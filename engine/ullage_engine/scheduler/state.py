@@ -281,6 +281,22 @@ class SchedulerState:
     """Clock in seconds."""
     fork_groups: ForkGroups = field(default_factory=ForkGroups)
 
+    def check_integrity(self) -> None:
+        """Asserts that no block or slot is lost and nothing is reserved that does not exist."""
+        self.reservations.check_integrity(self.sequences)
+        self.swap.check_integrity(list(self.sequences))
+        self.sequences.check_integrity()
+        self.conv_states.check_integrity()
+        assert self.sequences.num_running <= self.limits.max_sequences, "batch too large"
+        for each in self.sequences:
+            held = len(each.block_ids) * self.cache.block_tokens
+            assert each.num_computed <= held, f"{each.request_id}: tokens outside its blocks"
+            if self.cache.is_windowed:
+                reach = self.cache.first_window_block(each.num_computed)
+                assert each.first_window_block <= reach or not each.window_block_ids, "slid too far"
+                assert each.num_window_covered == len(each.block_ids), "tables of two lengths"
+            assert each.parent is None or not each.is_running, "runs before its parent"
+
     @classmethod
     def create(
         cls,

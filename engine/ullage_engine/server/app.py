@@ -26,10 +26,11 @@ from ullage_common.process.memory import trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates
+from ullage_engine.kv_tiers import KvTiers, TierHits
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.health import EngineStatus, RestartPolicy
-from ullage_engine.server.journal import Journal
+from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.service import (
     AdminService,
@@ -42,6 +43,7 @@ from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.server.worker_process import EndpointError
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
+from ullage_kv import ArenaError
 
 log = logging.getLogger("ullage.engine")
 
@@ -94,6 +96,7 @@ class EngineApp:
             self._metrics,
             self._ticket_verifier,
         )
+        self._kv: KvTiers | None = None
         self.port = 0
         """Port of the gRPC server, once `run` has bound it."""
         self.probe_port = 0
@@ -113,7 +116,8 @@ class EngineApp:
                 return
             tokenizer_bundle, launch = loaded
             self._inference.set_tokenizer(tokenizer_bundle)
-            supervising = asyncio.create_task(self._supervisor.run(launch))
+            self._kv = await self._open_tiers(launch)
+            supervising = asyncio.create_task(self._supervisor.run(launch, self._kv))
             following = asyncio.create_task(self._follow_health())
             try:
                 await _first_of(stop.wait(), supervising)
@@ -124,6 +128,26 @@ class EngineApp:
                 await self._health.set_ready(False)
                 await self._supervisor.stop()
                 await self._end(supervising)
+                if self._kv is not None:
+                    await asyncio.to_thread(self._kv.close)
+
+    async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
+        """Takes the memory of KV outside the device; None: there is to be none."""
+        section = self._config.memory.tiers
+        if not launch.uses_tiers or not section.host.size or not self._config.memory.prefix_cache:
+            return None
+        kv = KvTiers(section, self._note_hits)
+        try:
+            await asyncio.to_thread(kv.open)
+        except ArenaError as error:
+            raise AppError(f"memory.tiers.host.size: {error}") from error
+        return kv
+
+    def _note_hits(self, request_id: str, hits: list[TierHits]) -> None:
+        entry, ready = self._journal.get(request_id), self._engine_status.ready
+        if entry is not None and ready is not None:
+            size = ready.profile.block_tokens
+            entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
         """Waits until every open request has its last message; then sockets may close."""

@@ -135,6 +135,11 @@ class JournalEntry:
         request = self.job.request
         return msgspec.structs.replace(request, token_ids=request.token_ids + self.output_ids)
 
+    def add_tier_hits(self, hits: list[TierHit]) -> None:
+        """Notes where KV of the prompt was found before the sample was first computed."""
+        if not self.output_ids and not self.resumes:
+            self.tier_hits = hits
+
     def resume(self) -> None:
         """Prepares the sample for the next worker, as new if no worker ever admitted it."""
         self.submitted = False

@@ -17,10 +17,16 @@ import grpc
 import zmq.asyncio
 
 from ullage_common.wire.errors import ServiceError, invalid
+from ullage_engine.kv_tiers import KvTiers
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
     Fault,
+    KvDamaged,
+    KvOffer,
+    KvRead,
+    KvWanted,
+    KvWritten,
     Loading,
     Ready,
     Rejected,
@@ -56,6 +62,8 @@ class WorkerLaunch:
 
     command: WorkerCommand
     environment: Mapping[str, str]
+    uses_tiers: bool = False
+    """Whether these workers keep KV outside the device."""
 
 
 # How often a worker is looked at.
@@ -105,6 +113,7 @@ class WorkerSupervisor:
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
         self._num_failures = 0
+        self._kv: KvTiers | None = None
         self._suspect: Submission | None = None
         """The request that runs alone until it has a token; everything else waits for that."""
         self._stopping = asyncio.Event()
@@ -140,12 +149,15 @@ class WorkerSupervisor:
         self._worker.process.kill()
         return self._worker.process.pid
 
-    async def run(self, launch: WorkerLaunch) -> None:
+    async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
         """Runs workers, one after the other, until `stop`.
+
+        `kv`: tiers of KV that all of them use; None: there are none.
 
         Raises:
             SupervisorError: no worker can be had.
         """
+        self._kv = kv
         with zmq.asyncio.Context() as context:
             try:
                 while not self._stopping.is_set():
@@ -192,6 +204,8 @@ class WorkerSupervisor:
             worker.process.kill()
             receiving.cancel()
             await asyncio.gather(receiving, worker.exited, return_exceptions=True)
+            if self._kv is not None:
+                self._kv.worker_lost()
             await worker.link.close()
         return worker
 
@@ -218,7 +232,8 @@ class WorkerSupervisor:
     def _command(self, launch: WorkerLaunch, address: str) -> list[str]:
         """Returns a worker's command line, which says whether one of this server was ready."""
         was_ready = self._engine_status.ready is not None
-        return [*launch.command(address), *(["--restarted"] if was_ready else [])]
+        command = [*launch.command(address), *(["--restarted"] if was_ready else [])]
+        return command if self._kv is None else [*command, *self._kv.worker_options]
 
     def _keep_standby(self, launch: WorkerLaunch) -> None:
         """Starts the worker that is to be the next one, and replaces it when it is lost."""
@@ -284,6 +299,9 @@ class WorkerSupervisor:
                     if entry is not None and not entry.is_over:
                         self._metrics.embedding(entry)
                         entry.set_embedding(embedding)
+            case KvOffer() | KvWritten() | KvWanted() | KvRead() | KvDamaged():
+                if self._kv is not None:
+                    self._kv.on_message(message)
             case StateReport(state=state):
                 self._metrics.worker_state(state)
                 self._engine_status.worker_state(state)
@@ -312,6 +330,8 @@ class WorkerSupervisor:
         log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
         self._engine_status.worker_ready(ready)
+        if self._kv is not None:
+            self._kv.worker_ready(ready, worker.link.post)
         self._send_waiting(worker)
 
     def _send_waiting(self, worker: WorkerHandle) -> None:
@@ -327,6 +347,8 @@ class WorkerSupervisor:
             entry.submitted = True
         worker.on_submit()
         requests = [entry.engine_request() for entry in submission.entries]
+        if self._kv is not None:
+            requests = self._kv.with_stored(requests)
         worker.link.post(Submit(requests=requests, resumed=submission.resumed))
 
     def _admitted(self, request_id: str) -> None:

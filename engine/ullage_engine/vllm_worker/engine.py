@@ -47,6 +47,8 @@ class OutOfMemoryFault(Exception):
 class VllmEngine:
     """Serves requests with one `Core`."""
 
+    tiers = None
+
     def __init__(
         self,
         core: Core,

@@ -1,5 +1,6 @@
 """The device of a rank: which one it is, and how much of its memory may be and is used."""
 
+import logging
 from collections.abc import Iterable
 
 import msgspec
@@ -12,6 +13,8 @@ from ullage_common.process.memory import container_limit, free_bytes, trim_heap,
 from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.protocol.errors import WorkerStartError
+
+log = logging.getLogger("ullage.engine.worker")
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
@@ -53,11 +56,14 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
     return device
 
 
-def open_ledger(config: EngineConfig, device: torch.device) -> Ledger:
-    """Opens the ledger of this rank's device: a GPU, or its share of the host's memory."""
+def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
+    """Opens the ledger of this rank's device: a GPU, or its share of the host's memory.
+
+    `host_tier`: bytes of host memory that KV outside the device has taken.
+    """
     memory = config.memory
     if device.type == "cpu":
-        total = _cpu_bytes(memory.device_bytes, config.gpus)
+        total = _cpu_bytes(memory.device_bytes, config.gpus, host_tier)
         return Ledger(total, memory.threshold, configurable=True)
     total = int(torch.cuda.mem_get_info(device)[1])
     return Ledger(total, memory.threshold, configurable=False)
@@ -72,15 +78,21 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
     return msgspec.structs.replace(config, memory=memory)
 
 
-def _cpu_bytes(configured: int | None, num_ranks: int) -> int:
-    """Returns the budget of one worker process: as configured, else its share of what is usable."""
+def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
+    """Returns the budget of one worker process: as configured, else its share of what is usable.
+
+    `host_tier`: bytes of the host tier, which is beside it.
+    """
     limit = container_limit()
     if configured is None:
-        return usable_bytes() // num_ranks
-    if limit is not None and configured * num_ranks > limit:
+        # The host tier has its memory already: what the machine has free is what remains.
+        usable = usable_bytes()
+        return (usable if limit is None else min(usable, limit - host_tier)) // num_ranks
+    if limit is not None and configured * num_ranks + host_tier > limit:
         share = mib(configured) + (f" for each of {num_ranks} workers" if num_ranks > 1 else "")
+        beside = f" beside the {mib(host_tier)} of memory.tiers.host.size" if host_tier else ""
         raise WorkerStartError(
-            f"memory.deviceBytes: {share} is more than the container's limit of "
+            f"memory.deviceBytes: {share}{beside} is more than the container's limit of "
             f"{mib(limit)}; raise the limit or set less"
         )
     return configured
@@ -95,18 +107,29 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._process = psutil.Process()
+        self.shared_bytes = 0
+        """Resident bytes that belong to another process and do not count."""
 
     def used_bytes(self) -> int:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return int(total - free)
-        return int(self._process.memory_info().rss)
+        return int(self._process.memory_info().rss) - self.shared_bytes
 
     def free_bytes(self) -> int:
         """Bytes of the device that are free; on a CPU, those that the container may take."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
+
+
+def pin_memory(memory: torch.Tensor, device: torch.device) -> None:
+    """Lets a GPU copy from and to host memory directly; without that copies are only slower."""
+    if device.type != "cuda":
+        return
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status):
+        log.warning("the memory of the host tier cannot be pinned: CUDA error %d", int(status))
 
 
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:

@@ -52,6 +52,8 @@ from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToke
 from ullage_engine.scheduler.beam_search import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler
+from ullage_engine.scheduler.sequence import Transfers
+from ullage_engine.scheduler.tiers import TierTransfers
 from ullage_engine.worker.grammar import (
     GrammarError,
     Grammars,
@@ -77,6 +79,10 @@ class Runner(Protocol):
 
         Computing a plan again after an error gives what it would have given.
         """
+        ...
+
+    def sync(self) -> None:
+        """Waits until all ranks have done what they were asked for."""
         ...
 
 
@@ -143,6 +149,11 @@ class EngineCore:
         """Steps with work that were committed."""
         return self.scheduler.num_steps
 
+    @property
+    def tiers(self) -> TierTransfers | None:
+        """KV outside the device; None: there is none."""
+        return self.scheduler.tiers
+
     def is_compiled(self, request: EngineRequest) -> bool:
         """Whether a request's grammar is compiled; if not, begins to compile it."""
         return self.grammars.compile(request.grammar).done()
@@ -183,7 +194,10 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Computes one step for all sequences that have a part in it."""
         plan = self._constrained(self.scheduler.schedule())
-        return self._committed(self._execute(plan))
+        outputs = self._committed(self._execute(plan))
+        if not plan.chunks:
+            self._finish_moves()
+        return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Commits the oldest plan in flight; returns what clients get of it."""
@@ -259,6 +273,12 @@ class EngineCore:
         """Does a plan's moves once, before it is computed as often as it takes."""
         if plan.moves:
             self._runner.move(plan.moves)
+
+    def _finish_moves(self) -> None:
+        """Reports copies of plans that computed nothing, when no other plan is in flight."""
+        if self.tiers and (kept := self.tiers.take_kept()) != Transfers():
+            self._runner.sync()
+            self.tiers.finish(kept)
 
     def _measured(self, plan: StepPlan) -> list[SampledToken]:
         self._raise_fault()
@@ -399,6 +419,8 @@ class PipelinedEngine(EngineCore):
         plan = self._constrained(scheduled)
         self._move(plan)
         if not scheduled.chunks:
+            if not self._in_flight:
+                self._finish_moves()
             return False
         submitted_at = time.perf_counter()
         # Grammars may have failed all of its chunks: it is in flight for the scheduler even so.

@@ -36,6 +36,10 @@ from ullage_engine.protocol.messages import (
     Embedding,
     EngineRequest,
     Fault,
+    FromKv,
+    KvFound,
+    KvGranted,
+    KvSlot,
     Loading,
     Ready,
     Rejected,
@@ -61,7 +65,7 @@ _HEARTBEAT_S = 0.5
 _COMPILED_S = 0.005
 """Seconds between an idle worker's looks whether a grammar is compiled."""
 _EMPTY_STEP_S = 0.005
-"""Seconds to sleep after a step in which nothing could be computed."""
+"""Seconds to wait for messages after a step in which nothing could be computed."""
 
 
 class ServerGoneError(Exception):
@@ -97,8 +101,25 @@ class Link:
         self._socket.close()
 
 
+class KvTransfers(Protocol):
+    """KV outside the device, as the loop sees it."""
+
+    def take_messages(self) -> list[FromKv]:
+        """Returns what the server is to be told since the last call."""
+
+    def on_granted(self, slots: list[KvSlot]) -> None:
+        """Takes the answer to the oldest offer."""
+
+    def on_found(self, found: KvFound) -> None:
+        """Takes the answer to a wish."""
+
+
 class WorkerEngine(Protocol):
     """What computes, as the loop sees it."""
+
+    @property
+    def tiers(self) -> KvTransfers | None:
+        """KV outside the device; None: there is none."""
 
     @property
     def has_work(self) -> bool:
@@ -191,17 +212,25 @@ class Worker:
             self._submit_compiled()
             if self._engine.has_work:
                 self._step()
+            self._send_kv()
             self._report()
 
     def _step(self) -> None:
         num_steps = self._engine.num_steps
         outputs = self._engine.step()
-        if self._engine.num_steps == num_steps:
-            time.sleep(_EMPTY_STEP_S)
+        # Before the tokens: an answer says from its beginning on where its KV was.
+        self._send_kv()
         if outputs:
             self._link.send(_step_done(outputs))
         self._send_failed()
         self._is_changed = True
+        if self._engine.num_steps == num_steps:
+            self._drain(_EMPTY_STEP_S)
+
+    def _send_kv(self) -> None:
+        if self._engine.tiers is not None:
+            for message in self._engine.tiers.take_messages():
+                self._link.send(message)
 
     def _send_failed(self) -> None:
         for failed in self._engine.take_failed():
@@ -245,6 +274,10 @@ class Worker:
                 self._compiling = [each for m in self._compiling for each in _left(m, request_id)]
                 self._engine.cancel(request_id, is_answered=is_answered)
                 self._send_failed()
+            case KvGranted(slots=slots) if self._engine.tiers is not None:
+                self._engine.tiers.on_granted(slots)
+            case KvFound() if self._engine.tiers is not None:
+                self._engine.tiers.on_found(message)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
             case Shutdown():
@@ -329,6 +362,8 @@ def run(
     parser.add_argument(
         "--standby", action="store_true", help="import libraries, then wait for a line of input"
     )
+    parser.add_argument("--kv-arena", help="path of the memory of the host tier")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of that memory")
     parser.add_argument(
         "--restarted", action="store_true", help="a worker of this server has served before"
     )

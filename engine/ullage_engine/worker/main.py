@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.worker import loop
+from ullage_engine.worker.rank import HostTier
 from ullage_engine.worker.startup import RankCommand, Started, start
 
 
@@ -25,12 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _start(config: EngineConfig, report: loop.Report, options: argparse.Namespace) -> Started:
     group_path = Path(options.endpoint.removeprefix("ipc://"))
-    return start(config, report, group_path, _rank_command(options.config))
+    command = _rank_command(options.config, options.kv_arena, options.kv_bytes)
+    host_tier = HostTier(options.kv_arena, options.kv_bytes) if options.kv_arena else None
+    return start(config, report, group_path, command, host_tier)
 
 
-def _rank_command(config: Path) -> RankCommand:
+def _rank_command(config: Path, kv_arena: str | None, kv_bytes: int) -> RankCommand:
     base = [sys.executable, "-m", "ullage_engine.worker.rank_process", "--config", str(config)]
     base += ["--parent", str(os.getpid())]
+    if kv_arena:
+        base += ["--kv-arena", kv_arena, "--kv-bytes", str(kv_bytes)]
 
     def command(rank: int, endpoint: str, device_bytes: int | None) -> Sequence[str]:
         budget = [] if device_bytes is None else ["--device-bytes", str(device_bytes)]

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
+from ullage_engine.kernels.kv_pool import kv_block_bytes
 from ullage_engine.memory.ledger import mib, wrong_price
-from ullage_engine.model_config.dtypes import is_emulated, kv_itemsize, resolve_dtype
+from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, load_weights
 from ullage_engine.parallel.layout import (
@@ -42,10 +44,12 @@ from ullage_engine.worker.device import (
     check_pinned,
     give_back_freed,
     open_ledger,
+    pin_memory,
     prepare_device,
     touch_pages,
 )
 from ullage_engine.worker.rank_group import Report
+from ullage_kv import Arena, namespace
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -63,6 +67,13 @@ _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
 
 
+class HostTier(NamedTuple):
+    """Memory of the host tier, as a command line says it; see `ullage_kv.Arena.attach`."""
+
+    path: str
+    num_bytes: int
+
+
 class RankStartup:
     """The start of one rank, from its configuration to a runner; phases in order, each once.
 
@@ -70,7 +81,10 @@ class RankStartup:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, report: Report) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, report: Report, host_tier: HostTier | None = None
+    ) -> None:
+        self._host_tier = host_tier
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
@@ -79,7 +93,7 @@ class RankStartup:
         if rank == 0 and is_emulated(self.dtype, self.device):
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
         self.meter = MemoryMeter(self.device)
-        self.ledger = open_ledger(config, self.device)
+        self.ledger = open_ledger(config, self.device, host_tier.num_bytes if host_tier else 0)
         self.swap_bytes_per_second = 0.0
         """Bandwidth to host memory, over all ranks, as this rank measured it; 0 without any."""
         self._report = report
@@ -244,10 +258,11 @@ class RankStartup:
         self.ledger.reserve("kv_pool", size)
         progress = self._progress("kv_pool")
         progress(0, size)
-        self.runner.allocate_kv(num_blocks, self.num_host_slots)
+        self.runner.allocate_kv(num_blocks, self.num_host_slots, self._shared_slots())
         self.ledger.allocated("kv_pool", size)
-        if self.num_host_slots:
+        if self._host_kv_bytes():
             self.ledger.allocated("host_kv", self._host_kv_bytes())
+        if self.num_host_slots:
             self.swap_bytes_per_second = self.block_bytes / self.runner.measure_swap()
             log.info("KV is swapped at %s a second", mib(int(self.swap_bytes_per_second)))
         progress(size, size)
@@ -336,7 +351,11 @@ class RankStartup:
 
     def _reserve_host_kv(self) -> None:
         host_kv, block = self.config.memory.host_kv, self.block_bytes
+        if self._host_tier is not None and self.rank == 0:
+            self.ledger.record_on_host("kv_host_tier", self._host_tier.num_bytes)
         if not host_kv:
+            if self._host_kv_bytes():
+                self.ledger.reserve("host_kv", self._host_kv_bytes())
             return
         if not self.num_host_slots:
             raise WorkerStartError(
@@ -354,9 +373,56 @@ class RankStartup:
     def _host_kv_bytes(self) -> int:
         """Returns what of the host's slots lies on the device: all of this rank's share where it is
         the host, else the two blocks of staging that they are copied through."""
-        slots = self.num_host_slots
-        return self.runner.kv_block_bytes * (
-            slots if self.device.type == "cpu" else min(slots, 1) * 2
+        if self.device.type == "cpu":
+            return self.runner.kv_block_bytes * self.num_host_slots
+        is_staged = self.num_host_slots or self._host_tier is not None
+        return self.runner.kv_block_bytes * 2 * bool(is_staged)
+
+    def _shared_slots(self) -> torch.Tensor | None:
+        """Returns this rank's part of the slots of the host tier [slots, bytes]; None without.
+
+        A slot has the parts of all ranks, one behind the other.
+        """
+        if self._host_tier is None:
+            return None
+        arena = Arena.attach(*self._host_tier)
+        arena.make_resident()
+        self.meter.shared_bytes = arena.num_bytes if self.device.type == "cpu" else 0
+        arena.cut(self.block_bytes)
+        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        pin_memory(memory, self.device)
+        start = sum(self._part_bytes(rank) for rank in range(self.rank))
+        slots = memory[: arena.num_slots * arena.slot_bytes].view(-1, arena.slot_bytes)
+        return slots[:, start : start + self._part_bytes(self.rank)]
+
+    def _part_bytes(self, rank: int) -> int:
+        """Returns the bytes of a KV block that a rank has."""
+        limits = self.step_limits
+        own = rank_model_config(self.model_config, self.layout, rank)
+        return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
+
+    @property
+    def kv_space(self) -> bytes:
+        """Namespace of this group's KV outside the device; empty: there is no host tier, or it
+        holds no block."""
+        if self._host_tier is None or self._host_tier.num_bytes < self.block_bytes:
+            return b""
+        if not self.config.memory.prefix_cache:
+            return b""
+        layout, limits = self.layout, self.step_limits
+        return namespace(
+            {
+                "weights": self.weights_key,
+                "dtype": dtype_name(self.dtype),
+                "kv_itemsize": self.kv_itemsize,
+                "block_tokens": limits.block_tokens,
+                "block_bytes": self.block_bytes,
+                "window_tokens": self.window_tokens,
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "deterministic": limits.deterministic,
+                "device": self.device.type,
+            }
         )
 
     def _check_prices(self, kv_pool_bytes: int) -> None:

@@ -4,8 +4,8 @@ Messages are msgpack over a ZeroMQ pair for each rank. At the start every comman
 `WarmUp`, `Allocate` and `Finalize` is answered by `Done` or `Failed`, and none is sent before all
 ranks have answered the previous one; loading itself is answered like a command. Only in `WarmUp`
 and `Finalize` do ranks wait for each other's part of a computation: whatever else may fail, fails
-in the others. While serving only `Execute` is answered, by the rank that samples; a rank that fails
-then ends, and the group with it. `Loading` comes at any time.
+in the others. While serving `Execute` is answered by the rank that samples, and `Sync` by all; a
+rank that fails then ends, and the group with it. `Loading` comes at any time.
 
 The group lives and ends as one: a thread for each process waits for its end.
 """
@@ -72,6 +72,10 @@ class Move(GroupMessage, frozen=True):
     moves: Moves
 
 
+class Sync(GroupMessage, frozen=True):
+    """Command: answer when everything that was sent before is done."""
+
+
 class Stop(GroupMessage, frozen=True):
     """Command: exit with status 0."""
 
@@ -104,7 +108,7 @@ class Sampled(GroupMessage, frozen=True):
     tokens: list[SampledToken]
 
 
-ToRank = Join | WarmUp | Allocate | Finalize | Execute | Move | Stop
+ToRank = Join | WarmUp | Allocate | Finalize | Execute | Move | Sync | Stop
 Answer = Done | Failed | Sampled
 ToRank0 = Answer | Loading
 
@@ -347,6 +351,12 @@ class DistributedRunner:
             GroupLostError: the group is of no more use.
         """
         return self._processes.wait_sampled(self._sampling_rank).tokens
+
+    def sync(self) -> None:
+        """Waits until all ranks have done what they were asked for; no step may be in flight."""
+        self._processes.broadcast(Sync())
+        self._own_runner.sync()
+        self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
         """Sends a plan to every rank and computes rank 0's part; returns the tokens that it

@@ -32,7 +32,7 @@ from ullage_engine.worker.device import with_budget
 from ullage_engine.worker.engine import Runner
 from ullage_engine.worker.histories import ReceivedHistories
 from ullage_engine.worker.loop import die_with_parent
-from ullage_engine.worker.rank import RankStartup
+from ullage_engine.worker.rank import HostTier, RankStartup
 from ullage_engine.worker.rank_group import (
     CANNOT_SERVE,
     START_FAILED,
@@ -45,6 +45,7 @@ from ullage_engine.worker.rank_group import (
     Move,
     Sampled,
     Stop,
+    Sync,
     ToRank,
     ToRank0,
     WarmUp,
@@ -129,6 +130,9 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
                     link.send(Sampled(tokens))
             case Move(moves=moves):
                 runner.move(moves)
+            case Sync():
+                runner.sync()
+                link.send(Done())
             case Stop():
                 return
             case command:
@@ -161,7 +165,9 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
     try:
         config = with_budget(read_file(options.config, EngineConfig), options.device_bytes)
         logs.configure(config.server.log_level, fields={"rank": number})
-        rank = RankStartup(config, number, Reporter(number, link))
+        path = options.kv_arena
+        host_tier = HostTier(path, options.kv_bytes) if path else None
+        rank = RankStartup(config, number, Reporter(number, link), host_tier)
         prepare(rank, link)
     except (ConfigError, WorkerStartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
@@ -190,6 +196,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True, help="which part to compute, from 1")
     parser.add_argument("--endpoint", required=True, help="ZeroMQ address of rank 0")
     parser.add_argument("--device-bytes", type=int, help="budget of the rank's CPU device")
+    parser.add_argument("--kv-arena", help="path of the memory of the host tier")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of that memory")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     return parser.parse_args(arguments)
 

@@ -26,7 +26,7 @@ from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
-from ullage_engine.worker.rank import RankStartup
+from ullage_engine.worker.rank import HostTier, RankStartup
 from ullage_engine.worker.rank_group import (
     Allocate,
     DistributedRunner,
@@ -72,6 +72,8 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    kv_space: bytes
+    """Namespace of KV outside the device; empty: there is none."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took."""
@@ -105,6 +107,7 @@ class Started:
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             ranks=self.ranks,
+            kv_space=self.kv_space,
             state=state,
         )
 
@@ -121,7 +124,11 @@ class Started:
 
 
 def start(
-    config: EngineConfig, report: Report, group_path: Path, rank_command: RankCommand
+    config: EngineConfig,
+    report: Report,
+    group_path: Path,
+    rank_command: RankCommand,
+    host_tier: HostTier | None = None,
 ) -> Started:
     """Loads the model, sizes every buffer and returns an engine that steps.
 
@@ -132,7 +139,7 @@ def start(
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
         RankFailedError: another rank failed unexpectedly; another start may do better.
     """
-    own = RankStartup(config, 0, report)
+    own = RankStartup(config, 0, report, host_tier)
     if own.layout.world == 1:
         own.load()
         own.allocate_arenas()
@@ -225,6 +232,7 @@ def _started(
         session_blocks=profile.session_kv_bytes // profile.block_bytes,
         session_idle=memory.session_idle,
         host_slots=own.num_host_slots,
+        kv_space=own.kv_space,
     )
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
@@ -246,6 +254,7 @@ def _started(
         dtype=dtype_name(own.dtype),
         name=own.config.model.name,
         ranks=device_map(own.model_config, own.layout, own.device.type),
+        kv_space=own.kv_space,
     )
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.kv_cache.prefix_cache import RadixTree
+from ullage_engine.kv_cache.radix_tree import RadixTree
 
 SIZE = 2
 

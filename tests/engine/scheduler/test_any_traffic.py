@@ -61,18 +61,20 @@ POLICIES = st.builds(
 
 
 @pytest.mark.parametrize(
-    ("conv_layers", "window", "examples"),
+    ("conv_layers", "window", "tier_slots", "examples"),
     [
-        (0, 0, 40),
-        (4, 0, 25),
-        (0, 20, 25),
-        pytest.param(0, 0, 400, marks=pytest.mark.slow),
-        pytest.param(4, 0, 250, marks=pytest.mark.slow),
-        pytest.param(0, 20, 400, marks=pytest.mark.slow),
+        (0, 0, 0, 30),
+        (0, 0, 40, 30),
+        (4, 0, 40, 25),
+        (0, 20, 80, 25),
+        pytest.param(0, 0, 0, 400, marks=pytest.mark.slow),
+        pytest.param(0, 0, 24, 400, marks=pytest.mark.slow),
+        pytest.param(4, 0, 24, 250, marks=pytest.mark.slow),
+        pytest.param(0, 20, 80, 400, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_leaks_all_ends_and_no_token_is_wrong(
-    make_rig: Callable[..., Any], conv_layers: int, window: int, examples: int
+    make_rig: Callable[..., Any], conv_layers: int, window: int, tier_slots: int, examples: int
 ) -> None:
     num_operations = 0
 
@@ -82,8 +84,12 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             rate=st.sampled_from([1.0, 1e9]),
             budget=st.sampled_from([48, 48, 5]),
             in_flight=st.sampled_from([1, 2, 3]),
+            num_answers=st.sampled_from([1, 100]),
         )
-        def begin(self, policy: KvPolicy, rate: float, budget: int, in_flight: int) -> None:
+        def begin(
+            self, policy: KvPolicy, rate: float, budget: int, in_flight: int, num_answers: int
+        ) -> None:
+            self.num_answers = num_answers
             self.rig = make_rig(
                 blocks=BLOCKS,
                 policy=policy,
@@ -96,6 +102,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 conv_layers=conv_layers,
                 window=window,
                 in_flight=in_flight,
+                tier_slots=tier_slots,
             )
             self.left: dict[str, list[int]] = {}
             self.seeds: dict[str, int] = {}
@@ -166,7 +173,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                     self.rig.scheduler.preempt_newest()
                 self.compute_in_vain(self.replan(2 * prompt_tokens))
             plan = self.replan(prompt_tokens)
-            assert plan.chunks or not self.left, "work and nothing planned"
+            assert plan.chunks or not self.left or tier_slots, "work and nothing planned"
             self.rig.finish(plan)
             self.hear()
 
@@ -209,9 +216,31 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             self.rig.now += seconds
             self.rig.scheduler.set_batch_share(share)
 
+        @precondition(lambda self: tier_slots)
         @rule()
-        def evict(self) -> None:
-            self.rig.scheduler.evict_all()
+        def lose_worker(self) -> None:
+            """Another worker goes on with all that is left, whose KV tiers still have."""
+            self.rig.lose_worker()
+            left, self.left = self.left, {}
+            for name, token_ids in left.items():
+                request = self.rig.request(
+                    name, token_ids, 40, num_prompt_tokens=1, seed=self.seeds[name], stop=STOP
+                )
+                assert self.rig.submit(request, resumed=True) is None
+                self.left[name] = list(token_ids)
+            self.hear()
+
+        @precondition(lambda self: tier_slots)
+        @rule(count=st.integers(1, 3))
+        def exchange(self, count: int) -> None:
+            self.rig.exchange(count)
+
+        @rule(are_damaged=st.sampled_from([False, False, False, True]))
+        def evict(self, are_damaged: bool) -> None:
+            if are_damaged or not tier_slots:
+                self.rig.scheduler.evict_all()
+            else:
+                self.rig.scheduler._cache.evict_all()
 
         def replan(self, prompt_tokens: int) -> StepPlan:
             return self.rig.scheduler.replan(min(prompt_tokens, self.budget))
@@ -234,13 +263,20 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         def step(self) -> None:
             nonlocal num_operations
             num_operations += 1
-            while len(self.rig.computed) < self.in_flight:
-                if not self.rig.begin(self.rig.scheduler.schedule()):
-                    break
-            if self.left:
+            self.rig.exchange(self.num_answers)
+            self.begin_plans()
+            if self.left and not self.rig.computed:
+                # What waits for tiers is computed when they have answered.
+                self.rig.exchange()
+                self.begin_plans()
                 assert self.rig.computed, "work and nothing planned"
             self.rig.end()
             self.hear()
+
+        def begin_plans(self) -> None:
+            while len(self.rig.computed) < self.in_flight:
+                if not self.rig.begin(self.rig.scheduler.schedule()):
+                    break
 
         def end_all(self) -> None:
             """Commits all plans in flight."""
@@ -270,6 +306,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             assert 0 <= scheduler.stats().headroom_bytes <= kept
             assert 0.0 <= scheduler.stats().kv_waste_ratio <= 1.0
             check_usage(scheduler)
+            if self.rig.broker:
+                self.rig.broker.check_integrity()
 
         def teardown(self) -> None:
             for _ in range(20_000):
@@ -277,6 +315,9 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                     break
                 self.step()
             self.end_all()
+            self.rig.exchange()
+            while self.rig.scheduler.has_work:
+                self.rig.step()
             scheduler, pool = self.rig.scheduler, BLOCKS * self.rig.block_bytes
             assert not self.left and not scheduler.has_work
             assert scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes == pool

@@ -1,14 +1,26 @@
 """A scheduler over a device of blocks whose tokens tell what was really in them."""
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kernels.batch import ConvPlan, StepBatch, begun_blocks, build_batch
-from ullage_engine.protocol.messages import EngineRequest, Rejected, SamplingParams, TokenOutput
+from ullage_engine.kv_tiers import BlockFormat, KvBroker, TierHits
+from ullage_engine.protocol.messages import (
+    EngineRequest,
+    KvFound,
+    KvGranted,
+    Rejected,
+    SamplingParams,
+    TokenOutput,
+)
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
+from ullage_kv import Arena, LowerTier, Store
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = BLOCK_TOKENS * 1000
@@ -47,6 +59,12 @@ class Device:
         for source, destination in moves.copy:
             self.blocks[destination] = list(self.blocks[source])
             self.num_copies += 1
+
+    def forget(self) -> None:
+        """Loses what is in blocks."""
+        self._arriving = []
+        for block in self.blocks:
+            block[:] = [0] * BLOCK_TOKENS
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
         if not plan.moves.prefetch:
@@ -227,6 +245,11 @@ class ConvDevice(Device):
         for block in (*self.blocks, *self.slots):
             block[:] = [self._nothing] * BLOCK_TOKENS
 
+    def forget(self) -> None:
+        self._arriving = []
+        for block in self.blocks:
+            block[:] = [self._nothing] * BLOCK_TOKENS
+
     def compute(self, plan: StepPlan) -> list[SampledToken]:
         for block in begun_blocks(plan, BLOCK_TOKENS):
             self.blocks[block] = [self._nothing] * BLOCK_TOKENS
@@ -301,6 +324,8 @@ class Rig:
     `window`: some layers see so many tokens, and have blocks of their own.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
     `in_flight`: plans that are computed before the first of them is committed.
+    `tier_slots`: slots of a host tier, whose answers come when `exchange` is called, as every step
+    does; `lower_tiers` are below it.
     """
 
     block_bytes = BLOCK_BYTES
@@ -323,7 +348,12 @@ class Rig:
         conv_layers: int = 0,
         replay_tokens: int | None = None,
         in_flight: int = 1,
+        tier_slots: int = 0,
+        lower_tiers: Sequence[LowerTier] = (),
     ) -> None:
+        if tier_slots:
+            policy = replace(policy, kv_space=bytes(32))
+        num_slots = policy.host_slots + tier_slots
         profile = MemoryProfile(
             block_tokens=BLOCK_TOKENS,
             groups=tuple(
@@ -357,17 +387,32 @@ class Rig:
         self.now = 0.0
         self.num_blocks = blocks
         self.undisturbed: Callable[[list[int], int, int], list[int]] = undisturbed
-        self.device = Device(blocks, policy.host_slots)
+        self.device = Device(blocks, num_slots)
         if window:
-            self.device = windowed = WindowDevice(blocks, policy.host_slots, window)
+            self.device = windowed = WindowDevice(blocks, num_slots, window)
             self.undisturbed = windowed.undisturbed
         if conv_layers:
             slots = state_slots(max_sequences)
-            self.device = device = ConvDevice(blocks, policy.host_slots, conv_layers, slots)
+            self.device = device = ConvDevice(blocks, num_slots, conv_layers, slots)
             self.undisturbed = device.undisturbed
-        self.scheduler = Scheduler(
+        self.new_scheduler = lambda: Scheduler(
             profile, limits, throughput, self.estimate, policy, lambda: self.now
         )
+        self.scheduler = self.new_scheduler()
+        self.answers: deque[KvGranted | KvFound] = deque()
+        """What the scheduler has not been told of its tiers, the oldest first."""
+        self.tier_hits: list[tuple[str, TierHits]] = []
+        self.broker: KvBroker | None = None
+        if tier_slots:
+            arena = Arena.create(tier_slots * 4096, available_bytes=1 << 30)
+            self.store = Store(arena, 4096, lower_tiers)
+            self.broker = KvBroker(
+                self.store,
+                BlockFormat(policy.kv_space, BLOCK_TOKENS, window),
+                self.answers.append,
+                lambda name, hits: self.tier_hits.extend((name, each) for each in hits),
+                lambda call: call(),
+            )
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.heard: list[TokenOutput] = []
         """New outputs, in their order; a reader takes them away."""
@@ -397,7 +442,35 @@ class Rig:
             priority=priority,
         )
 
+    def exchange(self, num_answers: int = 1 << 30) -> None:
+        """Lets broker and scheduler hear from one another."""
+        tiers = self.scheduler.tiers
+        if tiers is None or self.broker is None:
+            return
+        for message in tiers.take_messages():
+            self.broker.on_message(message)
+        for _ in range(min(num_answers, len(self.answers))):
+            match self.answers.popleft():
+                case KvGranted(slots=slots):
+                    tiers.on_granted(slots)
+                case found:
+                    tiers.on_found(found)
+
+    def lose_worker(self) -> None:
+        """Replaces scheduler and device, as another worker does; slots of the host tier stay."""
+        assert self.broker is not None
+        self.broker.worker_lost()
+        self.answers.clear()
+        self.computed.clear()
+        self.device.forget()
+        self.scheduler = self.new_scheduler()
+
     def submit(self, *requests: EngineRequest, resumed: bool = False) -> Rejected | None:
+        if self.broker is not None:
+            requests = tuple(
+                msgspec.structs.replace(each, num_stored_blocks=self.broker.arrived(each))
+                for each in requests
+            )
         answer = self.scheduler.submit_group(list(requests), resumed=resumed)
         self.scheduler.check_integrity()
         if isinstance(answer, Rejected):
@@ -407,6 +480,7 @@ class Rig:
 
     def step(self) -> list[TokenOutput]:
         """Begins as many plans as may be in flight; commits the oldest."""
+        self.exchange()
         while len(self.computed) < self._in_flight and self.begin(self.scheduler.schedule()):
             pass
         return self.end()
@@ -418,6 +492,8 @@ class Rig:
         tokens = self.device.execute(plan)
         if plan.chunks:
             self.computed.append(tokens)
+        elif self.scheduler.tiers and not self.computed:
+            self.scheduler.tiers.finish(self.scheduler.tiers.take_kept())
         return bool(plan.chunks)
 
     def finish(self, plan: StepPlan) -> list[TokenOutput]:

@@ -1,0 +1,376 @@
+"""The tiers of KV outside the device, which the server's process owns and its worker uses.
+
+The worker copies blocks between the device and slots of shared memory. Which slots, this says: what
+the worker reserves and pins is under one lease, which ends with it. When a request arrives, what
+only lower tiers have of its beginning is fetched to shared memory while the request waits.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import msgspec
+
+from ullage_common.config.engine import TiersSection
+from ullage_engine.protocol.messages import (
+    WINDOW_PART,
+    EngineRequest,
+    FromKv,
+    KvDamaged,
+    KvFound,
+    KvGranted,
+    KvOffer,
+    KvRead,
+    KvSlot,
+    KvWanted,
+    KvWritten,
+    Ready,
+)
+from ullage_kv import Arena, Block, Result, Status, Store, TierStats, block_keys, part_key
+from ullage_kv.index import SlotRef
+from ullage_kv.store import DEADLINE_S, HOST
+
+log = logging.getLogger("ullage.engine.kv")
+
+_MAX_ARRIVALS = 8192
+"""Requests whose tiers are remembered until they start."""
+
+
+class TierHits(NamedTuple):
+    """Blocks that a request began with from one tier."""
+
+    tier: str
+    num_blocks: int
+    seconds: float
+    """Seconds that the request waited for the blocks of all tiers."""
+
+
+class BlockFormat(NamedTuple):
+    """What keys and prefixes depend on."""
+
+    space: bytes
+    """Namespace of the keys."""
+    block_tokens: int
+    window_tokens: int
+    """Length of the sliding windows of layers that have blocks of their own; 0: there are none."""
+
+    def first_window_block(self, num_blocks: int) -> int:
+        """Returns the index of the first window block that whoever goes on behind so many blocks
+        reads."""
+        first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
+        return first // self.block_tokens
+
+
+class _Pinned(NamedTuple):
+    request_id: str
+    refs: list[SlotRef]
+    tiers: list[str]
+    asked_at: float
+
+
+class KvBroker:
+    """Answers one worker after the other; one thread uses it."""
+
+    def __init__(
+        self,
+        store: Store,
+        block_format: BlockFormat,
+        post: Callable[[KvGranted | KvFound], None],
+        on_hits: Callable[[str, list[TierHits]], None],
+        call_soon: Callable[[Callable[[], None]], object],
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """
+        Args:
+            post: sends a message to the worker.
+            on_hits: gets a request's id and what it began with.
+            call_soon: runs a function in the thread that uses this, from any thread.
+        """
+        self._store = store
+        self._format = block_format
+        self._post = post
+        self._on_hits = on_hits
+        self._call_soon = call_soon
+        self._deadline_s = deadline_s
+        self._lease = store.index.lease()
+        self._reserved: dict[KvSlot, Block] = {}
+        self._pinned: dict[int, _Pinned] = {}
+        self._arrivals: OrderedDict[str, list[str]] = OrderedDict()
+
+    def arrived(self, request: EngineRequest) -> int:
+        """Begins to fetch what a request can begin with; returns its number of blocks, or of all
+        that it has where that is being asked."""
+        kv, salt = self._format, request.cache_salt
+        keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
+        looking = self._store.look(keys)
+        if looking.done():
+            return self._begin(request.request_id, keys)
+
+        def begin() -> None:
+            self._begin(request.request_id, keys)
+
+        looking.add_done_callback(lambda _: self._call_soon(begin))
+        return len(keys)
+
+    def _begin(self, request_id: str, keys: list[bytes]) -> int:
+        """Begins to fetch the blocks that tiers have of a beginning; returns their number."""
+        tiers = self._store.lookup_prefix(keys)
+        if not tiers:
+            return 0
+        keys = keys[: len(tiers)]
+        self._store.touch(keys)
+        if any(tier != HOST for tier in tiers):
+            self._store.fetch(keys, self._deadline_s)
+        self._store.fetch(self._last_windows(keys), self._deadline_s)
+        self._arrivals[request_id] = tiers
+        while len(self._arrivals) > _MAX_ARRIVALS:
+            self._arrivals.popitem(last=False)
+        return len(tiers)
+
+    def _last_windows(self, keys: list[bytes]) -> list[bytes]:
+        """Returns the keys of the window blocks that whoever goes on behind these blocks reads."""
+        if not self._format.window_tokens:
+            return []
+        first = self._format.first_window_block(len(keys))
+        return [part_key(key, WINDOW_PART) for key in keys[first:]]
+
+    def on_message(self, message: FromKv) -> None:
+        """Does what the worker says or asks."""
+        match message:
+            case KvOffer():
+                self._post(KvGranted(slots=self._grant(message)))
+            case KvWritten(stored=stored, dropped=dropped):
+                for slot in stored:
+                    ref = SlotRef(slot.slot, slot.generation)
+                    self._store.committed(self._lease, ref, self._reserved.pop(slot))
+                for slot in dropped:
+                    del self._reserved[slot]
+                    self._lease.abort(SlotRef(slot.slot, slot.generation))
+            case KvWanted():
+                self._fetch(message)
+            case KvRead(number=number, num_blocks=num_blocks):
+                self._was_read(self._pinned.pop(number), num_blocks)
+            case KvDamaged(keys=keys, everything=everything):
+                if everything:
+                    self._store.clear()
+                self._store.remove(keys)
+
+    def worker_lost(self) -> None:
+        """Gives back what the worker held, whose process has ended; another one may begin."""
+        self._lease.close()
+        self._lease = self._store.index.lease()
+        self._reserved, self._pinned = {}, {}
+        self._arrivals.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that the store holds slots only for what is not answered."""
+        assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
+        pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
+        assert pins == self._lease.pinned, "pins lost or doubled"
+        self._store.index.check_integrity([self._lease])
+
+    def _grant(self, offer: KvOffer) -> list[KvSlot]:
+        slots = []
+        for block in offer.blocks:
+            own = Block(block.key, block.parent, block.is_kept)
+            ref = self._store.offer(self._lease, own)
+            if ref is not None:
+                slot = KvSlot(block.key, ref.slot, ref.generation)
+                self._reserved[slot] = own
+                slots.append(slot)
+        return slots
+
+    def _fetch(self, wanted: KvWanted) -> None:
+        """Answers when all that is wanted is in shared memory, or does not come."""
+        asked_at, lease = time.monotonic(), self._lease
+
+        def answer() -> None:
+            if lease is self._lease:  # else the worker that asked is gone
+                self._answer(wanted, asked_at)
+
+        def fetch() -> None:
+            if lease is not self._lease:
+                return
+            futures = self._store.fetch(wanted.keys[wanted.first :], self._deadline_s)
+            futures += self._store.fetch(self._last_windows(wanted.keys), self._deadline_s)
+            pending = [future for future in futures if not future.done()]
+            if pending:
+                _when_done(pending, lambda: self._call_soon(answer))
+            else:
+                answer()
+
+        looking = self._store.look(wanted.keys)
+        if looking.done():
+            fetch()
+        else:
+            looking.add_done_callback(lambda _: self._call_soon(fetch))
+
+    def _answer(self, wanted: KvWanted, asked_at: float) -> None:
+        refs = self._pin(wanted.keys[wanted.first :])
+        windows: list[SlotRef] = []
+        if self._format.window_tokens:
+            refs, windows = self._with_windows(wanted, refs)
+        tiers = self._arrivals.pop(wanted.request_id, [])
+        tiers = [*tiers[wanted.first :], *[HOST] * len(refs)][: len(refs)]
+        self._pinned[wanted.number] = _Pinned(wanted.request_id, [*refs, *windows], tiers, asked_at)
+        self._post(
+            KvFound(
+                number=wanted.number,
+                slots=[ref.slot for ref in refs],
+                window_slots=[ref.slot for ref in windows],
+            )
+        )
+
+    def _pin(self, keys: list[bytes]) -> list[SlotRef]:
+        """Pins the first blocks that are here, up to one that is not."""
+        refs: list[SlotRef] = []
+        for key in keys:
+            ref = self._lease.pin(key)
+            if ref is None:
+                break
+            refs.append(ref)
+        return refs
+
+    def _with_windows(
+        self, wanted: KvWanted, refs: list[SlotRef]
+    ) -> tuple[list[SlotRef], list[SlotRef]]:
+        """Returns the longest beginning of what is here that has its last window, too, with that;
+        unpins the rest."""
+        while refs:
+            end = wanted.first + len(refs)
+            first = self._format.first_window_block(end)
+            windows = self._pin([part_key(key, WINDOW_PART) for key in wanted.keys[first:end]])
+            if len(windows) == end - first:
+                return refs, windows
+            for ref in [*windows, refs.pop()]:
+                self._lease.unpin(ref)
+        return [], []
+
+    def _was_read(self, pinned: _Pinned, num_blocks: int) -> None:
+        for ref in pinned.refs:
+            self._lease.unpin(ref)
+        if not num_blocks:
+            return
+        size = self._store.block_bytes
+        self._store.was_read([Result(Status.HIT, HOST, size)] * len(pinned.refs))
+        seconds = time.monotonic() - pinned.asked_at
+        counted = Counter(pinned.tiers[:num_blocks])
+        hits = [TierHits(tier, count, seconds) for tier, count in counted.items()]
+        self._on_hits(pinned.request_id, hits)
+
+
+class KvTiers:
+    """The memory of the host tier, and the store and its broker as soon as a worker says what
+    blocks it has; for one event loop."""
+
+    def __init__(
+        self, section: TiersSection, on_hits: Callable[[str, list[TierHits]], None]
+    ) -> None:
+        """`on_hits` gets a request's id and what it began with."""
+        self._section = section
+        self._on_hits = on_hits
+        self._arena: Arena | None = None
+        self._space = b""
+        self._broker: KvBroker | None = None
+        self.store: Store | None = None
+        """None: no worker was ready yet."""
+
+    def open(self) -> None:
+        """Takes the memory, every page of it, which may take seconds.
+
+        Raises:
+            ArenaError: it is not there.
+        """
+        num_bytes = self._section.host.size
+
+        def report(done: int, total: int) -> None:
+            if done and done < total:
+                log.info("taking memory", extra={"done_bytes": done, "total_bytes": total})
+
+        self._arena = Arena.create(num_bytes, progress=report)
+        log.info("the host tier has its memory", extra={"bytes": num_bytes})
+
+    @property
+    def worker_options(self) -> list[str]:
+        """Options of a worker's command line by which it finds the memory."""
+        assert self._arena is not None, "open comes first"
+        return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
+
+    def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
+        """Serves a worker from now on: with what the store has where its blocks are those of the
+        worker before, else with an empty one."""
+        assert self._arena is not None, "open comes first"
+        profile = ready.profile
+        if not ready.kv_space:
+            log.warning(
+                "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is kept "
+                "outside the device",
+                self._arena.num_bytes,
+                profile.block_bytes,
+            )
+            return
+        if self.store is not None and self._space != ready.kv_space:
+            self.store.close()
+            self.store = None
+        self._space = ready.kv_space
+        if self.store is None:
+            self.store = Store(self._arena, profile.block_bytes)
+        loop = asyncio.get_running_loop()
+        self._broker = KvBroker(
+            self.store,
+            BlockFormat(ready.kv_space, profile.block_tokens, profile.window_tokens),
+            post,
+            self._on_hits,
+            loop.call_soon_threadsafe,
+        )
+
+    def worker_lost(self) -> None:
+        """Gives back what the worker held; call it when its process has ended."""
+        if self._broker is not None:
+            self._broker.worker_lost()
+        self._broker = None
+
+    def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Begins to fetch what samples of one prompt can begin with, and tells the worker of it."""
+        if self._broker is None:
+            return list(requests)
+        num_blocks = self._broker.arrived(requests[0])
+        return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
+
+    def on_message(self, message: FromKv) -> None:
+        """Does what the worker says or asks."""
+        if self._broker is not None:
+            self._broker.on_message(message)
+
+    def stats(self) -> list[TierStats]:
+        """Returns the figures of every tier; none before the first worker was ready."""
+        return self.store.stats() if self.store is not None else []
+
+    def close(self) -> None:
+        """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is
+        written."""
+        if self.store is not None:
+            self.store.close()
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _when_done(futures: "list[Future[Result]]", then: Callable[[], object]) -> None:
+    """Calls a function once, when all futures are done, in the thread of the last one."""
+    lock, num_pending = threading.Lock(), len(futures)
+
+    def count(_: "Future[Result]") -> None:
+        nonlocal num_pending
+        with lock:
+            num_pending -= 1
+            is_last = not num_pending
+        if is_last:
+            then()
+
+    for future in futures:
+        future.add_done_callback(count)

@@ -1,0 +1,276 @@
+"""KV that goes to tiers outside the device and comes from them, as far as it is scheduled.
+
+A block is offered to the host tier as soon as the prefix cache has it, so that evicting it later
+costs nothing. Offers are answered by slots; the blocks that are still cached then are copied before
+the next step. A sequence that starts asks for the blocks that tiers have beyond the prefix cache,
+waits for the answer while others are computed, and begins behind them.
+
+The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
+and the copies between slots and blocks. Slots of the host tier count from `first_slot` on, behind
+those of swapped sequences.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ullage_engine.kv_cache.prefix_cache import PrefixCache
+from ullage_engine.protocol.messages import (
+    WINDOW_PART,
+    FromKv,
+    KvBlock,
+    KvDamaged,
+    KvFound,
+    KvOffer,
+    KvRead,
+    KvSlot,
+    KvWanted,
+    KvWritten,
+)
+from ullage_engine.protocol.step_plan import Chunk, Moves
+from ullage_engine.scheduler.reservations import BlockReservations
+from ullage_engine.scheduler.sequence import Sequence, Transfers
+from ullage_kv.keys import extend_keys, part_key
+
+_ANSWER_S = 30.0
+"""Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
+do: this is for faults of their own."""
+_MAX_OFFERED = 4096
+"""Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
+_MAX_STORED = 64
+"""Blocks that are copied to the host before one step, so that it is not delayed for long."""
+
+
+@dataclass(slots=True)
+class _Load:
+    number: int
+    sequence: Sequence
+    first: int
+    """Index of the first block that is wanted."""
+    asked_at: float
+    found: KvFound | None = None
+
+
+_Offered = dict[bytes, tuple[int, bytes, bool]]
+"""Of each key the block, the key of its place in the cache, and whether it is a window block."""
+
+
+class TierTransfers:
+    """The wishes and answers about KV outside the device, and the copies that they lead to."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        reservations: BlockReservations,
+        space: bytes,
+        first_slot: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`space`: namespace of the keys. `clock` in seconds."""
+        self._cache = cache
+        self._reservations = reservations
+        self._space = space
+        self._first_slot = first_slot
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._loads: dict[int, _Load] = {}
+        """Wishes whose blocks are not placed yet, by number."""
+        self._waiting: dict[Sequence, _Load] = {}
+        """The same, by sequence."""
+        self._offers: deque[_Offered] = deque()
+        """Offers that are not answered, the oldest first."""
+        self._num_offered = 0
+        self._new_blocks: list[KvBlock] = []
+        self._new_offers: _Offered = {}
+        self._granted: deque[tuple[KvSlot, tuple[int, bytes, bool]]] = deque()
+        self._ins: list[tuple[int, int]] = []
+        self._arriving: dict[Sequence, KvRead] = {}
+        self._kept = Transfers()
+        self._outgoing: list[FromKv] = []
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there is something to copy or to report though nothing may be to compute."""
+        return bool(self._granted or self._ins or self._kept != Transfers())
+
+    def take_messages(self) -> list[FromKv]:
+        """Returns what the server is to be told since the last call."""
+        if self._new_blocks:
+            self._outgoing.append(KvOffer(blocks=self._new_blocks))
+            self._offers.append(self._new_offers)
+            self._new_blocks, self._new_offers = [], {}
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    # to the host tier ----------------------------------------------------------------------------
+
+    def offer(self, sequence: Sequence, first: int, end: int) -> None:
+        """Offers the blocks `first` to `end` - 1 of a sequence, which have just been cached."""
+        keys = self._keys(sequence, end)
+        is_kept = bool(sequence.request.session_id)
+        for index in range(first, end):
+            block, key = sequence.block_ids[index], keys[index]
+            above = sequence.block_ids[index - 1] if index else None
+            if above is not None and self._cache.content_key(above) is None:
+                return  # of a text whose KV may be damaged
+            is_new = self._cache.set_content_key(block, key)
+            if not is_new or index < sequence.num_stored_blocks:
+                continue
+            parent = keys[index - 1] if index else None
+            self._add(KvBlock(key, parent, is_kept), (block, key, False))
+            if (window_block := self._cache.window_block(block)) is not None:
+                part = KvBlock(part_key(key, WINDOW_PART), key, is_kept)
+                self._add(part, (window_block, key, True))
+
+    def on_granted(self, slots: list[KvSlot]) -> None:
+        """Takes the answer to the oldest offer."""
+        offered = self._offers.popleft()
+        self._num_offered -= len(offered)
+        self._granted += [(slot, offered[slot.key]) for slot in slots]
+
+    def discard(self, path: list[int], *, everything: bool = False) -> None:
+        """Withdraws what is stored of all texts that begin with a path's first block, or of all."""
+        keys = self._cache.branch_keys(path)
+        keys += [part_key(key, WINDOW_PART) for key in keys if self._cache.is_windowed]
+        self._outgoing.append(KvDamaged(keys=keys, everything=everything))
+
+    # from all tiers ------------------------------------------------------------------------------
+
+    def ask(self, sequence: Sequence) -> None:
+        """Asks for the blocks that a starting sequence can begin with, if any are likely there."""
+        size, held = self._cache.block_tokens, len(sequence.block_ids)
+        # Whose last token must be computed, as its logits are needed.
+        end = (len(sequence.token_ids) - 1) // size
+        is_again = sequence.num_preemptions > 0
+        stored = end if is_again else min(end, sequence.request.num_stored_blocks)
+        if stored <= held or sequence.num_computed != held * size or sequence in self._waiting:
+            return
+        load = _Load(next(self._numbers), sequence, held, self._clock())
+        self._loads[load.number] = self._waiting[sequence] = load
+        keys = self._keys(sequence, end)[:end]
+        self._outgoing.append(
+            KvWanted(number=load.number, request_id=sequence.request_id, first=held, keys=keys)
+        )
+
+    def on_found(self, found: KvFound) -> None:
+        """Takes the answer to a wish; one that nobody waits for is given back."""
+        load = self._loads.get(found.number)
+        if load is None:
+            self._outgoing.append(KvRead(number=found.number, num_blocks=0))
+        else:
+            load.found = found
+
+    def is_waiting(self, sequence: Sequence) -> bool:
+        """Whether the sequence is not computed because an answer is still to come."""
+        load = self._waiting.get(sequence)
+        if load is None:
+            return False
+        if self._clock() - load.asked_at > _ANSWER_S:
+            self.forget(sequence)
+            return False
+        return True
+
+    def is_arriving(self, sequence: Sequence) -> bool:
+        """Whether the sequence's KV is still to be copied in."""
+        return sequence in self._arriving
+
+    def place(self) -> None:
+        """Gives blocks to the sequences whose answers have come."""
+        for load in [each for each in self._loads.values() if each.found is not None]:
+            assert load.found is not None
+            del self._loads[load.number], self._waiting[load.sequence]
+            if not self._place(load, load.found):
+                self._outgoing.append(KvRead(number=load.number, num_blocks=0))
+
+    def forget(self, sequence: Sequence) -> bool:
+        """Lets go of what a sequence waits for that is preempted or ends.
+
+        Returns True if its last blocks are without their KV, which was still to be copied in.
+        """
+        load = self._waiting.pop(sequence, None)
+        if load is not None:
+            del self._loads[load.number]
+            if load.found is not None:
+                self._outgoing.append(KvRead(number=load.number, num_blocks=0))
+        read = self._arriving.pop(sequence, None)
+        if read is not None:
+            blocks = set(sequence.held_blocks)
+            self._ins = [move for move in self._ins if move[1] not in blocks]
+            self._outgoing.append(KvRead(number=read.number, num_blocks=0))
+        return read is not None
+
+    # plans ---------------------------------------------------------------------------------------
+
+    def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
+        """Returns the copies of the plan that computes these chunks, and what to report of them
+        when it is computed; each is returned once."""
+        arriving = {sequence.request_id for sequence in self._arriving}
+        # What is computed now, or is all there is to do, is copied in first.
+        is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
+        outs, stored, dropped = list[tuple[int, int]](), list[KvSlot](), list[KvSlot]()
+        for _ in range(min(_MAX_STORED, len(self._granted))):
+            slot, (block, key, is_window) = self._granted.popleft()
+            if self._cache.content_key(block, is_window=is_window) == key:
+                outs.append((block, self._first_slot + slot.slot))
+                stored.append(slot)
+            else:
+                dropped.append(slot)
+        if dropped:
+            self._outgoing.append(KvWritten(stored=[], dropped=dropped))
+        moves = Moves(
+            swap_out=outs,
+            swap_in=self._ins if is_waited_for else [],
+            prefetch=[] if is_waited_for else self._ins,
+        )
+        read = tuple(self._arriving.values())
+        self._ins, self._arriving = [], {}
+        return moves, Transfers(tuple(stored), read)
+
+    def keep(self, transfers: Transfers) -> None:
+        """Keeps the copies of a plan that computes nothing, to be reported with later ones."""
+        self._kept = self._kept.and_those_of(transfers)
+
+    def take_kept(self) -> Transfers:
+        """Returns what is kept, for the next plan that computes something."""
+        kept, self._kept = self._kept, Transfers()
+        return kept
+
+    def finish(self, transfers: Transfers) -> None:
+        """Reports copies that are done on all ranks."""
+        if transfers.stored:
+            self._outgoing.append(KvWritten(stored=list(transfers.stored)))
+        self._outgoing += transfers.read
+
+    def _add(self, block: KvBlock, place: tuple[int, bytes, bool]) -> None:
+        if self._num_offered < _MAX_OFFERED:
+            self._num_offered += 1
+            self._new_blocks.append(block)
+            self._new_offers[block.key] = place
+
+    def _place(self, load: _Load, found: KvFound) -> bool:
+        sequence, num_found = load.sequence, len(found.slots)
+        count = num_found + len(found.window_slots)
+        # Others are not preempted for it: what finds no room is computed when its turn comes.
+        blocks = self._reservations.take(sequence, count, ()) if num_found else None
+        if not blocks:
+            return False
+        slots = [self._first_slot + slot for slot in [*found.slots, *found.window_slots]]
+        self._ins += zip(slots, blocks, strict=True)
+        sequence.block_ids = sequence.block_ids + blocks[:num_found]
+        end = len(sequence.block_ids)
+        if self._cache.is_windowed:
+            first_window = end - len(found.window_slots)
+            self._reservations.replace_windows(sequence, first_window, blocks[num_found:])
+        sequence.num_computed = end * self._cache.block_tokens
+        sequence.num_stored_blocks = end
+        self._arriving[sequence] = KvRead(number=load.number, num_blocks=num_found)
+        return True
+
+    def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
+        """Returns the sequence's keys, at least those of its first `end` blocks."""
+        if len(sequence.keys) < end:
+            size, salt = self._cache.block_tokens, sequence.request.cache_salt
+            tokens = sequence.token_ids[: end * size]
+            sequence.keys += list(extend_keys(self._space, sequence.keys, tokens, size, salt))
+        return sequence.keys

@@ -1,0 +1,224 @@
+"""KV that leaves the device and comes back: every token is the one of an undisturbed run."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from ullage_engine.scheduler.scheduler import KvPolicy
+from ullage_kv import block_keys
+
+SPACE = bytes(32)
+TEXT = list(range(1000, 1100))
+"""Six whole blocks and a few tokens."""
+
+
+@pytest.fixture
+def new_rig(make_rig: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    rigs = []
+
+    def make(**settings: Any) -> Any:
+        rig = make_rig(**{"blocks": 20, "max_model_len": 300, "tier_slots": 40, **settings})
+        rigs.append(rig)
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.broker.check_integrity()
+        rig.store.close()
+
+
+def settle(rig: Any) -> None:
+    """Steps and exchanges messages until nothing is left to do."""
+    rig.run()
+    for _ in range(3):
+        rig.exchange()
+        while rig.scheduler.has_work:
+            rig.step()
+
+
+def forget(rig: Any) -> None:
+    """Loses what the device has cached."""
+    rig.scheduler._cache.evict_all()
+
+
+def answer(rig: Any, name: str, token_ids: list[int], **settings: Any) -> list[int]:
+    assert rig.submit(rig.request(name, token_ids, 8, **settings)) is None
+    tokens: list[int] = rig.run()[name]
+    assert tokens == rig.undisturbed(token_ids, 0, 8)
+    return tokens
+
+
+KINDS = [{}, {"window": 20}, {"conv_layers": 4}, {"in_flight": 2}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+def test_evicted_kv_comes_back(new_rig: Callable[..., Any], kind: dict[str, int]) -> None:
+    rig = new_rig(**kind)
+    answer(rig, "first", TEXT)
+    settle(rig)
+    forget(rig)
+    answer(rig, "again", [*TEXT, 7, 8, 9])
+    [(name, hits)] = rig.tier_hits
+    assert (name, hits.tier, hits.num_blocks) == ("again", "host", 6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+def test_another_worker_finds_what_the_dead_one_had(
+    new_rig: Callable[..., Any], kind: dict[str, int]
+) -> None:
+    rig = new_rig(**kind)
+    request = rig.request("r", TEXT, 60)
+    rig.submit(request)
+    for _ in range(40):
+        rig.step()
+    sent = rig.tokens("r")
+    assert len(sent) > 16
+    rig.lose_worker()
+    resumed = msgspec.structs.replace(request, token_ids=TEXT + sent)
+    rig.submit(resumed, resumed=True)
+    assert rig.run()["r"] == rig.undisturbed(TEXT, 0, 60)
+    [(_, hits)] = rig.tier_hits
+    assert hits.num_blocks >= 6
+
+
+def test_only_what_the_device_lacks_is_loaded(new_rig: Callable[..., Any]) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT)
+    settle(rig)
+    answer(rig, "again", [*TEXT, 7])
+    assert not rig.tier_hits
+
+
+def test_tenants_find_only_their_own(new_rig: Callable[..., Any]) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT, salt="one")
+    settle(rig)
+    forget(rig)
+    answer(rig, "other", TEXT, salt="other")
+    assert not rig.tier_hits
+    answer(rig, "own", TEXT, salt="one")
+    assert rig.tier_hits
+
+
+def test_a_block_that_is_evicted_before_it_is_copied_is_not_stored(
+    new_rig: Callable[..., Any],
+) -> None:
+    rig = new_rig(blocks=9)
+    rig.submit(rig.request("first", TEXT, 1))
+    while rig.scheduler.stats().num_running or rig.scheduler.stats().num_waiting:
+        rig.begin(rig.scheduler.schedule())
+        rig.end()
+    rig.exchange(0)
+    # Its blocks are granted, and gone before they can be copied.
+    other = list(range(2000, 2100))
+    rig.submit(rig.request("other", other, 4))
+    rig.begin(rig.scheduler.schedule())
+    rig.end()
+    rig.exchange()
+    settle(rig)
+    forget(rig)
+    assert len(rig.store.lookup_prefix(block_keys(SPACE, TEXT, 16))) < 6
+    answer(rig, "again", [*TEXT, 7])
+
+
+def test_cancelled_while_it_waits(new_rig: Callable[..., Any]) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT)
+    settle(rig)
+    forget(rig)
+    rig.submit(rig.request("again", [*TEXT, 7], 8))
+    assert not rig.scheduler.schedule().chunks, "it waits for the answer"
+    rig.scheduler.cancel("again")
+    settle(rig)
+    assert not rig.tier_hits
+    rig.broker.check_integrity()
+    assert not rig.broker._pinned
+
+
+def test_an_answer_that_never_comes_is_not_waited_for(new_rig: Callable[..., Any]) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT)
+    settle(rig)
+    forget(rig)
+    rig.submit(rig.request("again", [*TEXT, 7], 8))
+    assert not rig.scheduler.schedule().chunks
+    rig.now += 60
+    assert rig.begin(rig.scheduler.schedule())
+    rig.end()
+    settle(rig)
+    assert rig.run()["again"] == rig.undisturbed([*TEXT, 7], 0, 8)
+    assert not rig.broker._pinned
+
+
+def test_damaged_kv_is_withdrawn_from_all_tiers(new_rig: Callable[..., Any]) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT)
+    settle(rig)
+    rig.submit(rig.request("again", [*TEXT, 7], 30))
+    rig.submit(rig.request("beside", [*TEXT, 8], 30))
+    rig.step()
+    rig.scheduler.discard("again")
+    settle(rig)
+    assert not rig.store.lookup_prefix(block_keys(SPACE, TEXT, 16))
+    assert rig.run()["beside"] == rig.undisturbed([*TEXT, 8], 0, 30)
+    assert not len(rig.store.index), "what continues damaged KV is stored by nobody"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+@pytest.mark.parametrize("seed", range(3))
+def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: int) -> None:
+    draw = random.Random(seed)
+    rig = new_rig(
+        **kind,
+        blocks=18,
+        max_sequences=4,
+        prompt_tokens=48,
+        expected=8,
+        policy=KvPolicy(session_blocks=6, session_idle=5.0, host_slots=draw.choice([0, 12])),
+    )
+    documents = [[1000 * n + at for at in range(120)] for n in range(3)]
+    contexts: dict[str, list[int]] = {}
+
+    def submit(name: str, token_ids: list[int], *, resumed: bool = False) -> None:
+        own = rig.request(name, token_ids, 40, num_prompt_tokens=1, session=draw.choice(["", "s"]))
+        if rig.submit(own, resumed=resumed) is None:
+            contexts[name] = list(token_ids)
+
+    def check() -> None:
+        outputs, rig.heard = rig.heard, []
+        for output in outputs:
+            context = contexts[output.request_id]
+            for token in output.token_ids:
+                assert [token] == rig.undisturbed(context, 0, 1)
+                context.append(token)
+            if output.finish:
+                del contexts[output.request_id]
+
+    for turn in range(600):
+        if draw.random() < 0.3 and len(contexts) < 6:
+            submit(f"r{turn}", [*draw.choice(documents)[: draw.randint(1, 120)], turn])
+        rig.exchange(draw.choice([0, 1, 2, 100]))
+        while len(rig.computed) < rig._in_flight and rig.begin(rig.scheduler.schedule()):
+            pass
+        rig.end()
+        check()
+        event = draw.random()
+        if event < 0.1:
+            forget(rig)
+        elif event < 0.15 and not rig.computed:
+            rig.scheduler.preempt_newest()
+        elif event < 0.2 and contexts:
+            rig.scheduler.cancel(contexts.popitem()[0])
+        elif event < 0.23:
+            rig.lose_worker()
+            waiting, contexts = contexts, {}
+            for name, token_ids in waiting.items():
+                submit(name, token_ids, resumed=True)
+        rig.broker.check_integrity()
+    settle(rig)
+    check()
+    assert not contexts
+    assert sum(hits.num_blocks for _, hits in rig.tier_hits) > 8
