@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.wire.continuation import Progress
+from ullage_common.wire.continuation import Progress, write_cached
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
@@ -220,8 +220,11 @@ def num_samples(samples: inference_pb2.Samples) -> int:
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
-def timed_out(prompt_tokens: int, output_tokens: int) -> Event:
+def timed_out(accepted: inference_pb2.Accepted, output_tokens: int) -> Event:
     """Returns the last event of an answer whose time limit passed between two tokens."""
-    usage = inference_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=output_tokens)
+    usage = inference_pb2.Usage(
+        prompt_tokens=accepted.prompt_tokens, completion_tokens=output_tokens
+    )
+    write_cached(usage, accepted)
     reason = inference_pb2.FINISH_REASON_TIMEOUT
     return Event(finished=inference_pb2.Finished(reason=reason, usage=usage))

@@ -209,7 +209,7 @@ class _PeerStream:
         except ServiceError as error:
             if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
-        return timed_out(self.accepted.prompt_tokens, self.output_tokens)
+        return timed_out(self.accepted, self.output_tokens)
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:

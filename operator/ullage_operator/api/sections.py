@@ -323,6 +323,11 @@ class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
 
     tiers: TiersSpec
 
+    @property
+    def host_tier_bytes(self) -> int:
+        """Memory that an engine takes for its host tier; without a prefix cache it has no tiers."""
+        return self.tiers.host.size if self.prefix_cache else 0
+
 
 class PodSection(Strict, frozen=True, kw_only=True):
     """Pods of one kind, in Kubernetes' own words."""

@@ -313,7 +313,8 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
-    return excesses(spec) + [each for name, pool in pools for each in _memory(spec, name, pool)]
+    in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
+    return excesses(spec) + list(dict.fromkeys(in_memory))  # several pools may share a field
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
@@ -340,11 +341,22 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
     asked = {key: parse_bytes(given) for key, given in amounts.items() if given}
     num_ranks = pool["gpus"] // pool.get("nodes", 1)  # of one pod
     ranks = {"deviceBytes": num_ranks}
-    for key, amount_ in asked.items():
-        if amount_ * ranks.get(key, 1) > amount(limit):
-            each = f" for each of {num_ranks} workers" if ranks.get(key, 1) > 1 else ""
+    for_each = {"deviceBytes": f" for each of {num_ranks} workers"} if num_ranks > 1 else {}
+    totals = {key: size * ranks.get(key, 1) for key, size in asked.items()}
+    for key, total in totals.items():
+        if total > amount(limit):
             most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
+            each = for_each.get(key, "")
             yield Problem(path(key), f"{amounts[key]}{each} is more than {most}; lower it")
+    on_cpu = [totals.get(key, 0) for key in ("deviceBytes", _HOST_SIZE)]
+    has_tiers = memory["prefixCache"] and _device(spec) != "cuda"
+    if has_tiers and max(on_cpu) <= amount(limit) < sum(on_cpu):
+        each = for_each.get("deviceBytes", "")
+        yield Problem(
+            path(_HOST_SIZE),
+            f"{host} beside deviceBytes {memory['deviceBytes']}{each} is more than "
+            f"resources.limits.memory {limit}; lower one of them, or raise the limit",
+        )
     if "deviceBytes" in asked and _device(spec) != "cuda":
         share, reserve = memory["threshold"], memory["safetyReserve"]
         if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:

@@ -165,7 +165,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         InvalidManifest: a pod template says what the operator says itself. Those of releases that
             engines run are not asked: the operator's fields win there.
     """
-    if problems := [*template_conflicts(service, settings)]:
+    if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
     rollout = plan_rollout(service, observe_rollout(observed), settings)

@@ -389,6 +389,7 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     taken += sum(
         engine["memory"]["tiers"]["host"]["size"] * num_pods[name]
         for name, engine in engines.items()
+        if engine["memory"]["prefix_cache"]
     )
     num_open = sum(num_workers[name] for name in engines if budgets[name] is None)
     share = max(0, usable_bytes() - taken) // max(1, num_open)

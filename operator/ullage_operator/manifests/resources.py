@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ullage_common.config.engine import ModelSection
-from ullage_operator.api.sections import PoolSpec, TiersSpec, amount, canonical
+from ullage_operator.api.sections import MemorySpec, PoolSpec, amount, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.engine_choice import is_vllm
 
@@ -55,9 +55,10 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
     return resources
 
 
-def tiers_line(tiers: TiersSpec) -> str:
+def tiers_line(memory: MemorySpec) -> str:
     """Returns where the engines of a pool keep KV beside their devices, in a few words."""
-    if not tiers.host.size:
+    tiers = memory.tiers
+    if not memory.host_tier_bytes:
         return "KV tiers: none"
     host = f"host memory {tiers.host.size // _MIB} MiB of each pod"
     remote = ["that of the pool's other pods"] if tiers.remote else []
@@ -125,7 +126,7 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown
     num_workers = pool.gpus_per_pod + pool.standby_worker
-    kv = pool.memory.host_kv + pool.memory.tiers.host.size
+    kv = pool.memory.host_kv + pool.memory.host_tier_bytes
     total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 

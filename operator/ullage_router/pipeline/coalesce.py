@@ -322,7 +322,7 @@ class _Reader:
             if self._generation.error:
                 raise self._error()
             if self._call.deadline.remaining_s <= 0:
-                return timed_out(self.accepted.prompt_tokens, self.output_tokens)
+                return timed_out(self.accepted, self.output_tokens)
             await self._generation.wait_for_change()
         self.place += 1
         self.bytes_read += event.ByteSize()

@@ -23,7 +23,13 @@ from msgspec.structs import replace
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
-from ullage_common.wire.continuation import BREAKAGES, MAX_BREAKAGES, Losses, Progress
+from ullage_common.wire.continuation import (
+    BREAKAGES,
+    MAX_BREAKAGES,
+    Losses,
+    Progress,
+    write_cached,
+)
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
 from ullage_router.admission.admission import Admission, Reservation
@@ -394,8 +400,7 @@ class Generation:
 
     def _cut_off(self, failure: ServiceError) -> Event:
         """Returns the last event of an answer that no engine went on with."""
-        prompt = self._reservation.prompt
-        event = timed_out(len(prompt.token_ids), self._call.progress.num_tokens)
+        event = timed_out(self.accepted, self._call.progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
         return event
@@ -404,6 +409,8 @@ class Generation:
         self._num_counted = finished.usage.completion_tokens
         finished.resumes += len(self._resumed_on)
         finished.resumed_on.extend(self._resumed_on)
+        if self._resumed_on:
+            write_cached(finished.usage, self.accepted)
 
     def _prompt_text(self) -> str:
         prompt = self._reservation.prompt

@@ -146,8 +146,7 @@ class OnEngine:
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
-                prompt_tokens = len(self._reservation.prompt.token_ids)
-                event = timed_out(prompt_tokens, self._progress.num_tokens)
+                event = timed_out(self.accepted, self._progress.num_tokens)
                 self._take_ending(event)
                 return event
             error = errors.cut_off(engine.id, engine.age_s, self._timeout_s)

@@ -35,7 +35,7 @@ from ullage_router.call import Call, Handler, ResponseStream, Stage, asked_token
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.cascade import estimated_tokens
 from ullage_router.prompts.prompts import PromptBuilder
-from ullage_router.telemetry.record import RequestRecord
+from ullage_router.telemetry.record import RequestRecord, cached_tokens
 from ullage_router.tenants import TenantSession
 
 _CANCELLED = (asyncio.CancelledError, GeneratorExit)
@@ -122,6 +122,7 @@ class _Serving:
                 raise errors.draining()
             stream = self._stream = await self._handler(call)
             record.ttft_s = time.monotonic() - record.arrived
+            record.cached = cached_tokens(stream.accepted)
             _copy_decision(call)
         except BaseException as error:
             self._end(error)

@@ -7,10 +7,36 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from ullage.inference.v1 import inference_pb2
 from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
+DEVICE = "device"
+"""Name of the tier from which nothing is loaded."""
+
+
+class CachedTokens(NamedTuple):
+    """Prompt tokens of a request whose KV one tier of its engine had."""
+
+    tier: str
+    """device, host, remote or file."""
+    num_tokens: int
+    seconds: float
+    """Until their KV was on the device, from when it was asked for; 0 for what was there."""
+
+
+def cached_tokens(
+    counted: inference_pb2.Accepted | inference_pb2.Usage,
+) -> tuple[CachedTokens, ...]:
+    """Returns the tiers that had any of the prompt; empty where none had."""
+    if counted.cached_by_tier:
+        return tuple(
+            CachedTokens(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
+        )
+    num_tokens = counted.cached_tokens
+    return (CachedTokens(DEVICE, num_tokens, 0.0),) if num_tokens else ()
 
 
 @dataclass(slots=True)
@@ -39,6 +65,8 @@ class RequestRecord:
     held_s: float = 0.0
     """Seconds that it was held until its pool was awake."""
     ttft_s: float | None = None
+    cached: tuple[CachedTokens, ...] = ()
+    """Prompt tokens whose KV the engine had when the answer began."""
     output_tokens: int = 0
     ended: float | None = None
 
@@ -55,6 +83,8 @@ class RequestRecord:
             "tenant": self.tenant,
             "arrived": self.arrived_unix,
             "prompt_tokens": decision.prompt_tokens,
+            "cached_tokens": {each.tier: each.num_tokens for each in self.cached},
+            "cached_s": {each.tier: round(each.seconds, 4) for each in self.cached},
             "predicted_bytes": decision.predicted_bytes,
             "action": decision.action,
             "route": decision.route,

@@ -28,7 +28,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.tickets.tickets import TICKET_KEY
 from ullage_common.wire.channels import open_channel
-from ullage_common.wire.continuation import Losses, Progress
+from ullage_common.wire.continuation import Losses, Progress, write_cached
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_common.wire.validation import is_growing
 
@@ -504,8 +504,10 @@ class _Answer:
         self._progress = Progress(request)
         self._losses = Losses()
         self._pause_s = FIRST_PAUSE_S
-        self._has_sent = False
-        """Whether the caller has Accepted."""
+        self._accepted: pb.Accepted | None = None
+        """What the caller has; None before an engine accepted the request."""
+        self._is_resumed = False
+        """Whether another engine went on with it."""
         self._held: list[pb.GenerateResponse] | None = None if is_growing(request) else []
         """Events of answers that are known only at the end."""
 
@@ -515,8 +517,9 @@ class _Answer:
             case "accepted":
                 self._progress.on_accepted(event.accepted, event.accepted.max_tokens)
                 self._pause_s = FIRST_PAUSE_S
-                if not self._has_sent:
-                    self._has_sent = True
+                self._is_resumed = self._accepted is not None
+                if self._accepted is None:
+                    self._accepted = event.accepted
                     yield event
                 return
             case "delta":
@@ -527,6 +530,8 @@ class _Answer:
                 self._progress.on_sample_finished(event.sample_finished)
             case "finished":
                 event.finished.resumes += self._losses.total
+                if self._is_resumed and self._accepted is not None:
+                    write_cached(event.finished.usage, self._accepted)
                 self.is_over = True
         if self._held is None:
             yield event

@@ -159,6 +159,14 @@ class Losses:
         return is_cause or self.total >= MAX_LOSSES
 
 
+def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
+    """Writes which prompt tokens an answer's first engine reused: a later one would count those of
+    a prompt that the tokens so far are a part of."""
+    usage.cached_tokens = accepted.cached_tokens
+    del usage.cached_by_tier[:]
+    usage.cached_by_tier.extend(accepted.cached_by_tier)
+
+
 def _begins_anew(engine: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNIMPLEMENTED,

@@ -77,7 +77,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError
     raise AssertionError("context.abort returned")
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+def from_rpc_error(error: grpc.aio.AioRpcError | grpc.Call) -> ServiceError:
     """The ServiceError that the peer raised, or the transport's failure as one."""
     message = error.details() or error.code().name
     return _from_details(error.code(), message, _details(error))
@@ -103,7 +103,7 @@ def _from_details(
     return ServiceError(code, reason, message, metadata=metadata, retry_after_s=retry_after_s)
 
 
-def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:
+def _details(error: grpc.aio.AioRpcError | grpc.Call) -> list[AnyMessage]:
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             status = status_pb2.Status.FromString(value)

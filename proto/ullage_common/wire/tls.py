@@ -184,8 +184,7 @@ class Certificates:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Returns credentials for new gRPC channels: this certificate and the authority."""
-        held = self.material
-        return grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
+        return channel_credentials(self.material)
 
     def _load(self) -> tuple[Material, ssl.SSLContext]:
         material = read_material(self._folder, self._ca_folder, _now())
@@ -206,6 +205,11 @@ class Certificates:
             return
         self._use(loaded)
         self._on_change()
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Returns credentials for gRPC channels that show this certificate."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
 
 
 def server_context(material: Material) -> ssl.SSLContext:

@@ -373,6 +373,20 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.memory.tiers.host.size: 2Gi is more than resources.limits.memory 1Gi; lower it",
     ),
     (
+        {
+            "device": "CPU",
+            "memory": {"deviceBytes": "1Gi", "safetyReserve": 0},
+            "pools": {
+                "single": {
+                    "gpus": 2,
+                    "parallelism": {"tensor": 2},
+                    "resources": {"limits": {"memory": "2200Mi"}},
+                }
+            },
+        },
+        "spec.memory.tiers.host.size: 256Mi beside deviceBytes 1Gi for each of 2 workers is more",
+    ),
+    (
         {"memory": {"tiers": {"host": {"size": "1k"}}}},
         "spec.memory.tiers.host.size: 1k holds no block; give at least 1Mi, or 0 for no tiers",
     ),

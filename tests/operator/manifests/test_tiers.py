@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ullage_common.config.engine import (
     EngineConfig,
@@ -23,6 +25,7 @@ from ullage_common.config.engine import (
 from ullage_common.wire.channels import Health, bind, new_server, open_channel
 from ullage_common.wire.tls import Certificates
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.overlay import lies_in
 from ullage_operator.api.sections import parse_bytes
 from ullage_operator.controller.plan import ServicePlan
 
@@ -151,6 +154,17 @@ def test_a_mount_of_the_pod_template_may_hold_the_files(make_plan: MakePlan, mou
     assert tier and tier.path == "/data/kv"
 
 
+segments = st.lists(st.sampled_from(["a", "ab", "b"]), max_size=4)
+
+
+@given(segments, segments, st.sampled_from(["/", "//", "/./", "/b/../"]))
+def test_a_path_lies_in_the_folders_that_it_begins_with(
+    path: list[str], folder: list[str], slash: str
+) -> None:
+    is_inside = path[: len(folder)] == folder
+    assert lies_in("/" + slash.join(path), "/" + "/".join(folder) + "/") == is_inside
+
+
 FILE = "memory.tiers.file.path"
 
 
@@ -184,8 +198,10 @@ FILE = "memory.tiers.file.path"
 def test_folders_that_cannot_be_are_refused(
     make_plan: MakePlan, spec: dict[str, Any], line: str
 ) -> None:
-    with pytest.raises(InvalidManifest, match=re.escape(line)):
+    spec = spec | {"pools": {"huge": {}} | spec.get("pools", {})}
+    with pytest.raises(InvalidManifest, match=re.escape(line)) as caught:
         make_plan(**spec)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
@@ -196,6 +212,14 @@ def test_the_host_tier_is_requested_beside_the_device(make_plan: MakePlan, devic
 
     assert requested("5Gi") - requested("1Gi") == 4 << 30
     assert requested("1Gi") - requested("0") == 1 << 30
+
+
+def test_without_a_prefix_cache_no_host_tier_is_paid_for(make_plan: MakePlan) -> None:
+    off = make_plan(device="CPU", memory={"prefixCache": False})
+    assert requested_bytes(make_plan(device="CPU")) - requested_bytes(off) == 256 << 20
+    limits = {"resources": {"limits": {"memory": "4Gi"}}}
+    tight = {"deviceBytes": "4Gi", "prefixCache": False}
+    assert make_plan(device="CPU", memory=tight, pools={"single": limits})
 
 
 def test_followers_have_no_files(make_plan: MakePlan) -> None:

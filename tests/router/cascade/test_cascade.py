@@ -61,11 +61,16 @@ def test_a_sure_answer_of_the_small_model_is_the_answer(start_service: "StartSer
     async def scenario() -> None:
         async with cascade(start_service) as (small, big):
             small.engine.script.logprob = SURE
+            host = inference_pb2.CachedTokens(tier="host", tokens=16, seconds=0.5)
+            small.engine.script.cached = inference_pb2.Usage(
+                cached_tokens=16, cached_by_tier=[host]
+            )
             answer = await ask(big)
             assert text(answer) == "small says so now"
             assert answer.headers["x-ullage-model"] == "small-model"
             assert answer.headers["x-ullage-cascade"].startswith("small=served;confidence=0.9")
             assert answer.headers["x-ullage-engine"] == "single-0"
+            assert answer.headers["x-ullage-cached"] == "host=16;seconds=0.500"
             assert "x-ullage-discarded-tokens" not in answer.headers
             assert answer.json()["model"] == "big-model", "the body names what was asked for"
             assert answer.json()["choices"][0]["logprobs"] is None

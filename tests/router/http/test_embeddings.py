@@ -12,7 +12,7 @@ from typing import Any, Literal
 import grpc
 import openai
 import pytest
-from ullage_testing.fake_engine import vector_of
+from ullage_testing.fake_engine import Script, vector_of
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.config_file import entry
@@ -72,6 +72,36 @@ def test_inputs_of_every_shape(start_service: StartService, has_kv: bool) -> Non
                     assert answer.usage.prompt_tokens == sum(map(len, inputs))
                     assert answer.usage.total_tokens == answer.usage.prompt_tokens
             assert all(r.embed and not r.HasField("stop") for r in service.engine.requests)
+
+    asyncio.run(scenario())
+
+
+def test_usage_has_the_cached_tokens_of_all_inputs(start_service: StartService) -> None:
+    """The header has those of the first input, as others have its decision."""
+    hits = [
+        pb.CachedTokens(tier="device", tokens=16),
+        pb.CachedTokens(tier="host", tokens=48, seconds=0.002),
+    ]
+    in_tiers = pb.Usage(cached_tokens=64, cached_by_tier=hits)
+    by_tier = {"device": 32, "host": 96}
+    cases: list[tuple[pb.Usage, dict[str, Any] | None, str | None]] = [
+        (pb.Usage(), None, None),
+        (pb.Usage(cached_tokens=16), {"cached_tokens": 32}, "device=16"),
+        (
+            in_tiers,
+            {"cached_tokens": 128, "cached_tokens_details": by_tier},
+            "device=16, host=48;seconds=0.002",
+        ),
+    ]
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            await learn(service)
+            for cached, details, header in cases:
+                service.engine.script = Script(cached=cached)
+                answer = await post(service, ["Hi", "there"])
+                assert answer.json()["usage"].get("prompt_tokens_details") == details
+                assert answer.headers.get("x-ullage-cached") == header
 
     asyncio.run(scenario())
 

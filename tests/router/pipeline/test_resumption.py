@@ -17,6 +17,10 @@ from ullage_common.wire.errors import ServiceError, from_rpc_error
 StartService = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = ("One", " two", " three", " four", " five")
 TEXT = "".join(WORDS)
+IN_HOST = pb.Usage(
+    cached_tokens=16, cached_by_tier=[pb.CachedTokens(tier="host", tokens=16, seconds=0.5)]
+)
+IN_HOST_DETAILS = {"cached_tokens": 16, "cached_tokens_details": {"host": 16}}
 
 
 def broken() -> ServiceError:
@@ -235,7 +239,7 @@ def test_a_held_answer_ends_with_its_time_and_keeps_its_text(start_service: Star
     async def scenario() -> None:
         limits = {"request_timeout": 4.0, "total_timeout": 6.0}
         async with start_service(limits=limits) as service:
-            script(service, pause=asyncio.Event())
+            script(service, pause=asyncio.Event(), cached=IN_HOST)
             kinds: tuple[dict[str, Any], ...] = ({"stream": True}, {}, {"best_of": 2})
             tasks = [asyncio.ensure_future(service.complete(**kind)) for kind in kinds]
             engine = service.router.service.engines.all()[0]
@@ -247,7 +251,9 @@ def test_a_held_answer_ends_with_its_time_and_keeps_its_text(start_service: Star
             assert (text_of(stream), ending in stream.text) == (WORDS[0], True)
             assert (whole.status_code, ending in whole.text) == (200, True)
             assert whole.json()["choices"][0]["text"] == WORDS[0]
-            assert whole.json()["usage"]["completion_tokens"] == 1
+            usage = whole.json()["usage"]
+            assert usage["completion_tokens"] == 1
+            assert usage["prompt_tokens_details"] == IN_HOST_DETAILS
             assert (best.status_code, best.json()["error"]["code"]) == (504, "ENGINE_LOST")
             await is_free(service)
 
@@ -375,6 +381,28 @@ def test_an_engine_that_knows_no_continuations_repeats_nothing(start_service: St
             _, answer = await lose(service, task)
             assert answer.text.count(WORDS[0]) == 1
             assert "CONTINUATION_UNKNOWN" in answer.text
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_usage_has_what_the_first_engine_had_of_the_prompt(
+    start_service: StartService, is_streamed: bool
+) -> None:
+    later = pb.Usage(cached_tokens=20, cached_by_tier=[pb.CachedTokens(tier="file", tokens=20)])
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            script(service, pause=asyncio.Event(), cached=IN_HOST)
+            more = {"stream_options": {"include_usage": True}} if is_streamed else {}
+            task = asyncio.ensure_future(service.complete("prompt", stream=is_streamed, **more))
+            _, answer = await lose(service, task, cached=later)
+            usage = usage_of(answer) if is_streamed else answer.json()["usage"]
+            assert usage["prompt_tokens"] == len("prompt")
+            assert usage["prompt_tokens_details"] == IN_HOST_DETAILS
+            assert answer.headers["x-ullage-cached"] == "host=16;seconds=0.500"
+            latest = (await service.stats())["latest"][0]
+            assert latest["cached_tokens"] == {"host": 16}
 
     asyncio.run(scenario())
 

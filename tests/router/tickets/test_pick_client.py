@@ -244,10 +244,14 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
     """By another ticket, or through the router where there is no place at once, or one for a
     shorter answer only."""
 
+    host = pb.CachedTokens(tier="host", tokens=1, seconds=0.5)
+    first = pb.Usage(cached_tokens=1, cached_by_tier=[host])
+    later = pb.Usage(cached_tokens=2)
+
     async def scenario() -> None:
         async with connected(start_service, tmp_path, single=(100, 100)) as (service, client):
             for engine in service.engines:
-                engine.script = Script(words=WORDS, pause=asyncio.Event())
+                engine.script = Script(words=WORDS, pause=asyncio.Event(), cached=first)
             events: list[Any] = []
             asked = request(stop=pb.StopConditions(max_tokens=4))
             task = asyncio.ensure_future(first_word(client, asked, events))
@@ -255,7 +259,7 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
             (lost,) = [engine for engine in service.engines if engine.active]
             (other,) = [engine for engine in service.engines if engine is not lost]
             for engine in service.engines:
-                engine.script = Script(words=WORDS)
+                engine.script = Script(words=WORDS, cached=later)
             if through == "router":
                 give_no_place(service)
             elif through != "engine":
@@ -265,7 +269,9 @@ def test_an_answer_goes_on_elsewhere_when_its_engine_is_lost(
             assert [e.WhichOneof("event") for e in events].count("accepted") == 1
             assert text(events) == "".join(WORDS)
             assert not [e for e in events if e.delta.token_ids], "they were not asked for"
-            assert events[-1].finished.usage.completion_tokens == 4
+            usage = events[-1].finished.usage
+            assert usage.completion_tokens == 4
+            assert (usage.cached_tokens, list(usage.cached_by_tier)) == (1, [host])
             assert events[-1].finished.resumes == 1
             assert (TICKET in other.metadata[-1]) == (through == "engine")
             assert list(other.requests[-1].continuation.answers[0].token_ids) == [0]

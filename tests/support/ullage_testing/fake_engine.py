@@ -66,6 +66,8 @@ class Script:
     """Output limit that Accepted names; 0: none."""
     dims: int = 3
     """Numbers of an embedding, at least 3."""
+    cached: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+    """Prompt tokens that it has the KV of, as far as this says so."""
 
 
 class FakeEngine(
@@ -210,6 +212,9 @@ class FakeEngine(
                 accepted=inference_pb2.Accepted(
                     request_id=request.request_id,
                     engine=self.headroom.engine,
+                    prompt_tokens=len(request.token_ids.ids),
+                    cached_tokens=self.script.cached.cached_tokens,
+                    cached_by_tier=self.script.cached.cached_by_tier,
                     seed=7,
                     degraded=self.script.degraded,
                     max_tokens=self.script.max_tokens,
@@ -239,9 +244,14 @@ class FakeEngine(
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(
                 reason=inference_pb2.FINISH_REASON_STOP,
-                usage=inference_pb2.Usage(prompt_tokens=len(ids)),
+                usage=self._usage(prompt_tokens=len(ids)),
             )
         )
+
+    def _usage(self, **fields: int) -> inference_pb2.Usage:
+        usage = inference_pb2.Usage(**fields)
+        usage.MergeFrom(self.script.cached)
+        return usage
 
     def _received(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Words of each sample that the client has from another engine."""
@@ -286,7 +296,7 @@ class FakeEngine(
                 await script.pause.wait()
         if script.fail_after == len(words):
             await abort(context, script.failure)
-        usage = inference_pb2.Usage(
+        usage = self._usage(
             prompt_tokens=len(request.token_ids.ids),
             completion_tokens=len(words) * _num_samples(request),
         )

@@ -5,7 +5,7 @@ import asyncio
 import base64
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, Literal
@@ -21,10 +21,11 @@ from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.messages import BodyRoom, Reply, Request
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
 from ullage_router.http.openai.requests import parse, utf8
+from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
-from ullage_router.telemetry.record import RequestRecord, trace_context
+from ullage_router.telemetry.record import RequestRecord, cached_tokens, trace_context
 from ullage_router.tenants import TenantSession
 
 MAX_INPUTS = 2048
@@ -137,6 +138,8 @@ class _Run:
         self._vectors = [b""] * len(asked)
         """Numbers as float32, little-endian."""
         self._num_tokens = self._num_done = 0
+        self._cached = Counter[str]()
+        """Prompt tokens whose KV was reused, by tier."""
         self._room = room
         self._taken_bytes = 0
 
@@ -170,7 +173,9 @@ class _Run:
             if len(piece) >= PIECE_BYTES:
                 yield bytes(piece)
                 piece.clear()
-        usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        usage: JSON = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        if self._cached:
+            usage["prompt_tokens_details"] = prompt_tokens_details(self._cached)
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
@@ -220,6 +225,8 @@ class _Run:
                 async for event in stream.events():
                     vector += event.delta.embedding
                     self._num_tokens += event.finished.usage.prompt_tokens
+                    for each in cached_tokens(event.finished.usage):
+                        self._cached[each.tier] += each.num_tokens
             if not vector:
                 raise internal(call.record.request_id)
         except ServiceError as error:

@@ -1,5 +1,7 @@
 """Errors and decisions as HTTP says them: the OpenAI envelope and the x-ullage headers."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
@@ -12,7 +14,7 @@ from ullage_router.errors import (
 )
 from ullage_router.http.messages import Headers
 from ullage_router.policy.decision import attempts_header
-from ullage_router.telemetry.record import RequestRecord
+from ullage_router.telemetry.record import DEVICE, CachedTokens, RequestRecord
 
 _CODES = {
     INVALID_API_KEY: "invalid_api_key",
@@ -95,4 +97,15 @@ def decision_headers(record: RequestRecord) -> Headers:
             named["x-ullage-cascade"] = attempts_header(decision.attempts)
             if discarded := sum(attempt.discarded_tokens for attempt in decision.attempts):
                 named["x-ullage-discarded-tokens"] = str(discarded)
+    if record.cached:
+        named["x-ullage-cached"] = _cached_header(record.cached)
     return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+def _cached_header(cached: Sequence[CachedTokens]) -> str:
+    """Returns a dictionary of tokens by tier as structured fields (RFC 9651) have it."""
+    return ", ".join(
+        f"{each.tier}={each.num_tokens}"
+        + (f";seconds={each.seconds:.3f}" if each.tier != DEVICE else "")
+        for each in cached
+    )

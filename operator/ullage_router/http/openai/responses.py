@@ -7,13 +7,14 @@ and where a lowered limit did, the limit as in the header x-ullage-degraded: "ma
 What all chunks of a stream share is encoded once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
+from ullage_router.telemetry.record import DEVICE, cached_tokens
 
 
 def sse_event(data: bytes) -> bytes:
@@ -230,8 +231,22 @@ def usage(counted: inference_pb2.Usage) -> JSON:
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+        "prompt_tokens_details": prompt_tokens_details(
+            {each.tier: each.num_tokens for each in cached_tokens(counted)}
+        ),
     }
+
+
+def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
+    """OpenAI's object, and the tiers where another one than the device had a part.
+
+    Args:
+        cached: prompt tokens whose KV was reused, by tier.
+    """
+    details: JSON = {"cached_tokens": sum(cached.values())}
+    if any(tier != DEVICE for tier in cached):
+        details["cached_tokens_details"] = dict(cached)
+    return details
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:

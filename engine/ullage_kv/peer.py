@@ -1,0 +1,372 @@
+"""One peer as its client sees it: what it has, and copies of blocks from and to its host memory.
+
+Calls are those of blocking gRPC, for threads: each has a deadline that gRPC itself keeps, whatever
+the peer does or does not do. A peer that fails again and again is left alone by its breaker.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import xxhash
+
+from ullage.kv.v1 import kv_pb2 as pb
+from ullage.kv.v1 import kv_pb2_grpc
+from ullage_common.wire.channels import open_blocking_channel
+from ullage_common.wire.errors import from_rpc_error
+from ullage_common.wire.tls import Material, channel_credentials
+from ullage_kv.breaker import Breaker
+from ullage_kv.results import MISS, Result, Status
+from ullage_kv.tier import Transfer
+
+REMOTE = "remote"
+"""Name of the tier in the host memory of peers."""
+CHUNK_BYTES = 1 << 20
+"""Most bytes of a block in one message."""
+MAX_KEYS = 4096
+"""Most keys in one request."""
+
+_END_LEASE_S = 1.0
+"""Seconds for ending a lease that would end by itself a little later."""
+_STATUSES = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: Status.TIMEOUT,
+    grpc.StatusCode.UNAVAILABLE: Status.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED: Status.UNAVAILABLE,
+    grpc.StatusCode.NOT_FOUND: Status.STALE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Status.BUSY,
+}
+_HEALTHY = {Status.STALE, Status.BUSY}
+"""Refusals of a peer that works."""
+_ROOMS = {
+    pb.ROOM_ALREADY_HAVE: Status.EXISTS,
+    pb.ROOM_FULL: Status.FULL,
+    pb.ROOM_BUSY: Status.BUSY,
+}
+_COMMITTED = {pb.COMMITTED_STORED: Status.STORED, pb.COMMITTED_STALE: Status.STALE}
+
+log = logging.getLogger(__name__)
+
+
+class _WrongAnswer(Exception):
+    """The peer answered what it must not; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an engine says of itself to its peers."""
+
+    geometry: pb.Geometry
+    instance: str
+    """Identity of this process, by which it recognises itself among its peers."""
+    material: Callable[[], Material | None]
+    """Returns the newest certificate to show; None: peers speak plaintext."""
+
+
+class Peer:
+    """Another engine at one address; safe to use from several threads."""
+
+    def __init__(self, address: str, server_name: str, own: Identity) -> None:
+        """`server_name`: that its certificate must have."""
+        self.address = address
+        self.breaker = Breaker()
+        self.instance = ""
+        """Identity of its process; empty: it has not answered yet."""
+        self.free_blocks = 0
+        """Room that nothing was in when it last answered, in blocks."""
+        self.num_reads = 0
+        """Reads that are under way."""
+        self.problem = ""
+        """Last failure, for people; empty since it answered again."""
+        self._server_name = server_name
+        self._own = own
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stub: kv_pb2_grpc.KVStoreServiceStub | None = None
+        self._material: Material | None = None
+        self._retired: list[tuple[float, grpc.Channel]] = []
+        self._is_closed = False
+
+    @property
+    def is_other(self) -> bool:
+        """Whether it is known to be another process than this one."""
+        return self.instance not in ("", self._own.instance)
+
+    @property
+    def is_self(self) -> bool:
+        return self.instance == self._own.instance
+
+    def look(
+        self, keys: Sequence[bytes], timeout_s: float, on_held: Callable[[list[bool]], None]
+    ) -> None:
+        """Asks which blocks the peer has, and returns at once.
+
+        `on_held` is called once, from any thread, within `timeout_s` seconds: with one value for
+        each key, or with none if there is no answer.
+        """
+        request = pb.LookupRequest(geometry=self._own.geometry, keys=keys)
+        try:
+            call: Any = self._connect().Lookup.future(request, timeout=timeout_s)
+        except ValueError:  # closed
+            on_held([])
+            return
+
+        def finish(call: Any) -> None:
+            held = list[bool]()
+            try:
+                held = self._take_answer(call.result(), len(keys))
+                self._succeed()
+            except (grpc.RpcError, grpc.FutureCancelledError, _WrongAnswer) as error:
+                self._fail(error)
+            finally:
+                on_held(held)
+
+        call.add_done_callback(finish)
+
+    def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
+        """Copies blocks from the peer: HIT, or anything else.
+
+        Every result is there at `ends_at` on the monotonic clock, and nobody writes to the memory
+        afterwards.
+        """
+        arriving = _Arriving(transfers)
+        with self._lock:
+            self.num_reads += 1
+        try:
+            self._read(transfers, arriving, ends_at)
+        except (grpc.RpcError, ValueError, _WrongAnswer) as error:
+            return arriving.results(self._fail(error))
+        finally:
+            with self._lock:
+                self.num_reads -= 1
+        results = arriving.results(MISS)
+        if damaged := next((each for each in results if each.status is Status.CORRUPT), None):
+            self._fail(_WrongAnswer(damaged.error))
+        else:
+            self._succeed()
+        return results
+
+    def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
+        """Reads what the peer has, in as many parts as it lets one peer pin at a time."""
+        stub = self._connect()
+        places = list(range(len(transfers)))
+        while places:
+            left = _left_s(ends_at)
+            answer = stub.Lookup(
+                pb.LookupRequest(
+                    geometry=self._own.geometry,
+                    keys=[transfers[place].key for place in places],
+                    lease_ms=max(1, int(left * 1000)),
+                ),
+                timeout=left,
+            )
+            try:
+                here = self._take_answer(answer, len(places))
+                held = list(itertools.compress(places, here))
+                pinned, places = held[: answer.num_pinned], held[answer.num_pinned :]
+                if not pinned:
+                    arriving.refuse(places)
+                    return
+                keys = [transfers[place].key for place in pinned]
+                request = pb.ReadRequest(lease=answer.lease, keys=keys)
+                arriving.take(pinned, stub.Read(request, timeout=_left_s(ends_at)))
+            finally:
+                released = _end_lease(stub.Release, pb.ReleaseRequest(lease=answer.lease))
+            if places and released is not None:
+                released.result()
+
+    def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
+        """Copies blocks to the peer, until `ends_at` on the monotonic clock: STORED, EXISTS where
+        it had the block, or anything else."""
+        results = [Result(Status.ERROR, REMOTE)] * len(transfers)
+        try:
+            self._write(transfers, results, ends_at)
+        except (grpc.RpcError, ValueError, _WrongAnswer) as error:
+            failure = self._fail(error)
+            return [failure if each.status is Status.ERROR else each for each in results]
+        self._succeed()
+        return results
+
+    def _write(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
+        stub = self._connect()
+        left = _left_s(ends_at)
+        blocks = [pb.NewBlock(key=each.key, parent=each.parent or b"") for each in transfers]
+        answer = stub.Reserve(
+            pb.ReserveRequest(
+                geometry=self._own.geometry, blocks=blocks, lease_ms=max(1, int(left * 1000))
+            ),
+            timeout=left,
+        )
+        is_committed = False
+        try:
+            self.instance = answer.instance
+            if self.is_self or len(answer.rooms) != len(transfers):
+                raise _WrongAnswer("it is this engine itself, or answers for other blocks")
+            reserved = []
+            for number, room in enumerate(answer.rooms):
+                results[number] = Result(_ROOMS.get(room, Status.ERROR), REMOTE)
+                if room == pb.ROOM_RESERVED:
+                    reserved.append(number)
+            if not reserved:
+                return
+            self.free_blocks = max(0, self.free_blocks - len(reserved))
+            stub.Write(_chunks(answer.lease, transfers, reserved), timeout=_left_s(ends_at))
+            written = [_written(number, transfers[number]) for number in reserved]
+            request = pb.CommitRequest(lease=answer.lease, blocks=written)
+            committed = stub.Commit(request, timeout=_left_s(ends_at))
+            is_committed = True
+            for number, outcome in zip(reserved, committed.outcomes, strict=False):
+                status = _COMMITTED.get(outcome, Status.CORRUPT)
+                size = len(transfers[number].memory) if status is Status.STORED else 0
+                results[number] = Result(status, REMOTE, size)
+        finally:
+            if not is_committed:
+                _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
+
+    def close_retired(self, after_s: float) -> None:
+        """Closes channels with certificates of before that were replaced so long ago."""
+        with self._lock:
+            due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
+            self._retired = [each for each in self._retired if each not in due]
+        for _, channel in due:
+            channel.close()
+
+    def close(self) -> None:
+        """Ends all calls; what is asked later fails at once."""
+        with self._lock:
+            self._is_closed = True
+            channels = [channel for _, channel in self._retired]
+            channels += [self._channel] if self._channel else []
+            self._retired, self._channel = [], None
+        for channel in channels:
+            channel.close()
+
+    def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
+        """Returns the stub of a channel with the newest certificate; ValueError: it is closed."""
+        material = self._own.material()
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the tier is closed")
+            if self._stub is None or material is not self._material:
+                if self._channel is not None:  # calls that run go on over it
+                    self._retired.append((time.monotonic(), self._channel))
+                credentials = channel_credentials(material) if material else None
+                self._channel = open_blocking_channel(self.address, credentials, self._server_name)
+                self._stub = kv_pb2_grpc.KVStoreServiceStub(self._channel)
+                self._material = material
+            return self._stub
+
+    def _take_answer(self, answer: pb.LookupResponse, num_keys: int) -> list[bool]:
+        if len(answer.held) != num_keys:
+            raise _WrongAnswer(f"it answered for {len(answer.held)} of {num_keys} blocks")
+        self.instance = answer.instance
+        self.free_blocks = answer.free_blocks
+        return [] if self.is_self else list(answer.held)
+
+    def _succeed(self) -> None:
+        self.breaker.succeeded()
+        self.problem = ""
+
+    def _fail(self, error: Exception) -> Result:
+        """Counts a failure against the peer, and returns it as the result of a block."""
+        if isinstance(error, grpc.Call):
+            refusal = from_rpc_error(error)
+            status = _STATUSES.get(refusal.code, Status.ERROR)
+            message = f"{self.address}: {refusal.reason}: {refusal.message}"
+        else:
+            status = Status.CORRUPT if isinstance(error, _WrongAnswer) else Status.UNAVAILABLE
+            message = f"{self.address}: {error}"
+        if not self._is_closed:
+            self.problem = message
+            if status in _HEALTHY:
+                self.breaker.succeeded()
+            elif self.breaker.failed():
+                log.warning("peer left alone", extra={"peer": self.address, "reason": message})
+        return Result(status, REMOTE, error=message)
+
+
+class _Arriving:
+    """Blocks as their chunks come, each verified when it is whole."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+        self._num_written = [0] * len(transfers)
+        self._results: list[Result | None] = [None] * len(transfers)
+
+    def results(self, otherwise: Result) -> list[Result]:
+        """Returns the results of all blocks; `otherwise` is that of those that did not come."""
+        return [result or otherwise for result in self._results]
+
+    def refuse(self, places: Sequence[int]) -> None:
+        """Notes that the peer has these blocks, and lets nobody read them now."""
+        for place in places:
+            self._results[place] = Result(Status.BUSY, REMOTE)
+
+    def take(self, places: Sequence[int], chunks: Any) -> None:
+        """Takes the blocks at these places from the responses of a call.
+
+        Raises:
+            _WrongAnswer: a chunk is not of them or not the next one, or one is missing.
+        """
+        try:
+            for chunk in chunks:
+                if chunk.block >= len(places):
+                    raise _WrongAnswer(f"it sent block {chunk.block} of {len(places)}")
+                self._take_chunk(places[chunk.block], chunk)
+        finally:
+            chunks.cancel()  # of a peer that says too much
+        if missing := [place for place in places if self._results[place] is None]:
+            raise _WrongAnswer(f"{len(missing)} of {len(places)} blocks did not come whole")
+
+    def _take_chunk(self, place: int, chunk: pb.ReadResponse) -> None:
+        memory = self._transfers[place].memory
+        data, start = chunk.data, self._num_written[place]
+        if chunk.offset != start or not 0 < len(data) <= len(memory) - start:
+            raise _WrongAnswer(
+                f"it sent {len(data)} bytes at {chunk.offset}, where {start} of the {len(memory)} "
+                "bytes of a block had come"
+            )
+        memory[start : start + len(data)] = data
+        self._num_written[place] += len(data)
+        if self._num_written[place] == len(memory):
+            is_right = xxhash.xxh3_128_digest(memory) == chunk.checksum
+            self._results[place] = (
+                Result(Status.HIT, REMOTE, len(memory))
+                if is_right
+                else Result(Status.CORRUPT, REMOTE, error="a block has another checksum")
+            )
+
+
+def _chunks(
+    lease: int, transfers: Sequence[Transfer], numbers: Sequence[int]
+) -> Iterator[pb.WriteRequest]:
+    for number in numbers:
+        memory = transfers[number].memory
+        for offset in range(0, len(memory), CHUNK_BYTES):
+            data = bytes(memory[offset : offset + CHUNK_BYTES])
+            yield pb.WriteRequest(lease=lease, block=number, offset=offset, data=data)
+
+
+def _written(number: int, transfer: Transfer) -> pb.WrittenBlock:
+    return pb.WrittenBlock(block=number, checksum=xxhash.xxh3_128_digest(transfer.memory))
+
+
+def _left_s(ends_at: float) -> float:
+    return max(0.0, ends_at - time.monotonic())
+
+
+def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
+    """Sends what ends a lease, and does not wait for the answer; None: there is no lease, or the
+    channel is closed."""
+    if not request.lease:
+        return None
+    with contextlib.suppress(ValueError):
+        call = method.future(request, timeout=_END_LEASE_S)
+        call.add_done_callback(lambda _: None)  # gRPC cancels a call that nobody refers to
+        return call
+    return None

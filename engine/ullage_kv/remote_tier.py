@@ -1,0 +1,463 @@
+"""The tier in the host memory of other engines: blocks are read from peers, and copied to one.
+
+Which peer has a block is a hint: `look` asks all peers, and `holds` answers from what they said.
+The truth is what a peer pins right before it is read. A peer that is dead, slow or wrong costs the
+deadline of a call a few times, and is then left alone until it answers a look-up again.
+"""
+
+import itertools
+import logging
+import random
+import socket
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from ullage.kv.v1 import kv_pb2 as pb
+from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
+from ullage_common.wire.tls import Material
+from ullage_kv.keys import CHAIN_BYTES
+from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, Peer
+from ullage_kv.results import MISS, Result, Status
+from ullage_kv.tier import TierCounter, TierStats, Transfer, done
+
+MAX_HINTS = 1 << 16
+"""Most blocks whose peers are remembered."""
+HINT_S = 30.0
+"""Seconds for which a peer's word that it has a block counts."""
+LOOK_S = 0.25
+"""Seconds that a look-up may take; a request waits for it."""
+RESOLVE_S = 5.0
+"""Seconds between two times that names are resolved and silent peers are tried."""
+MAX_LOADS = 16
+"""Most loads at a time."""
+MAX_LOOKS = 64
+"""Most look-ups at a time."""
+MAX_QUEUED = 256
+"""Most blocks that wait to be copied to a peer; they are pinned meanwhile."""
+BATCH_BYTES = 32 << 20
+"""Bytes after which a batch of copies is sent."""
+
+log = logging.getLogger(__name__)
+
+
+class Hints:
+    """Which peer is said to have which block: bounded, and each word only for a while."""
+
+    def __init__(
+        self,
+        max_keys: int = MAX_HINTS,
+        ttl_s: float = HINT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_keys = max_keys
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def learn(self, peer: str, keys: Iterable[bytes], held: Iterable[bool]) -> None:
+        """Takes up what a peer said of blocks."""
+        until = self._clock() + self._ttl_s
+        with self._lock:
+            for key, is_held in zip(keys, held, strict=True):
+                if is_held:
+                    self._until.setdefault(key, {})[peer] = until
+                    self._until.move_to_end(key)
+                elif key in self._until:
+                    self._until[key].pop(peer, None)
+                    if not self._until[key]:
+                        del self._until[key]
+            while len(self._until) > self._max_keys:
+                self._until.popitem(last=False)
+
+    def peers(self, key: bytes) -> list[str]:
+        """Names the peers that have the block, as far as is known."""
+        now = self._clock()
+        with self._lock:
+            return [peer for peer, until in self._until.get(key, {}).items() if now < until]
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drops all that is known of blocks."""
+        with self._lock:
+            for key in keys:
+                self._until.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """One peer, for people."""
+
+    address: str
+    is_self: bool
+    is_left_alone: bool
+    free_blocks: int
+    problem: str
+    """Why it was not reached last; empty: it was."""
+
+
+class _Copies(NamedTuple):
+    """Blocks to copy to a peer, all or some of what one caller saves."""
+
+    transfers: Sequence[Transfer]
+    future: "Future[list[Result]]"
+
+
+class RemoteTier:
+    """Blocks in the host memory of peers, over `KVStoreService`."""
+
+    name = REMOTE
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        namespace: bytes,
+        block_bytes: int,
+        *,
+        instance: str = "",
+        deadline_s: float = 1.0,
+        copies: bool = False,
+        server_name: str = "",
+        material: Callable[[], Material | None] = lambda: None,
+        look_s: float = LOOK_S,
+        resolve_s: float = RESOLVE_S,
+    ) -> None:
+        """
+        Args:
+            targets: `host:port` of peers; a name may have several addresses, and be resolved to
+                others later.
+            namespace: that of the keys; peers with another one refuse.
+            instance: `KVStoreService.instance` of this process, to recognise itself by.
+            deadline_s: most seconds of one load, and of one batch of copies.
+            copies: whether blocks are copied to a peer at all.
+            server_name: name that the peers' certificates have; empty: the host of their target.
+            material: returns the newest certificate to show; None: peers speak plaintext.
+        """
+        self._targets = targets
+        geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
+        self._own = Identity(geometry, instance or uuid.uuid4().hex, material)
+        self._block_bytes = block_bytes
+        self._deadline_s = deadline_s
+        self._copies = copies
+        self._server_name = server_name
+        self._look_s = min(look_s, deadline_s)
+        self._resolve_s = resolve_s
+        self._counter = TierCounter()
+        self._hints = Hints()
+        self._peers: dict[str, Peer] = {}
+        self._removed: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._num_loads = self._num_looks = 0
+        self._loads = ThreadPoolExecutor(MAX_LOADS, "kv-remote")
+        self._queue: deque[_Copies] = deque()
+        self._queued: set[bytes] = set()
+        self._has_copies = threading.Condition()
+        threads = [self._keep_resolving, self._keep_copying] if copies else [self._keep_resolving]
+        self._threads = [
+            threading.Thread(target=each, name="kv-remote", daemon=True) for each in threads
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def peers(self) -> list[PeerState]:
+        """Describes all peers."""
+        return [
+            PeerState(
+                address=peer.address,
+                is_self=peer.is_self,
+                is_left_alone=peer.breaker.is_open,
+                free_blocks=peer.free_blocks,
+                problem=peer.problem,
+            )
+            for peer in self._peers.values()
+        ]
+
+    # the directory -------------------------------------------------------------------------------
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        asked = [key for key in keys if not self._holders(key)][:MAX_KEYS]
+        peers = [each for each in self._peers.values() if not each.is_self]
+        with self._lock:
+            if not asked or not peers or self._num_looks >= MAX_LOOKS:
+                return done(None)
+            self._num_looks += 1
+        finished = Future[None]()
+        countdown = itertools.count(1)
+
+        def count() -> None:
+            if next(countdown) == len(peers):
+                with self._lock:
+                    self._num_looks -= 1
+                finished.set_result(None)
+
+        for peer in peers:
+            self._ask(peer, asked, count)
+        return finished
+
+    def _ask(self, peer: Peer, keys: Sequence[bytes], on_end: Callable[[], None]) -> None:
+        """Asks a peer for blocks, unless it is left alone."""
+
+        def learn(held: list[bool]) -> None:
+            if held:
+                self._hints.learn(peer.address, keys, held)
+            on_end()
+
+        if peer.breaker.allows():
+            peer.look(keys, self._look_s, learn)
+        else:
+            on_end()
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [bool(self._holders(key)) for key in keys]
+
+    def _holders(self, key: bytes) -> list[Peer]:
+        """Lists the peers that are said to have a block, those that are left alone excepted."""
+        if key in self._removed:
+            return []
+        peers = [self._peers.get(address) for address in self._hints.peers(key)]
+        return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Never reads these blocks again: a peer may have a copy of what was damaged here."""
+        self._hints.forget(keys)
+        with self._lock:
+            self._removed.update(dict.fromkeys(keys))
+            while len(self._removed) > MAX_HINTS:
+                self._removed.popitem(last=False)
+
+    # reading -------------------------------------------------------------------------------------
+
+    def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        ends_at = time.monotonic() + min(deadline_s, self._deadline_s)
+        with self._lock:
+            if self._closing.is_set():
+                status = Status.UNAVAILABLE
+            elif self._num_loads < MAX_LOADS:
+                self._num_loads += 1
+                return self._loads.submit(self._load, transfers, ends_at)
+            else:
+                status = Status.BUSY
+        results = [Result(status, self.name)] * len(transfers)
+        self._counter.loaded(results)
+        return done(results)
+
+    def _load(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
+        results = [MISS] * len(transfers)
+        try:
+            with self._counter.reading:
+                self._read(transfers, results, ends_at)
+        except Exception as error:  # what waits for the results must get some
+            log.exception("load failed")
+            failed = Result(Status.ERROR, self.name, error=repr(error))
+            results = [each if each.status is Status.HIT else failed for each in results]
+        finally:
+            with self._lock:
+                self._num_loads -= 1
+        self._counter.loaded(results)
+        return results
+
+    def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
+        """Reads from the peers that have most of what is missing, one after the other."""
+        tried = set[str]()
+        missing = list(range(len(transfers)))
+        while missing:
+            peer, places = self._best_peer(transfers, missing, tried)
+            if peer is None:
+                return
+            if time.monotonic() >= ends_at:
+                for place in places:
+                    results[place] = Result(Status.TIMEOUT, self.name)
+                return
+            tried.add(peer.address)
+            read = peer.read([transfers[place] for place in places], ends_at)
+            for place, result in zip(places, read, strict=True):
+                results[place] = result
+            lost = [transfers[place].key for place in places if results[place].status in _NOT_THERE]
+            self._hints.learn(peer.address, lost, [False] * len(lost))
+            missing = [place for place in missing if results[place].status is not Status.HIT]
+
+    def _best_peer(
+        self, transfers: Sequence[Transfer], missing: Sequence[int], tried: set[str]
+    ) -> tuple[Peer | None, list[int]]:
+        held: dict[Peer, list[int]] = {}
+        for place in missing:
+            for holder in self._holders(transfers[place].key):
+                if holder.address not in tried:
+                    held.setdefault(holder, []).append(place)
+        if not held:
+            return None, []
+        best = max(held, key=lambda each: (len(held[each]), -each.num_reads, random.random()))
+        return best, held[best][:MAX_KEYS]
+
+    # copying -------------------------------------------------------------------------------------
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._copies or not any(self._usable()):
+            return [False] * len(keys)
+        return [
+            key not in self._queued and key not in self._removed and not self._holders(key)
+            for key in keys
+        ]
+
+    def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
+        keys = [transfer.key for transfer in transfers]
+        with self._has_copies:
+            if self._closing.is_set() or not self._copies:
+                status = Status.UNAVAILABLE
+            elif len(self._queued) + len(keys) > MAX_QUEUED:
+                status = Status.BUSY
+            else:
+                future = Future[list[Result]]()
+                self._queue.append(_Copies(transfers, future))
+                self._queued.update(keys)
+                self._has_copies.notify()
+                return future
+        results = [Result(status, self.name)] * len(transfers)
+        self._counter.saved(results)
+        return done(results)
+
+    def _keep_copying(self) -> None:
+        while batch := self._next_batch():
+            transfers = [transfer for copies in batch for transfer in copies.transfers]
+            try:
+                results = self._copy(transfers)
+            except Exception as error:  # what is pinned must be let go
+                log.exception("copies failed")
+                results = [Result(Status.ERROR, self.name, error=repr(error))] * len(transfers)
+            self._counter.saved(results)
+            with self._has_copies:
+                self._queued.difference_update(transfer.key for transfer in transfers)
+            start = 0
+            for copies in batch:
+                end = start + len(copies.transfers)
+                copies.future.set_result(results[start:end])
+                start = end
+
+    def _next_batch(self) -> list[_Copies]:
+        """Waits for blocks to copy; empty: the tier is closed, and nothing waits any more."""
+        batch, num_bytes = list[_Copies](), 0
+        with self._has_copies:
+            self._has_copies.wait_for(lambda: self._queue or self._closing.is_set())
+            while self._queue and num_bytes < BATCH_BYTES:
+                copies = self._queue.popleft()
+                num_bytes += len(copies.transfers) * self._block_bytes
+                batch.append(copies)
+        return batch
+
+    def _copy(self, transfers: Sequence[Transfer]) -> list[Result]:
+        results = [Result(Status.UNAVAILABLE, self.name)] * len(transfers)
+        if self._closing.is_set():
+            return results
+        places_of: dict[str, list[int]] = {}
+        for place, transfer in enumerate(transfers):
+            if (peer := self._peer_for(transfer)) is not None:
+                places_of.setdefault(peer.address, []).append(place)
+        with self._counter.writing:
+            for address, places in places_of.items():
+                other = self._peers.get(address)
+                if other is None:
+                    continue
+                ends_at = time.monotonic() + self._deadline_s
+                written = other.write([transfers[place] for place in places], ends_at)
+                for place, result in zip(places, written, strict=True):
+                    results[place] = result
+                there = [transfers[place].key for place in places if results[place].is_usable]
+                self._hints.learn(address, there, [True] * len(there))
+        return results
+
+    def _peer_for(self, transfer: Transfer) -> Peer | None:
+        """Chooses the peer with the block before this one, else the one with the most room; where
+        no room is free, peers take chains in equal shares."""
+        usable = self._usable()
+        if transfer.parent is not None:
+            before = set(self._hints.peers(transfer.parent))
+            usable = [peer for peer in usable if peer.address in before] or usable
+        chain = transfer.key[:CHAIN_BYTES]
+
+        def rank(peer: Peer) -> tuple[int, int]:
+            return peer.free_blocks, xxhash.xxh3_64_intdigest(chain + peer.address.encode())
+
+        return max(usable, key=rank, default=None)
+
+    def _usable(self) -> list[Peer]:
+        """Lists the peers that are known to be others, and are not left alone."""
+        return [
+            peer
+            for peer in list(self._peers.values())
+            if peer.is_other and not peer.breaker.is_open
+        ]
+
+    # peers ---------------------------------------------------------------------------------------
+
+    def _keep_resolving(self) -> None:
+        resolved: dict[str, set[str]] = {}
+        while not self._closing.is_set():
+            for target in self._targets:
+                current = _resolve(target)
+                if current is not None:  # else the name server does not answer
+                    resolved[target] = current
+            self._use(resolved)
+            for peer in list(self._peers.values()):
+                peer.close_retired(self._deadline_s)
+                if not peer.instance or peer.breaker.is_open:
+                    self._ask(peer, [], lambda: None)
+            self._closing.wait(self._resolve_s)
+
+    def _use(self, resolved: dict[str, set[str]]) -> None:
+        """Takes up new addresses and drops those that are gone."""
+        peers = dict[str, Peer]()
+        for target, current in resolved.items():
+            host = target.rpartition(":")[0]
+            server_name = self._server_name or ("" if is_address(host) else host)
+            for address in current:
+                known = self._peers.get(address) or peers.get(address)
+                peers[address] = known or Peer(address, server_name, self._own)
+        with self._lock:
+            before = self._peers
+            self._peers = {} if self._closing.is_set() else peers
+        for address in (before.keys() | peers.keys()) - self._peers.keys():
+            (before.get(address) or peers[address]).close()
+
+    def stats(self) -> TierStats:
+        queued = self._num_loads + len(self._queued)
+        return self._counter.stats(self.name, "gRPC", queued=queued)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing.set()
+            peers, self._peers = self._peers, {}
+        with self._has_copies:
+            self._has_copies.notify()
+        for peer in peers.values():
+            peer.close()
+        self._loads.shutdown(wait=True)
+        for thread in self._threads[1:]:
+            thread.join()
+
+
+_NOT_THERE = {Status.MISS, Status.CORRUPT}
+
+
+def _resolve(target: str) -> set[str] | None:
+    """Returns the addresses of a target; None: the name server does not answer. Waits for it."""
+    host, _, port = target.rpartition(":")
+    if is_address(host):
+        return {target}
+    try:
+        return addresses(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM), port)
+    except socket.gaierror as error:
+        if error.errno in NO_RECORDS:
+            return set()
+        log.warning("cannot resolve", extra={"target": target, "reason": error.strerror})
+        return None
