@@ -27,7 +27,10 @@ from ullage_kv.tier import Transfer
 
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
+"""Bytes of a block in one message: half of what may be, which moved twice as many a second, for
+the copies of such a message stay in the heap and in the caches."""
+MAX_CHUNK_BYTES = 1 << 20
 """Most bytes of a block in one message."""
 MAX_KEYS = 4096
 """Most keys in one request."""

@@ -23,7 +23,7 @@ from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_kv.index import Lease, SlotIndex, SlotRef
 from ullage_kv.keys import KEY_BYTES
-from ullage_kv.peer import CHUNK_BYTES, MAX_KEYS
+from ullage_kv.peer import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_KEYS
 from ullage_kv.results import Status
 from ullage_kv.store import Block, Store
 
@@ -319,11 +319,11 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             raise invalid("offset", f"offset is {request.offset}; next is {block.num_written}")
         data = request.data
         end = request.offset + len(data)
-        if not 0 < len(data) <= CHUNK_BYTES or end > held.store.block_bytes:
+        if not 0 < len(data) <= MAX_CHUNK_BYTES or end > held.store.block_bytes:
             raise invalid(
                 "data",
-                f"data has {len(data)} bytes; send 1 to {CHUNK_BYTES}, up to the block's end at "
-                f"{held.store.block_bytes}",
+                f"data has {len(data)} bytes; send 1 to {MAX_CHUNK_BYTES}, and none beyond the "
+                f"block's end at {held.store.block_bytes}",
             )
         held.store.arena.slot(block.ref.slot)[request.offset : end] = data
         block.num_written = end

@@ -22,7 +22,7 @@ from ullage_kv.remote_tier import RemoteTier
 from ullage_kv.service import PeerLeases
 
 SIZE = 1_500_000
-"""Bytes of a block, which is two chunks."""
+"""Bytes of a block, which is three chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_source_that_ends_in_the_middle_of_a_read(end: signal.Signals) -> None
     # A stopped one is known by the deadline alone.
     deadline_s = 60.0 if end is signal.SIGKILL else 1.0
     with (
-        process("serve", 4, SIZE, PAUSE_AFTER="3") as source,
+        process("serve", 4, SIZE, PAUSE_AFTER="5") as source,
         reading_store(line(source), deadline_s) as (store, _),
     ):
         store.look(keys).result(60)

@@ -16,7 +16,8 @@ from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.wire.channels import open_blocking_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_kv import Arena, Store
-from ullage_kv.service import CHUNK_BYTES, MAX_LEASE_S, MAX_LEASES, NewBlock, PeerLeases, Served
+from ullage_kv.peer import MAX_CHUNK_BYTES
+from ullage_kv.service import MAX_LEASE_S, MAX_LEASES, NewBlock, PeerLeases, Served
 
 SIZE = 4096
 GEOMETRY = pb.Geometry(namespace=SPACE, block_bytes=SIZE)
@@ -170,7 +171,7 @@ def test_wrong_requests_name_what_is_wrong(peer: KvPeer, stub: Any) -> None:
     refused = {
         "block": pb.WriteRequest(lease=lease, block=1, data=b"x"),
         "offset": pb.WriteRequest(lease=lease, offset=1, data=b"x"),
-        "data": pb.WriteRequest(lease=lease, data=bytes(CHUNK_BYTES + 1)),
+        "data": pb.WriteRequest(lease=lease, data=bytes(MAX_CHUNK_BYTES + 1)),
     }
     for field, write in refused.items():
         assert refusal(stub.Write, iter([write])).metadata == {"field": field}
