@@ -5,6 +5,8 @@ It knows keys and bytes, and neither models nor devices. See docs/kv-store.md.
 """
 
 from ullage_kv.arena import Arena, ArenaError
+from ullage_kv.file_io import FileTierError
+from ullage_kv.file_tier import FileTier
 from ullage_kv.keys import block_keys, extend_keys, namespace, part_key
 from ullage_kv.results import Result, Status
 from ullage_kv.store import Block, Store
@@ -14,6 +16,8 @@ __all__ = [
     "Arena",
     "ArenaError",
     "Block",
+    "FileTier",
+    "FileTierError",
     "LowerTier",
     "Result",
     "Status",

@@ -48,6 +48,12 @@ class Breaker:
         """Whether it failed so often that it is left alone, or tried by a single probe."""
         return self._until is not None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nobody may try now; asking does not make the caller the probe."""
+        until = self._until
+        return until is not None and self._clock() < until
+
     def allows(self) -> bool:
         """Says whether to try now.
 

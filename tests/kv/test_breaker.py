@@ -70,8 +70,9 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        was_open = self.breaker.is_open
+        was_open, was_paused = self.breaker.is_open, self.breaker.is_paused
         allowed = self.breaker.allows()
+        assert allowed != was_paused
         assert allowed or was_open
         if was_open and allowed:
             assert self.clock.now - self.last_allowed >= 1.0

@@ -1,0 +1,412 @@
+"""The files of one engine's file tier: equal slots for payloads, and a table of what is in them.
+
+    PATH/NAMESPACE/N/table     a page of header, then an entry for each slot
+    PATH/NAMESPACE/N/blocks    the slots, each at a multiple of 4 KiB
+
+An entry is cleared before its slot is overwritten and written after its payload, so that a process
+that is killed leaves whole blocks or none. Nothing is synced to the device: an entry has the
+checksum of its payload, and what a power failure tore is recognised when it is read. Each folder
+has one writer, who holds a lock on its table.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import operator
+import os
+import re
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from ullage_kv.arena import PAGE_BYTES
+from ullage_kv.keys import KEY_BYTES
+
+log = logging.getLogger(__name__)
+
+_MAGIC, _VERSION = b"ullagekv", 1
+_HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
+"""Magic, version, namespace, bytes of a block; its check follows."""
+_ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
+"""Key, parent (zeros: none), xxh3_128 of the payload, number of the save; its check follows."""
+_ENTRY_BYTES = 128
+_EXTENT_BYTES = 64 << 20
+"""Bytes by which the file of slots grows."""
+_GRACE_S = 600.0
+"""Seconds for which a folder without an engine is kept for it, whatever room others need."""
+_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.01
+"""Times that a folder's lock is asked for: others look for a moment whether somebody has it."""
+_NAMESPACE = re.compile("[0-9a-f]{16}")
+FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+
+
+class FileTierError(Exception):
+    """The folder cannot be used; the message names it and what to change."""
+
+
+class Calls(NamedTuple):
+    """The calls that reach the file system, so that a test can have them fail or hang."""
+
+    preadv: Callable[[int, Sequence[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
+    fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+
+
+class StoredBlock(NamedTuple):
+    """A block that an earlier process has left in a slot."""
+
+    slot: int
+    key: bytes
+    parent: bytes | None
+    digest: bytes
+    sequence: int
+
+
+class SlotFile:
+    """A folder of its own, with payloads in slots; safe to use from several threads.
+
+    Who calls it sees to it that a slot is not read and written at the same time.
+    """
+
+    def __init__(
+        self, path: Path, space: bytes, block_bytes: int, max_bytes: int, calls: Calls
+    ) -> None:
+        """Takes a folder below `path` that no process has, one with blocks of before if possible.
+
+        Raises:
+            FileTierError: it cannot be made, written or locked, or `max_bytes` hold no block.
+        """
+        self._space, self._block_bytes, self._calls = space, block_bytes, calls
+        self.slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.max_slots = (max_bytes - PAGE_BYTES) // (self.slot_bytes + _ENTRY_BYTES)
+        if self.max_slots < 1:
+            raise FileTierError(f"{max_bytes} bytes of files hold no block of {block_bytes} bytes")
+        self._lock = threading.Lock()
+        self._keys: dict[int, bytes] = {}
+        """By slot: the key that its entry in the table has."""
+        self._slots: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+        fds = list[int]()
+        # Not before the last thread that may use a number is done with it: another file gets it.
+        self.close = weakref.finalize(self, _close, fds)
+        try:
+            self.folder, self._table = _take_folder(path / space.hex()[:16])
+            fds.append(self._table)
+            self.found = self._open(fds)
+        except OSError as error:
+            self.close()
+            raise FileTierError(
+                f"{path} cannot keep KV: {error.strerror or error}; name a folder that this user "
+                "may write to, on a file system with room and locks"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its files take now."""
+        return PAGE_BYTES + self.max_slots * _ENTRY_BYTES + self.num_slots * self.slot_bytes
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the files, so that nobody finds what is written to them."""
+        try:
+            return not all(os.fstat(fd).st_nlink for fd in (self._table, self._blocks))
+        except OSError:  # ESTALE of a server that knows them no more
+            return True
+
+    def has_entry(self, key: bytes) -> bool:
+        """Whether a later process would find the block."""
+        return key in self._slots
+
+    def read(self, slot: int, buffer: memoryview) -> bool:
+        """Reads a slot to memory of its size; False: it is not what was written.
+
+        Raises:
+            OSError: of the file system.
+        """
+        num_read = self._calls.preadv(self._blocks, [buffer], slot * self.slot_bytes)
+        if num_read < self._block_bytes:
+            return False
+        payload = buffer[: self._block_bytes]
+        return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
+
+    def write(self, slot: int, key: bytes, parent: bytes | None, buffer: memoryview) -> None:
+        """Writes a block from memory of a slot's size, and its entry.
+
+        Raises:
+            OSError: of the file system; nothing of the slot can be found then.
+        """
+        with self._lock:
+            self._clear(slot)
+        digest = xxhash.xxh3_128_digest(buffer[: self._block_bytes])
+        num_written = self._calls.pwritev(self._blocks, [buffer], slot * self.slot_bytes)
+        if num_written != len(buffer):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._lock:
+            if (earlier := self._slots.get(key)) is not None:
+                self._clear(earlier)
+            entry = _ENTRY.pack(key, parent or bytes(KEY_BYTES), digest, next(self._sequence))
+            self._write_entry(slot, entry + _check(entry, slot))
+            self._keys[slot], self._slots[key] = key, slot
+            self._digests[slot] = digest
+
+    def clear(self, keys: Sequence[bytes]) -> None:
+        """Has no later process find these blocks."""
+        with self._lock:
+            for key in keys:
+                if (slot := self._slots.get(key)) is not None:
+                    self._clear(slot)
+
+    def grow(self) -> int:
+        """Takes more room on the device, up to the quota; returns how many slots came.
+
+        Raises:
+            OSError: of the file system, such as a device that is full.
+        """
+        num_more = min(max(1, _EXTENT_BYTES // self.slot_bytes), self.max_slots - self.num_slots)
+        size = self.num_slots * self.slot_bytes
+        while num_more:
+            try:
+                self._calls.fallocate(self._blocks, size, num_more * self.slot_bytes)
+                break
+            except OSError as error:
+                if error.errno in _NOT_DIRECT:  # a file system that cannot promise room
+                    os.ftruncate(self._blocks, size + num_more * self.slot_bytes)
+                    break
+                os.ftruncate(self._blocks, size)
+                if error.errno not in FULL_ERRORS or num_more == 1:
+                    raise
+                num_more //= 2
+        self.num_slots += num_more
+        return num_more
+
+    def _clear(self, slot: int) -> None:
+        if (key := self._keys.get(slot)) is not None:
+            self._write_entry(slot, bytes(_ENTRY_BYTES))
+            del self._keys[slot], self._slots[key]
+
+    def _write_entry(self, slot: int, entry: bytes) -> None:
+        os.pwrite(self._table, entry, PAGE_BYTES + slot * _ENTRY_BYTES)
+
+    # opening -------------------------------------------------------------------------------------
+
+    def _open(self, fds: list[int]) -> list[StoredBlock]:
+        """Opens the slots and reads the table; returns its blocks, the oldest first."""
+        table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
+        table = _read_all(self._table, table_bytes)
+        header = _HEADER.pack(_MAGIC, _VERSION, self._space, self._block_bytes)
+        header = (header + _check(header, 0)).ljust(PAGE_BYTES, b"\0")
+        is_usable = table.startswith(header)
+        if not is_usable:
+            if table:
+                log.warning("%s: the table is damaged or of another kind; it begins empty", self)
+            os.ftruncate(self._table, 0)
+        os.ftruncate(self._table, table_bytes)
+        with contextlib.suppress(OSError):  # a full device is met when the slots grow
+            self._calls.fallocate(self._table, 0, table_bytes)
+        self.is_direct = self._write_header(header)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+        self._blocks = os.open(self.folder / "blocks", flags, 0o600)
+        fds.append(self._blocks)
+        size = os.fstat(self._blocks).st_size if is_usable else 0
+        self.num_slots = min(size // self.slot_bytes, self.max_slots)
+        os.ftruncate(self._blocks, self.num_slots * self.slot_bytes)
+        return self._restore(table if is_usable else b"")
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def _write_header(self, header: bytes) -> bool:
+        """Writes the header past the page cache, if the file system can; True: it can."""
+        page = mmap.mmap(-1, PAGE_BYTES)
+        page.write(header)
+        try:
+            fd = os.open(self.folder / "table", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            try:
+                # No place is free but the page that is there anyway: a device may be full.
+                is_direct = self._calls.pwritev(fd, [memoryview(page)], 0) == PAGE_BYTES
+                read = memoryview(mmap.mmap(-1, PAGE_BYTES))
+                is_direct = is_direct and self._calls.preadv(fd, [read], 0) == PAGE_BYTES
+                if is_direct and read == header:
+                    return True
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+        self._calls.pwritev(self._table, [memoryview(header)], 0)
+        return False
+
+    def _restore(self, table: bytes) -> list[StoredBlock]:
+        newest: dict[bytes, StoredBlock] = {}
+        useless = []
+        num_entries = max(0, len(table) - PAGE_BYTES) // _ENTRY_BYTES
+        for slot in range(num_entries):
+            start = PAGE_BYTES + slot * _ENTRY_BYTES
+            entry, check = (
+                table[start : start + _ENTRY.size],
+                table[start + _ENTRY.size : start + _ENTRY.size + 8],
+            )
+            if not any(entry):
+                continue
+            if check != _check(entry, slot) or slot >= self.num_slots:
+                useless.append(slot)
+                continue
+            key, parent, digest, sequence = _ENTRY.unpack(entry)
+            block = StoredBlock(slot, key, parent if any(parent) else None, digest, sequence)
+            if (other := newest.get(key)) is not None:
+                useless.append(min(block, other, key=_sequence).slot)
+            newest[key] = max(block, other or block, key=_sequence)
+        if useless:
+            log.warning(
+                "%s: %d entries of the table are damaged or of no slot, and forgotten",
+                self,
+                len(useless),
+            )
+        for slot in useless:  # or they would be found when there is such a slot again
+            self._write_entry(slot, bytes(_ENTRY_BYTES))
+        found = sorted(newest.values(), key=_sequence)
+        self._sequence = itertools.count(found[-1].sequence + 1 if found else 1)
+        for block in found:
+            self._keys[block.slot], self._slots[block.key] = block.key, block.slot
+            self._digests[block.slot] = block.digest
+        return found
+
+
+_sequence = operator.attrgetter("sequence")
+
+
+class Leftovers:
+    """Folders below a path whose engines are gone.
+
+    An engine that starts again finds its blocks there, of whichever model they are; so they stay
+    while there is room in one engine's size. They are no longer somebody's who restarts when
+    nobody has held them for ten minutes.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._since: dict[Path, float] = {}
+        """When each was first seen without an engine."""
+
+    def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
+        """Removes what does not fit beside an engine's own files in its size, what was written
+        longest ago first; returns how many bytes that has freed.
+
+        `needed_bytes`: that a full device lacks.
+        """
+        unheld = {table: _folder_bytes(table) for table in _tables(self._path) if _is_unheld(table)}
+        now = self._clock()
+        self._since = {table: self._since.get(table, now) for table in unheld}
+        excess = max(own_bytes + sum(unheld.values()) - max_bytes, needed_bytes)
+        freed = 0
+        for table in sorted(unheld, key=_written_at):
+            if freed < excess and now - self._since[table] >= _GRACE_S and _remove(table.parent):
+                log.info("%s is removed: no engine has it, and room is needed", table.parent)
+                freed += unheld[table]
+        return freed
+
+
+def _take_folder(base: Path) -> tuple[Path, int]:
+    """Finds the first folder that no process has, or makes one; returns it and its locked table."""
+    for number in itertools.count():
+        folder = base / str(number)
+        for _ in range(_LOCK_TRIES):
+            if (table := _lock_table(folder, make=True)) is not None:
+                return folder, table
+            time.sleep(_LOCK_PAUSE_S)
+    raise AssertionError
+
+
+def _lock_table(folder: Path, *, make: bool) -> int | None:
+    """Opens and locks a folder's table; None: another process has it, or removes it now."""
+    if make:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        table = os.open(
+            folder / "table", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600
+        )
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(table)
+        return None
+    except OSError:
+        os.close(table)
+        raise
+    if os.fstat(table).st_nlink:
+        return table
+    os.close(table)
+    return None
+
+
+def _tables(path: Path) -> list[Path]:
+    return [
+        table
+        for table in path.glob("*/*/table")
+        if _NAMESPACE.fullmatch(table.parts[-3]) and table.parts[-2].isdecimal()
+    ]
+
+
+def _is_unheld(table: Path) -> bool:
+    try:
+        fd = _lock_table(table.parent, make=False)
+    except OSError:  # of another user
+        return False
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+def _remove(folder: Path) -> bool:
+    """Removes a folder's files, unless a process has it; nothing but what is ours."""
+    table = _lock_table(folder, make=False)
+    if table is None:
+        return False
+    try:
+        (folder / "blocks").unlink(missing_ok=True)
+        (folder / "table").unlink()
+        with contextlib.suppress(OSError):  # somebody has put something else there
+            folder.rmdir()
+            folder.parent.rmdir()
+    finally:
+        os.close(table)
+    return True
+
+
+def _folder_bytes(table: Path) -> int:
+    paths = [table, table.with_name("blocks")]
+    return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+
+
+def _written_at(table: Path) -> float:
+    return table.stat().st_mtime
+
+
+def _check(data: bytes, slot: int) -> bytes:
+    """Returns the check of a header or an entry, which holds in its own place only."""
+    return xxhash.xxh3_64_digest(data, seed=slot)
+
+
+def _read_all(fd: int, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes and (piece := os.pread(fd, num_bytes - len(data), len(data))):
+        data += piece
+    return bytes(data)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

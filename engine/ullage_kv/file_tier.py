@@ -1,0 +1,476 @@
+"""The file tier: copies of blocks in a slot file, which the next process finds again.
+
+Threads read and write, some for loads and some for saves, so that no load waits behind a save. They
+move bytes by memory of their own: a thread that hangs in a mount that does not answer can then be
+given up at any moment, and writes to nobody's memory when the mount comes back.
+"""
+
+import heapq
+import itertools
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ullage_kv.breaker import Breaker
+from ullage_kv.file_io import FULL_ERRORS, Calls, FileTierError, Leftovers, SlotFile
+from ullage_kv.index import SlotIndex
+from ullage_kv.results import MISS, Result, Status
+from ullage_kv.tier import TierCounter, TierStats, Transfer, done
+
+log = logging.getLogger(__name__)
+
+NAME = "file"
+_NUM_LOADING, _NUM_SAVING = 4, 2
+"""Threads: more read no faster from a device of 1 GB/s, nor from a page cache on two cores."""
+_MAX_QUEUED_LOADS = 4096
+_MAX_QUEUED_BYTES = 64 << 20
+"""Most bytes of blocks that wait to be saved: each of them holds a slot of the host tier."""
+_CALLS = Calls()
+SAVE_DEADLINE_S = 30.0
+"""Seconds after which a block that was not saved is given up."""
+_CLOSE_S = 5.0
+"""Seconds in which what waits to be saved is written when the tier is closed."""
+_TRIM_S = 60.0
+"""Seconds between two looks for folders without an engine, and between two tries to grow on a
+device that is full."""
+
+_Work = Callable[[memoryview], None]
+"""What a thread does once, with memory of its own of a slot's size."""
+
+
+class _Batch:
+    """What becomes of each transfer of one call: the first result counts."""
+
+    def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
+        self.future = Future[list[Result]]()
+        self.future.set_running_or_notify_cancel()
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._results: list[Result | None] = [None] * num_transfers
+        self._num_open = num_transfers
+        self._copying = set[int]()
+        self._expired: Result | None = None
+        if not num_transfers:
+            self.future.set_result([])
+
+    def is_open(self, place: int) -> bool:
+        """Whether the transfer has no result yet."""
+        return self._results[place] is None and self._expired is None
+
+    def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
+        """Copies from or to the transfer's memory; False: its owner has it back already."""
+        with self._lock:
+            if not self.is_open(place):
+                return False
+            self._copying.add(place)
+        try:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+        finally:
+            with self._lock:
+                self._copying.discard(place)
+                expired = self._expired
+        if expired is not None:
+            self.finish(place, expired)
+        return expired is None
+
+    def finish(self, place: int, result: Result) -> None:
+        """Sets the result of one transfer, unless it has one."""
+        with self._lock:
+            if self._results[place] is not None:
+                return
+            self._results[place] = result
+            self._num_open -= 1
+            is_done = not self._num_open
+        if is_done:
+            results = [each for each in self._results if each is not None]
+            self._on_done(results)
+            self.future.set_result(results)
+
+    def expire(self, result: Result) -> bool:
+        """Ends what is under way with this result; False: nothing was."""
+        with self._lock:
+            if not self._num_open:
+                return False
+            self._expired = result
+            places = [
+                place
+                for place, known in enumerate(self._results)
+                if known is None and place not in self._copying
+            ]
+        for place in places:
+            self.finish(place, result)
+        return True
+
+
+class _Deadlines:
+    """Ends batches whose time is over. A thread of its own, as all others may hang."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._heap: list[tuple[float, int, _Batch, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="file-deadlines", daemon=True)
+        self._thread.start()
+
+    def add(self, batch: _Batch, deadline_s: float, on_expired: Callable[[], None]) -> None:
+        """`on_expired` is called when that has ended something."""
+        at = time.monotonic() + deadline_s
+        with self._condition:
+            heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
+            if self._heap[0][2] is batch:
+                self._condition.notify()
+
+    def close(self) -> None:
+        """Ends all batches."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        self._thread.join()
+        for _, _, batch, _ in self._heap:
+            batch.expire(Result(Status.UNAVAILABLE, NAME))
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            ended, on_expired = batch
+            if ended.expire(Result(Status.TIMEOUT, NAME)):
+                on_expired()
+
+    def _next(self) -> tuple[_Batch, Callable[[], None]] | None:
+        with self._condition:
+            while not self._is_closed:
+                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait_s is not None and wait_s <= 0:
+                    _, _, batch, on_expired = heapq.heappop(self._heap)
+                    return batch, on_expired
+                self._condition.wait(wait_s)
+        return None
+
+
+class _Lane:
+    """A bounded queue and the threads that work on it."""
+
+    def __init__(self, name: str, num_threads: int, max_queued: int, buffer_bytes: int) -> None:
+        self._condition = threading.Condition()
+        self._queue = deque[_Work]()
+        self._max_queued = max_queued
+        self._buffer_bytes = buffer_bytes
+        self._num_active = 0
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"file-{name}-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        """Counts what waits and what is under way."""
+        return len(self._queue) + self._num_active
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._queue) >= self._max_queued
+
+    def put(self, work: _Work, *, must: bool = False) -> bool:
+        """Queues work; False: there is too much already. `must`: it is queued nevertheless."""
+        with self._condition:
+            if self._is_closed or (self.is_full and not must):
+                return False
+            self._queue.append(work)
+            self._condition.notify()
+        return True
+
+    def close(self, ends_at: float, *, drop: bool = False) -> bool:
+        """Ends the threads when all is done; False: some are not ready at `ends_at`.
+
+        `drop`: what waits is not done any more.
+        """
+        with self._condition:
+            self._is_closed = True
+            if drop:
+                self._queue.clear()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        with self._condition:
+            self._queue.clear()
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        # At the beginning of a page, as transfers past the page cache want it.
+        buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
+        while (work := self._next()) is not None:
+            try:
+                work(buffer)
+            except Exception:
+                log.exception("a transfer failed unexpectedly")
+            del work  # it holds its caller's memory
+            with self._condition:
+                self._num_active -= 1
+
+    def _next(self) -> _Work | None:
+        with self._condition:
+            while not self._queue:
+                if self._is_closed:
+                    return None
+                self._condition.wait()
+            self._num_active += 1
+            return self._queue.popleft()
+
+
+class _Volume:
+    """A slot file, the index of its blocks, and the lease of those who read and write them."""
+
+    def __init__(self, file: SlotFile) -> None:
+        self.file = file
+        self.index = SlotIndex(0)
+        self.index.add_slots(file.num_slots, [each[:3] for each in file.found])
+        self.lease = self.index.lease()
+        way = "O_DIRECT" if file.is_direct else "buffered"
+        self.backend = f"threads, {way}"
+        log.info("%s: %d blocks were stored before (%s)", file, len(file.found), self.backend)
+
+
+class FileTier:
+    """Copies of blocks in files that outlive the process; see `LowerTier`."""
+
+    name = NAME
+
+    def __init__(
+        self,
+        path: Path | str,
+        space: bytes,
+        block_bytes: int,
+        max_bytes: int,
+        *,
+        calls: Calls = _CALLS,
+        clock: Callable[[], float] = time.monotonic,
+        save_deadline_s: float = SAVE_DEADLINE_S,
+    ) -> None:
+        """Opens the files of a namespace, or makes them.
+
+        Args:
+            path: folder; engines may share it, each has its own files in it.
+            space: the namespace, 32 bytes, which `keys.namespace` makes.
+            block_bytes: size of every block.
+            max_bytes: most bytes that all files of this tier take.
+            clock: seconds of the pauses between tries, not of deadlines.
+
+        Raises:
+            FileTierError: the folder cannot be made, written or locked, or `max_bytes` hold no
+                block. Later failures are results.
+        """
+        self._path = Path(path)
+        self._open_file = partial(SlotFile, self._path, space, block_bytes, max_bytes, calls)
+        self._block_bytes, self._max_bytes = block_bytes, max_bytes
+        self._clock = clock
+        self._save_deadline_s = save_deadline_s
+        self._counter = TierCounter()
+        self._load_breaker, self._save_breaker = Breaker(clock), Breaker(clock)
+        self._lock = threading.Lock()
+        self._saving: dict[bytes, bool] = {}
+        """Blocks that wait to be saved; True: they were removed since."""
+        self._housekeeping = threading.Lock()
+        self._leftovers = Leftovers(self._path, clock)
+        self._trim_at = self._grow_at = clock()
+        self._num_evicted_before = 0
+        self._volume = _Volume(self._open_file())
+        slot_bytes = self._volume.file.slot_bytes
+        self._loads = _Lane("load", _NUM_LOADING, _MAX_QUEUED_LOADS, slot_bytes)
+        max_saves = max(_NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
+        self._saves = _Lane("save", _NUM_SAVING, max_saves, slot_bytes)
+        self._deadlines = _Deadlines()
+        self._is_closed = False
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        return done(None)
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._is_closed or self._load_breaker.is_paused:
+            return [False] * len(keys)
+        return [self._volume.index.contains(key) for key in keys]
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        index = self._volume.index
+        # Who asks uses them, though not from here: they stay as long as they are used at all.
+        index.touch(keys)
+        if self._is_closed or self._save_breaker.is_paused or self._saves.is_full:
+            return [False] * len(keys)
+        return [not index.contains(key) and key not in self._saving for key in keys]
+
+    def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        self._volume.index.touch([transfer.key for transfer in transfers])
+        batch = _Batch(len(transfers), self._counter.loaded)
+        if self._is_closed or not self._load_breaker.allows():
+            batch.expire(Result(Status.UNAVAILABLE, NAME))
+            return batch.future
+        on_expired = partial(self._on_failure, self._load_breaker, "no answer to loads in time")
+        self._deadlines.add(batch, deadline_s, on_expired)
+        for place, transfer in enumerate(transfers):
+            if not self._loads.put(partial(self._load, batch, place, transfer)):
+                batch.finish(place, Result(Status.BUSY, NAME))
+        return batch.future
+
+    def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
+        batch = _Batch(len(transfers), self._counter.saved)
+        if self._is_closed or not self._save_breaker.allows():
+            batch.expire(Result(Status.UNAVAILABLE, NAME))
+            return batch.future
+        on_expired = partial(self._on_failure, self._save_breaker, "no answer to saves in time")
+        self._deadlines.add(batch, self._save_deadline_s, on_expired)
+        for place, transfer in enumerate(transfers):
+            with self._lock:
+                work = partial(self._save, batch, place, transfer)
+                is_queued = transfer.key not in self._saving and self._saves.put(work)
+                if is_queued:
+                    self._saving[transfer.key] = False
+            if not is_queued:
+                batch.finish(place, Result(Status.BUSY, NAME))
+        return batch.future
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        volume = self._volume
+        with self._lock:
+            for key in keys:
+                volume.index.remove(key)
+                if key in self._saving:
+                    self._saving[key] = True
+        if listed := [key for key in keys if volume.file.has_entry(key)]:
+            self._saves.put(partial(self._clear, volume, listed), must=True)
+
+    def stats(self) -> TierStats:
+        volume = self._volume
+        slot_bytes = volume.file.slot_bytes
+        return self._counter.stats(
+            NAME,
+            volume.backend,
+            capacity_bytes=volume.file.max_slots * slot_bytes,
+            used_bytes=(volume.index.num_slots - volume.index.num_free) * slot_bytes,
+            num_blocks=len(volume.index),
+            evictions=self._num_evicted_before + volume.index.num_evicted,
+            queued=self._loads.num_queued + self._saves.num_queued,
+        )
+
+    def close(self) -> None:
+        """Writes what waits to be saved, for 5 seconds at most; later calls are UNAVAILABLE."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        ends_at = time.monotonic() + _CLOSE_S
+        have_ended = self._loads.close(ends_at, drop=True)
+        have_ended &= self._saves.close(ends_at)
+        self._deadlines.close()
+        self._volume.lease.close()
+        if have_ended:
+            self._volume.file.close()
+
+    # in the threads ------------------------------------------------------------------------------
+
+    def _load(self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview) -> None:
+        volume = self._volume
+        ref = volume.lease.pin(transfer.key) if batch.is_open(place) else None
+        if ref is None:
+            batch.finish(place, MISS)
+            return
+        try:
+            with self._counter.reading:
+                is_whole = volume.file.read(ref.slot, buffer)
+        except OSError as error:
+            self._on_failure(self._load_breaker, str(error))
+            batch.finish(place, Result(Status.ERROR, NAME, error=str(error)))
+            return
+        finally:
+            volume.lease.unpin(ref)
+        if not is_whole:
+            log.warning("%s: a block in slot %d is damaged and dropped", volume.file, ref.slot)
+            self.remove([transfer.key])
+            batch.finish(place, Result(Status.CORRUPT, NAME))
+        elif batch.copy(place, transfer.memory, buffer[: self._block_bytes]):
+            self._load_breaker.succeeded()
+            batch.finish(place, Result(Status.HIT, NAME, self._block_bytes))
+
+    def _save(self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview) -> None:
+        try:
+            result = self._save_block(batch, place, transfer, buffer)
+        except (OSError, FileTierError) as error:
+            is_full = isinstance(error, OSError) and error.errno in FULL_ERRORS
+            if not is_full:
+                self._on_failure(self._save_breaker, str(error))
+            status = Status.FULL if is_full else Status.ERROR
+            result = Result(status, NAME, error=str(error))
+        finally:
+            with self._lock:
+                self._saving.pop(transfer.key, None)
+        batch.finish(place, result)
+
+    def _save_block(
+        self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview
+    ) -> Result:
+        if not batch.is_open(place):
+            return Result(Status.TIMEOUT, NAME)
+        volume = self._writable_volume()
+        reserved = volume.lease.reserve(transfer.key, transfer.parent)
+        if reserved.ref is None:
+            return Result(reserved.status, NAME)
+        try:
+            if not batch.copy(place, buffer[: self._block_bytes], transfer.memory):
+                return Result(Status.TIMEOUT, NAME)
+            with self._counter.writing:
+                volume.file.write(reserved.ref.slot, transfer.key, transfer.parent, buffer)
+            with self._lock:
+                if not self._saving[transfer.key]:
+                    volume.lease.commit(reserved.ref)
+                    self._save_breaker.succeeded()
+                    return Result(Status.STORED, NAME, self._block_bytes)
+            volume.file.clear([transfer.key])
+            return Result(Status.STALE, NAME)
+        finally:
+            volume.lease.abort(reserved.ref)
+
+    def _clear(self, volume: _Volume, keys: Sequence[bytes], buffer: memoryview) -> None:
+        try:
+            volume.file.clear(keys)
+        except OSError as error:
+            self._on_failure(self._save_breaker, str(error))
+
+    def _writable_volume(self) -> _Volume:
+        """Returns the files, new ones if somebody has removed them, with room if there can be."""
+        with self._housekeeping:
+            if self._volume.file.is_removed:
+                log.warning("%s was removed; it begins empty", self._volume.file)
+                evicted = self._volume.index.num_evicted
+                self._volume = _Volume(self._open_file())
+                self._num_evicted_before += evicted
+            volume, now = self._volume, self._clock()
+            if now >= self._trim_at:
+                self._trim_at = now + _TRIM_S
+                self._leftovers.trim(volume.file.num_bytes, self._max_bytes)
+            if not volume.index.num_free and now >= self._grow_at:
+                self._grow(volume, now)
+        return volume
+
+    def _grow(self, volume: _Volume, now: float) -> None:
+        try:
+            volume.index.add_slots(volume.file.grow())
+        except OSError as error:
+            if error.errno not in FULL_ERRORS:
+                raise
+            log.warning("%s cannot grow: %s", volume.file, error)
+            needed_bytes = volume.file.slot_bytes
+            if not self._leftovers.trim(volume.file.num_bytes, self._max_bytes, needed_bytes):
+                self._grow_at = now + _TRIM_S
+
+    def _on_failure(self, breaker: Breaker, error: str) -> None:
+        if breaker.failed():
+            log.warning("%s is left alone for a while: %s", self._volume.file, error)
