@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from ullage_common.config.engine import TiersSection
+from ullage_common.wire.tls import Material
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
     EngineRequest,
@@ -31,8 +32,20 @@ from ullage_engine.protocol.messages import (
     KvWritten,
     Ready,
 )
-from ullage_kv import Arena, Block, Result, Status, Store, TierStats, block_keys, part_key
+from ullage_kv import (
+    Arena,
+    Block,
+    LowerTier,
+    Result,
+    Status,
+    Store,
+    TierStats,
+    block_keys,
+    part_key,
+)
 from ullage_kv.index import SlotRef
+from ullage_kv.remote_tier import RemoteTier
+from ullage_kv.service import KVStoreService, Served
 from ullage_kv.store import DEADLINE_S, HOST
 
 log = logging.getLogger("ullage.engine.kv")
@@ -269,10 +282,20 @@ class KvTiers:
     blocks it has; for one event loop."""
 
     def __init__(
-        self, section: TiersSection, on_hits: Callable[[str, list[TierHits]], None]
+        self,
+        section: TiersSection,
+        on_hits: Callable[[str, list[TierHits]], None],
+        material: Callable[[], Material | None] = lambda: None,
     ) -> None:
-        """`on_hits` gets a request's id and what it began with."""
+        """
+        Args:
+            on_hits: gets a request's id and what it began with.
+            material: returns the newest certificate to show to peers; None: they speak plaintext.
+        """
         self._section = section
+        self._material = material
+        self.service = KVStoreService(self._served) if section.remote else None
+        """What peers read from and write to; None: there are none."""
         self._on_hits = on_hits
         self._arena: Arena | None = None
         self._space = b""
@@ -319,7 +342,8 @@ class KvTiers:
             self.store = None
         self._space = ready.kv_space
         if self.store is None:
-            self.store = Store(self._arena, profile.block_bytes)
+            tiers = self._lower_tiers(profile.block_bytes)
+            self.store = Store(self._arena, profile.block_bytes, tiers)
         loop = asyncio.get_running_loop()
         self._broker = KvBroker(
             self.store,
@@ -351,9 +375,33 @@ class KvTiers:
         """Returns the figures of every tier; none before the first worker was ready."""
         return self.store.stats() if self.store is not None else []
 
+    def _served(self) -> Served | None:
+        return None if self.store is None else Served(self.store, self._space)
+
+    def _lower_tiers(self, block_bytes: int) -> list[LowerTier]:
+        """Opens the configured tiers below host memory, the fastest first."""
+        tiers: list[LowerTier] = []
+        if (remote := self._section.remote) is not None:
+            assert self.service is not None
+            tiers.append(
+                RemoteTier(
+                    remote.peers,
+                    self._space,
+                    block_bytes,
+                    instance=self.service.instance,
+                    deadline_s=remote.deadline,
+                    copies=remote.copy,
+                    server_name=remote.server_name or "",
+                    material=self._material,
+                )
+            )
+        return tiers
+
     def close(self) -> None:
         """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is
         written."""
+        if self.service is not None:
+            self.service.close()
         if self.store is not None:
             self.store.close()
         if self._arena is not None:

@@ -18,6 +18,7 @@ import grpc
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import ConfigError
@@ -25,7 +26,7 @@ from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.tls import Certificates
+from ullage_common.wire.tls import Certificates, Material
 from ullage_engine.kv_tiers import KvTiers, TierHits
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
@@ -96,7 +97,8 @@ class EngineApp:
             self._metrics,
             self._ticket_verifier,
         )
-        self._kv: KvTiers | None = None
+        self._certificates: Certificates | None = None
+        self._kv = self._make_tiers()
         self.port = 0
         """Port of the gRPC server, once `run` has bound it."""
         self.probe_port = 0
@@ -116,8 +118,8 @@ class EngineApp:
                 return
             tokenizer_bundle, launch = loaded
             self._inference.set_tokenizer(tokenizer_bundle)
-            self._kv = await self._open_tiers(launch)
-            supervising = asyncio.create_task(self._supervisor.run(launch, self._kv))
+            kv = await self._open_tiers(launch)
+            supervising = asyncio.create_task(self._supervisor.run(launch, kv))
             following = asyncio.create_task(self._follow_health())
             try:
                 await _first_of(stop.wait(), supervising)
@@ -128,20 +130,30 @@ class EngineApp:
                 await self._health.set_ready(False)
                 await self._supervisor.stop()
                 await self._end(supervising)
-                if self._kv is not None:
-                    await asyncio.to_thread(self._kv.close)
+                if kv is not None:
+                    await asyncio.to_thread(kv.close)
+
+    def _make_tiers(self) -> KvTiers | None:
+        """Makes what keeps KV outside the device; None: nothing is to be kept."""
+        memory = self._config.memory
+        if not memory.tiers.host.size or not memory.prefix_cache:
+            return None
+        kv = KvTiers(memory.tiers, self._note_hits, self._own_certificate)
+        self._metrics.watch_tiers(kv.stats)
+        return kv
+
+    def _own_certificate(self) -> Material | None:
+        return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Takes the memory of KV outside the device; None: there is to be none."""
-        section = self._config.memory.tiers
-        if not launch.uses_tiers or not section.host.size or not self._config.memory.prefix_cache:
+        """Takes the memory of KV outside the device, for workers that use it."""
+        if self._kv is None or not launch.uses_tiers:
             return None
-        kv = KvTiers(section, self._note_hits)
         try:
-            await asyncio.to_thread(kv.open)
+            await asyncio.to_thread(self._kv.open)
         except ArenaError as error:
             raise AppError(f"memory.tiers.host.size: {error}") from error
-        return kv
+        return self._kv
 
     def _note_hits(self, request_id: str, hits: list[TierHits]) -> None:
         entry, ready = self._journal.get(request_id), self._engine_status.ready
@@ -216,6 +228,7 @@ class EngineApp:
         folder = Path(self._config.server.tls_dir)
         certificates = Certificates(folder, folder)
         await certificates.start()
+        self._certificates = certificates
         self._metrics.watch_certificates(certificates)
         try:
             yield certificates.server_credentials()
@@ -248,6 +261,8 @@ class EngineApp:
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
             HeadroomService(self._config, engine_status), server
         )
+        if self._kv is not None and self._kv.service is not None:
+            kv_pb2_grpc.add_KVStoreServiceServicer_to_server(self._kv.service, server)
         if self._has_admin:
             admin = AdminService(self._config, engine_status, self._journal, self._supervisor)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)

@@ -5,18 +5,19 @@ counts since its own start; what is exported goes on through every restart.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ullage_common.wire.tls import Certificates
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.journal import JournalEntry
+from ullage_kv import TierStats
 
 Read = Callable[[WorkerState], float]
 
@@ -205,6 +206,10 @@ class EngineMetrics:
             counter.inc(max(0.0, count - seen))
         self._seen = counts
 
+    def watch_tiers(self, stats: Callable[[], list[TierStats]]) -> None:
+        """Exports the figures of tiers outside the device, read when they are asked for."""
+        self._native.register(_TierCollector(stats, self._labels))
+
     def step_done(self) -> None:
         self._steps.inc()
 
@@ -261,6 +266,64 @@ class EngineMetrics:
             f"ullage_{name}", text, list(self._labels), registry=self._native, buckets=buckets
         )
         return histogram.labels(**self._labels)
+
+
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("capacity_bytes", "Most that a tier of KV may hold", lambda s: s.capacity_bytes),
+    ("used_bytes", "What it holds", lambda s: s.used_bytes),
+    ("blocks", "Blocks of KV that it holds", lambda s: s.num_blocks),
+    ("queued", "Transfers of blocks that wait or are under way", lambda s: s.queued),
+)
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("hits", "Blocks read from a tier of KV", lambda s: s.hits),
+    ("misses", "Blocks looked for and not read", lambda s: s.misses),
+    ("evictions", "Blocks that made room for others", lambda s: s.evictions),
+    ("read_bytes", "KV read from a tier", lambda s: s.read_bytes),
+    ("read_seconds", "Time in which something was read", lambda s: s.read_seconds),
+    ("written_bytes", "KV written to a tier", lambda s: s.written_bytes),
+    ("written_seconds", "Time in which something was written", lambda s: s.written_seconds),
+)
+
+
+class _TierCollector(Collector):
+    """A collector of the tiers' own figures, each with the tier as a label."""
+
+    def __init__(self, stats: Callable[[], list[TierStats]], labels: Mapping[str, str]) -> None:
+        self._stats = stats
+        self._names = [*labels, "tier"]
+        self._values = list(labels.values())
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        tiers = self._stats()
+        for name, text, read in _TIER_GAUGES:
+            gauge = GaugeMetricFamily(f"ullage_kv_tier_{name}", text, labels=self._names)
+            for tier in tiers:
+                gauge.add_metric([*self._values, tier.name], read(tier))
+            yield gauge
+        for name, text, read in _TIER_COUNTERS:
+            counter = CounterMetricFamily(f"ullage_kv_tier_{name}", text, labels=self._names)
+            for tier in tiers:
+                counter.add_metric([*self._values, tier.name], read(tier))
+            yield counter
+        info = GaugeMetricFamily(
+            "ullage_kv_tier_info",
+            "How a tier of KV moves bytes: 1",
+            labels=[*self._names, "backend"],
+        )
+        failures = CounterMetricFamily(
+            "ullage_kv_tier_failures",
+            "Blocks that were neither read nor stored nor absent",
+            labels=[*self._names, "status"],
+        )
+        for tier in tiers:
+            info.add_metric([*self._values, tier.name, tier.backend], 1)
+            for status, count in tier.failures.items():
+                failures.add_metric([*self._values, tier.name, status], count)
+        yield info
+        yield failures
 
 
 class _WithAliases(Collector):
