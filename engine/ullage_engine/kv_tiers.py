@@ -35,6 +35,7 @@ from ullage_engine.protocol.messages import (
 from ullage_kv import (
     Arena,
     Block,
+    FileTier,
     LowerTier,
     Result,
     Status,
@@ -50,6 +51,8 @@ from ullage_kv.store import DEADLINE_S, HOST
 
 log = logging.getLogger("ullage.engine.kv")
 
+_OPEN_S = 10.0
+"""Seconds in which a folder must answer when it is opened."""
 _MAX_ARRIVALS = 8192
 """Requests whose tiers are remembered until they start."""
 
@@ -324,9 +327,13 @@ class KvTiers:
         assert self._arena is not None, "open comes first"
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
-    def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
+    async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
         """Serves a worker from now on: with what the store has where its blocks are those of the
-        worker before, else with an empty one."""
+        worker before, else with another one.
+
+        Raises:
+            FileTierError: the first store's folder cannot be used.
+        """
         assert self._arena is not None, "open comes first"
         profile = ready.profile
         if not ready.kv_space:
@@ -337,13 +344,14 @@ class KvTiers:
                 profile.block_bytes,
             )
             return
-        if self.store is not None and self._space != ready.kv_space:
-            self.store.close()
-            self.store = None
-        self._space = ready.kv_space
-        if self.store is None:
-            tiers = self._lower_tiers(profile.block_bytes)
+        if self._space != ready.kv_space:
+            store, self.store = self.store, None
+            if store is not None:
+                await asyncio.to_thread(store.close)
+            tiers = await self._lower_tiers(ready.kv_space, profile.block_bytes)
+            self._space = ready.kv_space
             self.store = Store(self._arena, profile.block_bytes, tiers)
+        assert self.store is not None
         loop = asyncio.get_running_loop()
         self._broker = KvBroker(
             self.store,
@@ -378,15 +386,16 @@ class KvTiers:
     def _served(self) -> Served | None:
         return None if self.store is None else Served(self.store, self._space)
 
-    def _lower_tiers(self, block_bytes: int) -> list[LowerTier]:
+    async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
         """Opens the configured tiers below host memory, the fastest first."""
         tiers: list[LowerTier] = []
+        file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
             assert self.service is not None
             tiers.append(
                 RemoteTier(
                     remote.peers,
-                    self._space,
+                    space,
                     block_bytes,
                     instance=self.service.instance,
                     deadline_s=remote.deadline,
@@ -395,7 +404,24 @@ class KvTiers:
                     material=self._material,
                 )
             )
-        return tiers
+        return tiers if file is None else [*tiers, file]
+
+    async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
+        """Opens the files; a folder that does not answer is done without."""
+        section = self._section.file
+        if section is None:
+            return None
+        opening = asyncio.to_thread(FileTier, section.path, space, block_bytes, section.size)
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                return await opening
+        except TimeoutError:
+            log.error(
+                "memory.tiers.file.path: %s does not answer within %g s; KV is kept in no files",
+                section.path,
+                _OPEN_S,
+            )
+        return None
 
     def close(self) -> None:
         """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is

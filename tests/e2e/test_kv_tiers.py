@@ -89,6 +89,38 @@ def test_a_killed_worker_finds_its_sessions_again(
     assert set(Path("/dev/shm").iterdir()) <= before, "a crash leaks nothing"
 
 
+def test_a_session_survives_its_engine(
+    start_engine: Callable[..., "Engine"],
+    expected: Callable[[list[int]], list[int]],
+    tmp_path: Path,
+) -> None:
+    tiers = {
+        "host": {"size": 32 * MIB},
+        "file": {"path": str(tmp_path / "kv"), "size": 64 * MIB},
+    }
+    engine = start_engine(model=DETERMINISTIC, memory={"tiers": tiers})
+    prompt = [number + 2 for number in PROMPT]
+    first, _ = ask(engine, prompt, session="s")
+    until(lambda: metric(engine, "ullage_kv_tier_blocks", "file") >= NUM_STORED // 16)
+    assert metric(engine, "ullage_kv_tier_info", "file") == 1
+    engine.kill()
+    engine.start_again()
+    engine.wait_serving()
+    second_prompt = [*prompt, *first, 7]
+    second, usage = ask(engine, second_prompt, session="s")
+    assert second == expected(second_prompt)
+    assert tiers_of(usage)["file"] >= NUM_STORED
+
+
+def test_files_that_cannot_be_had_are_a_clear_error(
+    start_engine: Callable[..., "Engine"], tmp_path: Path
+) -> None:
+    (tmp_path / "kv").write_text("not a folder")
+    file = {"path": str(tmp_path / "kv"), "size": 64 * MIB}
+    with pytest.raises(AssertionError, match=r"error: memory\.tiers\.file\.path: .*kv"):
+        start_engine(memory={"tiers": {"host": {"size": 8 * MIB}, "file": file}})
+
+
 def test_engines_share_a_prefix_over_the_network(
     start_engine: Callable[..., "Engine"], expected: Callable[[list[int]], list[int]]
 ) -> None:

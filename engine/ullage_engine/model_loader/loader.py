@@ -87,7 +87,9 @@ class LoadedModel:
     encodings: dict[str, Encoding] = field(default_factory=dict)
     """Encodings of the quantised matrices, by name."""
     key: str = ""
-    """Key of the prepared content, the same wherever the same numbers are computed with."""
+    """Key of the prepared file, by the source files that it is made of."""
+    content: str = ""
+    """Digest of all its numbers and shapes, the same wherever the same are computed with."""
 
     def packed(self, name: str) -> Packed:
         """Returns a quantised matrix."""
@@ -461,7 +463,8 @@ def _map(path: Path, header: Header, device: torch.device, shard: ShardModel | N
         if part is not None:
             placed[stored.name] = part.to(device)
     encodings = header.encodings if own is None else own.encodings
-    return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem)
+    content = hashlib.sha256(msgspec.json.encode(header)).hexdigest()
+    return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem, content)
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from ullage_engine.server.worker_process import (
     clear_endpoints,
     endpoint,
 )
+from ullage_kv import FileTierError
 
 log = logging.getLogger("ullage.engine.supervisor")
 
@@ -256,6 +257,8 @@ class WorkerSupervisor:
         while True:
             message = await worker.link.receive()
             worker.on_message(message)
+            if isinstance(message, Ready) and not await self._open_tiers(worker, message):
+                continue
             self._handle(worker, message)
             if self._suspect is not None and not self._policy.is_suspect(_stalls(self._suspect)):
                 self._send_waiting(worker)
@@ -330,9 +333,20 @@ class WorkerSupervisor:
         log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
         self._engine_status.worker_ready(ready)
-        if self._kv is not None:
-            self._kv.worker_ready(ready, worker.link.post)
         self._send_waiting(worker)
+
+    async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
+        """Lets a worker use the tiers of KV; False: they cannot be had, and it is killed."""
+        if self._kv is None:
+            return True
+        try:
+            await self._kv.worker_ready(ready, worker.link.post)
+        except FileTierError as error:
+            worker.start_error = f"memory.tiers.file.path: {error}"
+            worker.may_retry = False
+            worker.process.kill()
+            return False
+        return True
 
     def _send_waiting(self, worker: WorkerHandle) -> None:
         """Sends what no worker has: the oldest suspect alone, or everything when there is none."""

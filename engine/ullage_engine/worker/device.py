@@ -123,6 +123,13 @@ class MemoryMeter:
         return free_bytes()
 
 
+def processor_of(device: torch.device) -> str:
+    """Names what decides in which order and precision a device computes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()
+
+
 def pin_memory(memory: torch.Tensor, device: torch.device) -> None:
     """Lets a GPU copy from and to host memory directly; without that copies are only slower."""
     if device.type != "cuda":

@@ -46,6 +46,7 @@ from ullage_engine.worker.device import (
     open_ledger,
     pin_memory,
     prepare_device,
+    processor_of,
     touch_pages,
 )
 from ullage_engine.worker.rank_group import Report
@@ -412,7 +413,7 @@ class RankStartup:
         layout, limits = self.layout, self.step_limits
         return namespace(
             {
-                "weights": self.weights_key,
+                "weights": self._loaded.content if self._loaded else "",
                 "dtype": dtype_name(self.dtype),
                 "kv_itemsize": self.kv_itemsize,
                 "block_tokens": limits.block_tokens,
@@ -420,7 +421,8 @@ class RankStartup:
                 "window_tokens": self.window_tokens,
                 "tensor": layout.tensor,
                 "pipeline": layout.pipeline,
-                "deterministic": limits.deterministic,
+                # Other processors round otherwise, which only these steps promise not to show.
+                "deterministic": processor_of(self.device) if limits.deterministic else "",
                 "device": self.device.type,
             }
         )
