@@ -123,7 +123,7 @@ class KvBroker:
         that it has where that is being asked."""
         kv, salt = self._format, request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
-        looking = self._store.look(keys)
+        looking = self._look(keys)
         if looking.done():
             return self._begin(request.request_id, keys)
 
@@ -132,6 +132,13 @@ class KvBroker:
 
         looking.add_done_callback(lambda _: self._call_soon(begin))
         return len(keys)
+
+    def _look(self, keys: list[bytes]) -> "Future[None]":
+        """Finds out what tiers have of a beginning. Which window blocks it takes depends on how
+        long it is, so all of them are looked for."""
+        if not self._format.window_tokens:
+            return self._store.look(keys)
+        return self._store.look([*keys, *[part_key(key, WINDOW_PART) for key in keys]])
 
     def _begin(self, request_id: str, keys: list[bytes]) -> int:
         """Begins to fetch the blocks that tiers have of a beginning; returns their number."""
@@ -220,7 +227,7 @@ class KvBroker:
             else:
                 answer()
 
-        looking = self._store.look(wanted.keys)
+        looking = self._look(wanted.keys)
         if looking.done():
             fetch()
         else:
@@ -426,10 +433,9 @@ class KvTiers:
     def close(self) -> None:
         """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is
         written."""
-        if self.service is not None:
-            self.service.close()
-        if self.store is not None:
-            self.store.close()
+        store, self.store = self.store, None  # peers get nothing from now on
+        if store is not None:
+            store.close()
         if self._arena is not None:
             self._arena.close()
 

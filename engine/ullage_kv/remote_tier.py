@@ -32,8 +32,8 @@ MAX_HINTS = 1 << 16
 """Most blocks whose peers are remembered."""
 HINT_S = 30.0
 """Seconds for which a peer's word that it has a block counts."""
-LOOK_S = 0.25
-"""Seconds that a look-up may take; a request waits for it."""
+LOOK_SHARE = 4
+"""A look-up, for which a request waits, may take the deadline divided by this."""
 RESOLVE_S = 5.0
 """Seconds between two times that names are resolved and silent peers are tried."""
 MAX_LOADS = 16
@@ -129,7 +129,7 @@ class RemoteTier:
         copies: bool = False,
         server_name: str = "",
         material: Callable[[], Material | None] = lambda: None,
-        look_s: float = LOOK_S,
+        look_s: float | None = None,
         resolve_s: float = RESOLVE_S,
     ) -> None:
         """
@@ -139,6 +139,7 @@ class RemoteTier:
             namespace: that of the keys; peers with another one refuse.
             instance: `KVStoreService.instance` of this process, to recognise itself by.
             deadline_s: most seconds of one load, and of one batch of copies.
+            look_s: most seconds of a look-up; None: a quarter of the deadline.
             copies: whether blocks are copied to a peer at all.
             server_name: name that the peers' certificates have; empty: the host of their target.
             material: returns the newest certificate to show; None: peers speak plaintext.
@@ -150,7 +151,7 @@ class RemoteTier:
         self._deadline_s = deadline_s
         self._copies = copies
         self._server_name = server_name
-        self._look_s = min(look_s, deadline_s)
+        self._look_s = deadline_s / LOOK_SHARE if look_s is None else look_s
         self._resolve_s = resolve_s
         self._counter = TierCounter()
         self._hints = Hints()
@@ -186,23 +187,24 @@ class RemoteTier:
     # the directory -------------------------------------------------------------------------------
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        asked = [key for key in keys if not self._holders(key)][:MAX_KEYS]
+        asked = [key for key in keys if not self._holders(key)]
         peers = [each for each in self._peers.values() if not each.is_self]
         with self._lock:
             if not asked or not peers or self._num_looks >= MAX_LOOKS:
                 return done(None)
             self._num_looks += 1
+        parts = [asked[start : start + MAX_KEYS] for start in range(0, len(asked), MAX_KEYS)]
         finished = Future[None]()
         countdown = itertools.count(1)
 
         def count() -> None:
-            if next(countdown) == len(peers):
+            if next(countdown) == len(peers) * len(parts):
                 with self._lock:
                     self._num_looks -= 1
                 finished.set_result(None)
 
-        for peer in peers:
-            self._ask(peer, asked, count)
+        for peer, part in itertools.product(peers, parts):
+            self._ask(peer, part, count)
         return finished
 
     def _ask(self, peer: Peer, keys: Sequence[bytes], on_end: Callable[[], None]) -> None:

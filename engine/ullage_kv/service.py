@@ -205,10 +205,6 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             expired_leases=self.leases.num_expired,
         )
 
-    def close(self) -> None:
-        """Ends all leases; the server has been stopped before."""
-        self.leases.close()
-
     # reading -------------------------------------------------------------------------------------
 
     @_aborts

@@ -107,7 +107,7 @@ class Store:
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Finds out which lower tiers have blocks, where that must be asked for: afterwards
-        `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a second at most."""
+        `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a deadline at most."""
         missing = [key for key in keys if not self.index.contains(key)]
         if not missing or not self._tiers:
             return done(None)

@@ -41,7 +41,7 @@ class LowerTier(Protocol):
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Finds out which blocks are stored here, for `holds` to say so; done at once where that is
-        known. It takes a part of a second at most, and never fails."""
+        known. It takes a part of a deadline at most, and never fails."""
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         """Says of each block whether it is stored here, as far as is known without waiting."""

@@ -2,13 +2,16 @@
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from ullage_engine.scheduler.scheduler import KvPolicy
-from ullage_kv import block_keys
+from ullage_kv import Result, Status, TierStats, Transfer, block_keys
+from ullage_kv.tier import done
 
 SPACE = bytes(32)
 TEXT = list(range(1000, 1100))
@@ -82,6 +85,63 @@ def test_another_worker_finds_what_the_dead_one_had(
     assert rig.run()["r"] == rig.undisturbed(TEXT, 0, 60)
     [(_, hits)] = rig.tier_hits
     assert hits.num_blocks >= 6
+
+
+def address(memory: memoryview) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data
+
+
+class AskedTier:
+    """The store of another engine, which has what one has looked for before."""
+
+    name = "remote"
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.reader: Any = None
+        self.looked_for: set[bytes] = set()
+
+    def look(self, keys: list[bytes]) -> "Future[None]":
+        self.looked_for.update(keys)
+        return done(None)
+
+    def holds(self, keys: list[bytes]) -> list[bool]:
+        held = self.source.store.contains(keys)
+        return [bool(name) and key in self.looked_for for key, name in zip(keys, held, strict=True)]
+
+    def wants(self, keys: list[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def load(self, transfers: list[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        """Copies what devices of tests have in place of a slot's bytes."""
+        arena, lease = self.reader.store.arena, self.source.store.index.lease()
+        for key, memory, _ in transfers:
+            ref = lease.pin(key)
+            assert ref is not None
+            slot = (address(memory) - address(arena.memory)) // arena.slot_bytes
+            self.reader.device.slots[slot] = list(self.source.device.slots[ref.slot])
+        lease.close()
+        return done([Result(Status.HIT, self.name, 4096) for _ in transfers])
+
+    def stats(self) -> TierStats:
+        return TierStats(self.name, "another store")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+def test_another_engine_begins_with_what_this_one_has(
+    new_rig: Callable[..., Any], kind: dict[str, int]
+) -> None:
+    source = new_rig(**kind)
+    answer(source, "first", TEXT)
+    settle(source)
+    tier = AskedTier(source)
+    reader = tier.reader = new_rig(**kind, lower_tiers=[tier])
+    answer(reader, "again", [*TEXT, 7])
+    [(_, hits)] = reader.tier_hits
+    assert (hits.tier, hits.num_blocks) == ("remote", 6)
 
 
 def test_only_what_the_device_lacks_is_loaded(new_rig: Callable[..., Any]) -> None:

@@ -104,7 +104,7 @@ class KvPeer:
 
     def close(self) -> None:
         self.stop()
-        self.service.close()
+        self.service.leases.close()
         self.store.close()
         self.arena.close()
 
