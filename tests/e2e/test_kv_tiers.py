@@ -47,12 +47,12 @@ def tiers_of(usage: pb.Usage) -> dict[str, int]:
     return {each.tier: each.tokens for each in usage.cached_by_tier}
 
 
-def metric(engine: "Engine", name: str, tier: str) -> float:
+def metric(engine: "Engine", name: str, tier: str = "") -> float:
     text = urllib.request.urlopen(engine.metrics_url, timeout=10).read().decode()
     lines = [
         line
         for line in text.splitlines()
-        if line.startswith(f"{name}{{") and f'tier="{tier}"' in line
+        if line.startswith(f"{name}{{") and (not tier or f'tier="{tier}"' in line)
     ]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -151,3 +151,4 @@ def test_engines_share_a_prefix_over_the_network(
     )
     read_bytes = metric(reader, "ullage_kv_tier_read_bytes_total", "remote")
     assert read_bytes == NUM_STORED // 16 * block_bytes
+    assert metric(source, "ullage_kv_peers_read_bytes_total") == read_bytes

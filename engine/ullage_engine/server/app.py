@@ -140,6 +140,8 @@ class EngineApp:
             return None
         kv = KvTiers(memory.tiers, self._note_hits, self._own_certificate)
         self._metrics.watch_tiers(kv.stats)
+        if kv.service is not None:
+            self._metrics.watch_peers(kv.service.stats)
         return kv
 
     def _own_certificate(self) -> Material | None:

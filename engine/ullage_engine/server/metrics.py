@@ -18,6 +18,7 @@ from ullage_common.wire.tls import Certificates
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_kv import TierStats
+from ullage_kv.service import PeerTraffic
 
 Read = Callable[[WorkerState], float]
 
@@ -210,6 +211,10 @@ class EngineMetrics:
         """Exports the figures of tiers outside the device, read when they are asked for."""
         self._native.register(_TierCollector(stats, self._labels))
 
+    def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
+        """Exports what other engines read and write here, read when it is asked for."""
+        self._native.register(_PeerCollector(stats, self._labels))
+
     def step_done(self) -> None:
         self._steps.inc()
 
@@ -324,6 +329,41 @@ class _TierCollector(Collector):
                 failures.add_metric([*self._values, tier.name, status], count)
         yield info
         yield failures
+
+
+_PEER_GAUGES: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (
+    ("leases", "Leases of KV that other engines have here", lambda s: s.leases),
+    ("held_slots", "Blocks that they read or write", lambda s: s.held_slots),
+)
+_PEER_COUNTERS: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (
+    ("read_blocks", "Blocks of KV that other engines read here", lambda s: s.read_blocks),
+    ("read_bytes", "KV that other engines read here", lambda s: s.read_bytes),
+    ("written_blocks", "Blocks of KV that other engines copied here", lambda s: s.written_blocks),
+    ("written_bytes", "KV that other engines copied here", lambda s: s.written_bytes),
+    ("expired_leases", "Leases that no engine ended in time", lambda s: s.expired_leases),
+)
+
+
+class _PeerCollector(Collector):
+    """A collector of what peers read and write."""
+
+    def __init__(self, stats: Callable[[], PeerTraffic], labels: Mapping[str, str]) -> None:
+        self._stats = stats
+        self._labels = labels
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        traffic, values = self._stats(), list(self._labels.values())
+        for name, text, read in _PEER_GAUGES:
+            gauge = GaugeMetricFamily(f"ullage_kv_peers_{name}", text, labels=[*self._labels])
+            gauge.add_metric(values, read(traffic))
+            yield gauge
+        for name, text, read in _PEER_COUNTERS:
+            counter = CounterMetricFamily(f"ullage_kv_peers_{name}", text, labels=[*self._labels])
+            counter.add_metric(values, read(traffic))
+            yield counter
 
 
 class _WithAliases(Collector):

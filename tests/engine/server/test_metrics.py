@@ -21,6 +21,7 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_kv.service import PeerTraffic
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -243,3 +244,28 @@ def test_steps_that_ran_out_of_memory_lower_the_health_for_a_while() -> None:
     assert status.health >= survived
     status.worker_state(make_state(num_oom_events=6))
     assert status.health < 0.8 * survived
+
+
+def test_what_peers_read_and_write_is_exported() -> None:
+    metrics = EngineMetrics("smollm2-135m")
+    metrics.watch_peers(
+        lambda: PeerTraffic(
+            read_blocks=3,
+            read_bytes=300,
+            written_blocks=2,
+            written_bytes=250,
+            leases=1,
+            held_slots=4,
+            expired_leases=5,
+        )
+    )
+    samples = parse(generate_latest(metrics.registry).decode())
+    assert {name: each for name, each in samples.items() if "kv_peers" in name} == {
+        "ullage_kv_peers_leases": 1,
+        "ullage_kv_peers_held_slots": 4,
+        "ullage_kv_peers_read_blocks_total": 3,
+        "ullage_kv_peers_read_bytes_total": 300,
+        "ullage_kv_peers_written_blocks_total": 2,
+        "ullage_kv_peers_written_bytes_total": 250,
+        "ullage_kv_peers_expired_leases_total": 5,
+    }
