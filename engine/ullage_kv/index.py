@@ -125,6 +125,12 @@ class SlotIndex:
         entry = self._shard(key).by_key.get(key)
         return entry is not None and entry.state is SlotState.READY
 
+    def is_readable(self, ref: SlotRef) -> bool:
+        """Whether the slot still holds the block that it was given out for, and that was neither
+        removed nor evicted since."""
+        entry = self._entry(ref)
+        return entry is not None and entry.state is SlotState.READY
+
     def readable_keys(self) -> list[bytes]:
         """Lists the blocks that can be read, in no order."""
         return [

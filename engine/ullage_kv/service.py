@@ -247,11 +247,12 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         self, held: PeerLease, number: int, key: bytes
     ) -> AsyncIterator[pb.ReadResponse]:
         size = held.store.block_bytes
-        memory = held.store.arena.slot(held.pinned[key].slot, size)
+        ref = held.pinned[key]
+        memory = held.store.arena.slot(ref.slot, size)
         checksum = xxhash.xxh3_128()
         for offset in range(0, size, CHUNK_BYTES):
             self._find(held.number)  # else the slot may hold another block by now
-            if not held.store.index.contains(key):  # removed, as when its bytes may be damaged
+            if not held.store.index.is_readable(ref):  # removed: its bytes may be damaged
                 raise _lease_over()
             data = bytes(memory[offset : offset + CHUNK_BYTES])
             checksum.update(data)

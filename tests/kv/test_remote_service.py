@@ -123,6 +123,7 @@ def test_a_block_that_is_removed_is_sent_no_further(peer: KvPeer, stub: Any) -> 
     peer.put(keys_of(1))
     held = lookup(stub, keys_of(1), lease_ms=9000)
     peer.store.remove(keys_of(1))
+    peer.put(keys_of(1))  # in another slot
     read = pb.ReadRequest(lease=held.lease, keys=keys_of(1))
     assert refusal(stub.Read, read).reason == "LEASE_OVER"
 
