@@ -70,6 +70,7 @@ class _Shard:
     by_key: dict[bytes, _Entry] = field(default_factory=dict)
     evictable: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
     """READY, without pins and children; the least recently used first."""
+    num_ready: int = 0
 
 
 class SlotIndex:
@@ -88,9 +89,7 @@ class SlotIndex:
 
     def __len__(self) -> int:
         """Counts the blocks that can be read."""
-        return sum(
-            entry.state is SlotState.READY for shard in self._shards for entry in _values(shard)
-        )
+        return sum(shard.num_ready for shard in self._shards)
 
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
@@ -107,6 +106,7 @@ class SlotIndex:
             with shard.lock:
                 above = self._hold_parent(shard, parent)
                 self._place(slot, key, above, shard).state = SlotState.READY
+                shard.num_ready += 1
                 self._queue_if_evictable(shard.by_key[key])
         held = {slot for slot, _, _ in blocks}
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
@@ -166,6 +166,7 @@ class SlotIndex:
                 return False
             del shard.by_key[key]
             shard.evictable.pop(key, None)
+            shard.num_ready -= 1
             entry.state = SlotState.EVICTING
             self._free_if_unused(entry)
         return True
@@ -190,6 +191,8 @@ class SlotIndex:
         for lease in leases:
             pins.update(lease.pinned)
             reserved += lease.reserved
+        num_ready = sum(entry.state is SlotState.READY for entry in entries)
+        assert num_ready == len(self), "readable blocks miscounted"
         writing = [entry.ref for entry in entries if entry.state is SlotState.WRITING]
         assert sorted(reserved) == sorted(writing), "reservations lost or doubled"
         children = Counter(id(entry.parent) for entry in entries if entry.parent)
@@ -254,6 +257,7 @@ class SlotIndex:
                 return False
             if is_stored:
                 entry.state = SlotState.READY
+                entry.shard.num_ready += 1
                 self._queue_if_evictable(entry)
             else:
                 del entry.shard.by_key[entry.key]
@@ -320,6 +324,7 @@ class SlotIndex:
                 return
             _, entry = shard.evictable.popitem(last=False)
             del shard.by_key[entry.key]
+            shard.num_ready -= 1
             entry.state = SlotState.EVICTING
             self._free_if_unused(entry)
         with self._counting:

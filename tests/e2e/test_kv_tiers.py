@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 
@@ -55,6 +56,14 @@ def metric(engine: "Engine", name: str, tier: str = "") -> float:
         if line.startswith(f"{name}{{") and (not tier or f'tier="{tier}"' in line)
     ]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def reported_tiers(engine: "Engine") -> dict[str, headroom_pb2.KvTier]:
+    """What the engine tells routers, which show it in /stats."""
+    with grpc.insecure_channel(engine.target) as channel:
+        stub = headroom_pb2_grpc.HeadroomServiceStub(channel)
+        headroom = stub.GetHeadroom(headroom_pb2.GetHeadroomRequest(), timeout=DEADLINE_S).headroom
+    return {tier.name: tier for tier in headroom.tiers}
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -103,6 +112,7 @@ def test_a_session_survives_its_engine(
     first, _ = ask(engine, prompt, session="s")
     until(lambda: metric(engine, "ullage_kv_tier_blocks", "file") >= NUM_STORED // 16)
     assert metric(engine, "ullage_kv_tier_info", "file") == 1
+    assert reported_tiers(engine)["file"].backend.startswith("threads")
     engine.kill()
     engine.start_again()
     engine.wait_serving()

@@ -142,6 +142,7 @@ class EngineApp:
         self._metrics.watch_tiers(kv.stats)
         if kv.service is not None:
             self._metrics.watch_peers(kv.service.stats)
+        self._engine_status.tiers = kv.stats
         return kv
 
     def _own_certificate(self) -> Material | None:

@@ -10,12 +10,13 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_kv import TierStats
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,8 @@ class EngineStatus:
         """Whether one more worker may help; False when only a new pod can."""
         self.created = int(time.time())
         self.step_limits = StepLimits()
+        self.tiers: Callable[[], list[TierStats]] = list
+        """Returns the figures of KV tiers outside the device."""
         self._health = HealthScore()
         self._changed = asyncio.Event()
 

@@ -393,6 +393,17 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)
+        for tier in engine_status.tiers():
+            headroom.tiers.add(
+                name=tier.name,
+                backend=tier.backend,
+                capacity_bytes=tier.capacity_bytes,
+                used_bytes=tier.used_bytes,
+                blocks=tier.num_blocks,
+                hits=tier.hits,
+                misses=tier.misses,
+                queued=tier.queued,
+            )
         return headroom
 
 

@@ -436,4 +436,17 @@ def _engine_json(engine: Engine) -> dict[str, object]:
             }
             for line in report.ledger
         ],
+        "kv_tiers": [
+            {
+                "name": tier.name,
+                "backend": tier.backend,
+                "capacity_bytes": tier.capacity_bytes,
+                "used_bytes": tier.used_bytes,
+                "blocks": tier.blocks,
+                "hits": tier.hits,
+                "misses": tier.misses,
+                "queued": tier.queued,
+            }
+            for tier in report.tiers
+        ],
     }

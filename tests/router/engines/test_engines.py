@@ -263,6 +263,8 @@ def test_stats_describe_engines(start_service: "StartService") -> None:
             assert second["route"] == "tp2pp2"
             assert second["headroom_bytes"] == 200 * 16_000
             assert first["ledger"][0]["name"] == "kv_pool"
+            [tier] = first["kv_tiers"]
+            assert (tier["name"], tier["backend"], tier["hits"]) == ("host", "shared memory", 3)
             assert first["headroom_age_s"] < 3
 
     asyncio.run(scenario())

@@ -112,6 +112,7 @@ class FakeEngine(
             expected_output_tokens=EXPECTED_OUTPUT,
             decode_tokens_per_second=50.0,
             ledger=[headroom_pb2.Reservation(name="kv_pool", reserved_bytes=1, allocated_bytes=1)],
+            tiers=[headroom_pb2.KvTier(name="host", backend="shared memory", hits=3)],
         )
         self.address = ""
         self.credentials: grpc.ServerCredentials | None = None
