@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from ullage_kv.arena import PAGE_BYTES
@@ -139,18 +140,30 @@ class SlotFile:
         payload = buffer[: self._block_bytes]
         return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
 
-    def write(self, slot: int, key: bytes, parent: bytes | None, buffer: memoryview) -> None:
-        """Writes a block from memory of a slot's size, and its entry.
+    def write(self, slot: int, memory: memoryview, buffer: memoryview) -> bytes:
+        """Writes a block's bytes; `enter`, with what this returns, makes them found.
+
+        `buffer`: memory of a slot's size, at the beginning of a page, for what is not where the
+        file system can take it.
 
         Raises:
-            OSError: of the file system; nothing of the slot can be found then.
+            OSError: of the file system.
         """
         with self._lock:
             self._clear(slot)
-        digest = xxhash.xxh3_128_digest(buffer[: self._block_bytes])
-        num_written = self._calls.pwritev(self._blocks, [buffer], slot * self.slot_bytes)
-        if num_written != len(buffer):
+        pages = self._pages(memory, buffer)
+        digest = xxhash.xxh3_128_digest(memory)
+        num_written = self._calls.pwritev(self._blocks, pages, slot * self.slot_bytes)
+        if num_written != self.slot_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return digest
+
+    def enter(self, slot: int, key: bytes, parent: bytes | None, digest: bytes) -> None:
+        """Writes the entry of a block, by which it is read here and found by later processes.
+
+        Raises:
+            OSError: of the file system.
+        """
         with self._lock:
             if (earlier := self._slots.get(key)) is not None:
                 self._clear(earlier)
@@ -158,6 +171,17 @@ class SlotFile:
             self._write_entry(slot, entry + _check(entry, slot))
             self._keys[slot], self._slots[key] = key, slot
             self._digests[slot] = digest
+
+    def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
+        """Returns a slot's bytes as whole pages, as far as possible of the memory itself."""
+        source = np.frombuffer(memory, np.uint8)
+        whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
+        if source.ctypes.data % PAGE_BYTES:
+            whole = 0
+        if rest := source.nbytes - whole:
+            np.copyto(np.frombuffer(buffer, np.uint8, rest), source[whole:])
+        pages = [memory[:whole], buffer[: self.slot_bytes - whole]]
+        return [each for each in pages if each.nbytes]
 
     def clear(self, keys: Sequence[bytes]) -> None:
         """Has no later process find these blocks."""

@@ -1,8 +1,9 @@
 """The file tier: copies of blocks in a slot file, which the next process finds again.
 
 Threads read and write, some for loads and some for saves, so that no load waits behind a save. They
-move bytes by memory of their own: a thread that hangs in a mount that does not answer can then be
-given up at any moment, and writes to nobody's memory when the mount comes back.
+read to memory of their own: a thread that hangs in a mount that does not answer can then be given
+up at any moment, and writes to nobody's memory when the mount comes back. What a thread was writing
+when it was given up is not entered in the table.
 """
 
 import heapq
@@ -28,8 +29,8 @@ from ullage_kv.tier import TierCounter, TierStats, Transfer, done
 log = logging.getLogger(__name__)
 
 NAME = "file"
-_NUM_LOADING, _NUM_SAVING = 4, 2
-"""Threads: more read no faster from a device of 1 GB/s, nor from a page cache on two cores."""
+NUM_LOADING, NUM_SAVING = 4, 4
+"""Threads: while some copy and take checksums, the device must have enough to do."""
 _MAX_QUEUED_LOADS = 4096
 _MAX_QUEUED_BYTES = 64 << 20
 """Most bytes of blocks that wait to be saved: each of them holds a slot of the host tier."""
@@ -38,6 +39,8 @@ SAVE_DEADLINE_S = 30.0
 """Seconds after which a block that was not saved is given up."""
 _CLOSE_S = 5.0
 """Seconds in which what waits to be saved is written when the tier is closed."""
+_LOOK_S = 1.0
+"""Seconds between two looks whether somebody has removed the files."""
 _TRIM_S = 60.0
 """Seconds between two looks for folders without an engine, and between two tries to grow on a
 device that is full."""
@@ -66,7 +69,7 @@ class _Batch:
         return self._results[place] is None and self._expired is None
 
     def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copies from or to the transfer's memory; False: its owner has it back already."""
+        """Copies to the transfer's memory; False: its owner has it back already."""
         with self._lock:
             if not self.is_open(place):
                 return False
@@ -181,14 +184,14 @@ class _Lane:
     def is_full(self) -> bool:
         return len(self._queue) >= self._max_queued
 
-    def put(self, work: _Work, *, must: bool = False) -> bool:
-        """Queues work; False: there is too much already. `must`: it is queued nevertheless."""
+    def put(self, works: Sequence[_Work], *, must: bool = False) -> int:
+        """Queues work, up to where it is full; returns how many. `must`: all is queued."""
         with self._condition:
-            if self._is_closed or (self.is_full and not must):
-                return False
-            self._queue.append(work)
-            self._condition.notify()
-        return True
+            room = len(works) if must else self._max_queued - len(self._queue)
+            num_queued = 0 if self._is_closed else max(0, min(len(works), room))
+            self._queue.extend(works[:num_queued])
+            self._condition.notify(num_queued)
+        return num_queued
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
         """Ends the threads when all is done; False: some are not ready at `ends_at`.
@@ -282,13 +285,13 @@ class FileTier:
         """Blocks that wait to be saved; True: they were removed since."""
         self._housekeeping = threading.Lock()
         self._leftovers = Leftovers(self._path, clock)
-        self._trim_at = self._grow_at = clock()
+        self._look_at = self._trim_at = self._grow_at = clock()
         self._num_evicted_before = 0
         self._volume = _Volume(self._open_file())
         slot_bytes = self._volume.file.slot_bytes
-        self._loads = _Lane("load", _NUM_LOADING, _MAX_QUEUED_LOADS, slot_bytes)
-        max_saves = max(_NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
-        self._saves = _Lane("save", _NUM_SAVING, max_saves, slot_bytes)
+        self._loads = _Lane("load", NUM_LOADING, _MAX_QUEUED_LOADS, slot_bytes)
+        max_saves = max(NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
+        self._saves = _Lane("save", NUM_SAVING, max_saves, slot_bytes)
         self._deadlines = _Deadlines()
         self._is_closed = False
 
@@ -316,9 +319,9 @@ class FileTier:
             return batch.future
         on_expired = partial(self._on_failure, self._load_breaker, "no answer to loads in time")
         self._deadlines.add(batch, deadline_s, on_expired)
-        for place, transfer in enumerate(transfers):
-            if not self._loads.put(partial(self._load, batch, place, transfer)):
-                batch.finish(place, Result(Status.BUSY, NAME))
+        works = [partial(self._load, batch, place, each) for place, each in enumerate(transfers)]
+        for place in range(self._loads.put(works), len(works)):
+            batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
@@ -328,14 +331,16 @@ class FileTier:
             return batch.future
         on_expired = partial(self._on_failure, self._save_breaker, "no answer to saves in time")
         self._deadlines.add(batch, self._save_deadline_s, on_expired)
-        for place, transfer in enumerate(transfers):
-            with self._lock:
-                work = partial(self._save, batch, place, transfer)
-                is_queued = transfer.key not in self._saving and self._saves.put(work)
-                if is_queued:
-                    self._saving[transfer.key] = False
-            if not is_queued:
-                batch.finish(place, Result(Status.BUSY, NAME))
+        places = dict[bytes, int]()
+        with self._lock:
+            for place, transfer in enumerate(transfers):
+                if transfer.key not in self._saving:
+                    places.setdefault(transfer.key, place)
+            works = [partial(self._save, batch, at, transfers[at]) for at in places.values()]
+            queued = list(places)[: self._saves.put(works)]
+            self._saving.update(dict.fromkeys(queued, False))
+        for place in {*range(len(transfers))}.difference(places[key] for key in queued):
+            batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -346,7 +351,7 @@ class FileTier:
                 if key in self._saving:
                     self._saving[key] = True
         if listed := [key for key in keys if volume.file.has_entry(key)]:
-            self._saves.put(partial(self._clear, volume, listed), must=True)
+            self._saves.put([partial(self._clear, volume, listed)], must=True)
 
     def stats(self) -> TierStats:
         volume = self._volume
@@ -423,11 +428,16 @@ class FileTier:
         reserved = volume.lease.reserve(transfer.key, transfer.parent)
         if reserved.ref is None:
             return Result(reserved.status, NAME)
+        slot = reserved.ref.slot
         try:
-            if not batch.copy(place, buffer[: self._block_bytes], transfer.memory):
-                return Result(Status.TIMEOUT, NAME)
             with self._counter.writing:
-                volume.file.write(reserved.ref.slot, transfer.key, transfer.parent, buffer)
+                digest = volume.file.write(slot, transfer.memory, buffer)
+            with self._lock:
+                is_removed = self._saving[transfer.key]
+            # Its owner may have written something else to memory that it has back.
+            if is_removed or not batch.is_open(place):
+                return Result(Status.STALE, NAME)
+            volume.file.enter(slot, transfer.key, transfer.parent, digest)
             with self._lock:
                 if not self._saving[transfer.key]:
                     volume.lease.commit(reserved.ref)
@@ -447,18 +457,24 @@ class FileTier:
     def _writable_volume(self) -> _Volume:
         """Returns the files, new ones if somebody has removed them, with room if there can be."""
         with self._housekeeping:
-            if self._volume.file.is_removed:
-                log.warning("%s was removed; it begins empty", self._volume.file)
-                evicted = self._volume.index.num_evicted
-                self._volume = _Volume(self._open_file())
-                self._num_evicted_before += evicted
-            volume, now = self._volume, self._clock()
+            now = self._clock()
+            if now >= self._look_at:
+                self._replace_removed()
+                self._look_at = now + _LOOK_S
+            volume = self._volume
             if now >= self._trim_at:
                 self._trim_at = now + _TRIM_S
                 self._leftovers.trim(volume.file.num_bytes, self._max_bytes)
             if not volume.index.num_free and now >= self._grow_at:
                 self._grow(volume, now)
         return volume
+
+    def _replace_removed(self) -> None:
+        if self._volume.file.is_removed:
+            log.warning("%s was removed; it begins empty", self._volume.file)
+            evicted = self._volume.index.num_evicted
+            self._volume = _Volume(self._open_file())
+            self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> None:
         try:

@@ -17,7 +17,7 @@ from ullage_kv.arena import Arena
 from ullage_kv.index import Lease, SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import LowerTier, TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import BusyTime, LowerTier, TierCounter, TierStats, Transfer, done
 
 HOST = "host"
 """Name of the tier in host memory."""
@@ -25,6 +25,9 @@ HOST = "host"
 _USES_TO_COPY_DOWN = 2
 DEADLINE_S = 5.0
 """Seconds after which a block that is being fetched counts as a miss, unless the caller says."""
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Block(NamedTuple):
@@ -66,15 +69,25 @@ class Store:
             ValueError: a buffer has another size.
         """
         views = [self._bytes_of(each) for each in buffers]
-        results = []
-        for block, view in zip(map(_block, blocks), views, strict=True):
-            reserved = self._own.reserve(block.key, block.parent)
-            if reserved.ref is None:
-                results.append(Result(reserved.status, HOST))
-                continue
-            with self._counter.writing:
-                np.copyto(self._numbers(reserved.ref.slot), view)
-            results.append(self.committed(self._own, reserved.ref, block))
+        wanted = [_block(each) for each in blocks]
+        reserved = [self._own.reserve(each.key, each.parent) for each in wanted]
+        refs = [each.ref for each in reserved]
+        try:
+            self._copy(views, refs, self._counter.writing, is_put=True)
+        except ValueError:  # not as many buffers as blocks
+            for ref in refs:
+                if ref is not None:
+                    self._own.abort(ref)
+            raise
+        results = [
+            Result(status, HOST) if ref is None else self._commit(self._own, ref)
+            for status, ref in reserved
+        ]
+        stored = [each for each in zip(wanted, results, strict=True) if each[1].num_bytes]
+        self._counter.saved([result for _, result in stored])
+        for is_kept in (False, True):
+            keys = [block.key for block, _ in stored if block.is_kept is is_kept]
+            self._copy_down(keys, are_kept=is_kept)
         return results
 
     def get_batch(
@@ -88,22 +101,60 @@ class Store:
         """
         views = [self._bytes_of(each) for each in into]
         self.index.touch(keys)
-        self.look(keys).result()
-        fetched = self.fetch(keys, deadline_s)
-        results = []
-        for key, view, future in zip(keys, views, fetched, strict=True):
-            result = future.result()
-            ref = self._own.pin(key) if result.status is Status.HIT else None
-            if ref is None:
-                results.append(result if result.status is not Status.HIT else MISS)
-            else:
-                with self._counter.reading:
-                    np.copyto(view, self._numbers(ref.slot))
-                self._own.unpin(ref)
-                results.append(Result(Status.HIT, result.tier, self.block_bytes))
+        refs = [self._own.pin(key) for key in keys]
+        try:
+            results = self._read(keys, views, refs, deadline_s)
+        finally:
+            for ref in refs:
+                if ref is not None:
+                    self._own.unpin(ref)
         self._counter.loaded([each if each.tier == HOST else MISS for each in results])
         self._copy_down(keys)
         return results
+
+    def _read(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[Bytes],
+        refs: list[SlotRef | None],
+        deadline_s: float,
+    ) -> list[Result]:
+        """Copies from the slots that are pinned, and from those that are fetched and then are."""
+        fetched: list[Future[Result]] = []
+        if None in refs:
+            self.look(keys).result()
+            fetched = self.fetch(keys, deadline_s)
+        self._copy(views, refs, self._counter.reading)
+        results = [Result(Status.HIT, HOST, self.block_bytes)] * len(keys)
+        for place in [place for place, ref in enumerate(refs) if ref is None]:
+            result = fetched[place].result()
+            ref = self._own.pin(keys[place]) if result.status is Status.HIT else None
+            if ref is not None:
+                refs[place] = ref
+                self._copy([views[place]], [ref], self._counter.reading)
+                result = Result(Status.HIT, result.tier, self.block_bytes)
+            elif result.status is Status.HIT:
+                result = MISS
+            results[place] = result
+        return results
+
+    def _copy(
+        self,
+        views: Sequence[Bytes],
+        refs: Sequence[SlotRef | None],
+        busy: BusyTime,
+        *,
+        is_put: bool = False,
+    ) -> None:
+        """Copies between callers' memory and slots. Nothing else happens between two blocks: what
+        Python needs itself is no longer in the processor's caches after each."""
+        memory = np.frombuffer(self.arena.memory, np.uint8)
+        starts = [None if ref is None else ref.slot * self.arena.slot_bytes for ref in refs]
+        slots = [None if at is None else memory[at : at + self.block_bytes] for at in starts]
+        with busy:
+            for view, slot in zip(views, slots, strict=True):
+                if slot is not None:
+                    np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Finds out which lower tiers have blocks, where that must be asked for: afterwards
@@ -227,13 +278,15 @@ class Store:
     def committed(self, lease: Lease, ref: SlotRef, block: Block) -> Result:
         """Makes the block readable that was written to a reserved slot, and copies it down if it is
         kept."""
-        status = lease.commit(ref)
-        stored = status is Status.STORED
-        result = Result(status, HOST, self.block_bytes if stored else 0)
+        result = self._commit(lease, ref)
         self._counter.saved([result])
-        if stored:
+        if result.status is Status.STORED:
             self._copy_down([block.key], are_kept=block.is_kept)
         return result
+
+    def _commit(self, lease: Lease, ref: SlotRef) -> Result:
+        status = lease.commit(ref)
+        return Result(status, HOST, self.block_bytes if status is Status.STORED else 0)
 
     def was_read(self, results: Sequence[Result]) -> None:
         """Counts reads of slots that somebody else has done."""
@@ -284,10 +337,7 @@ class Store:
             ]
             tier.save(transfers).add_done_callback(unpin)
 
-    def _numbers(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        return np.frombuffer(self.arena.slot(slot, self.block_bytes), np.uint8)
-
-    def _bytes_of(self, buffer: Any) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    def _bytes_of(self, buffer: Any) -> Bytes:
         """Returns a view of a buffer's bytes."""
         try:
             view = np.frombuffer(buffer, np.uint8)

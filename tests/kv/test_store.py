@@ -127,6 +127,14 @@ def test_what_is_put_is_got(store: Store) -> None:
     assert (host.hits, host.misses, host.num_blocks) == (2, 1, 2)
 
 
+def test_memory_that_cannot_be_written_pins_nothing(store: Store) -> None:
+    keys = keys_of(1, 2)
+    store.put_batch(keys, [block_of(1), block_of(2)])
+    with pytest.raises(ValueError, match="read-only"):
+        store.get_batch(keys, [bytes(SIZE), bytes(SIZE)])
+    assert statuses(store.put_batch(keys_of(3, 4, 5, 6), [block_of(3)] * 4)) == [Status.STORED] * 4
+
+
 def test_a_prefix_ends_where_nothing_is_stored(store: Store) -> None:
     keys = keys_of(1, 2, 3)
     store.put_batch([keys[0], keys[2]], [block_of(1), block_of(3)])
@@ -137,6 +145,9 @@ def test_a_prefix_ends_where_nothing_is_stored(store: Store) -> None:
 def test_wrong_sizes_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="9 bytes, and blocks have 10000"):
         store.put_batch(keys_of(1), [bytes(9)])
+    with pytest.raises(ValueError):
+        store.put_batch(keys_of(1, 2), [block_of(1)])
+    assert store.index.num_free == store.index.num_slots
 
 
 def test_what_is_used_twice_is_copied_down_and_comes_back(store: Store, tier: DictTier) -> None:
