@@ -258,9 +258,11 @@ class HostPool:
                 self._copy_in(slot, block, self._prefetched)
 
     def finish_prefetch(self) -> None:
-        """Lets later device work see what was prefetched."""
+        """Returns when what was prefetched is there: its slots may be written again, and later
+        device work sees it."""
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._stream.synchronize()
         self._is_prefetching = False
 
     def measure(self) -> float:

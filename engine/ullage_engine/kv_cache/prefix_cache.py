@@ -113,6 +113,9 @@ class KvPolicy:
     """Bandwidth between device and host, over all ranks."""
     kv_space: bytes = b""
     """Namespace of KV in tiers outside the device; empty: there are none."""
+    prefetch: bool = True
+    """Whether KV of tiers may be copied in beside a step. Of several ranks one cannot know when
+    another has done so, and would let go of slots too soon."""
 
 
 class PrefixCache:

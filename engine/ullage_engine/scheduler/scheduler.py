@@ -78,9 +78,7 @@ class Scheduler:
         self.tiers: TierTransfers | None = None
         """KV outside the device; None: there is none."""
         if policy.kv_space:
-            self.tiers = TierTransfers(
-                state.cache, state.reservations, policy.kv_space, policy.host_slots, clock
-            )
+            self.tiers = TierTransfers(state.cache, state.reservations, policy, clock)
         self._admission = AdmissionControl(profile, state)
         self._walks = WalkLimiter(clock)
         self._num_tail_tokens = 0

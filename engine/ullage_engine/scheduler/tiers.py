@@ -6,8 +6,8 @@ the next step. A sequence that starts asks for the blocks that tiers have beyond
 waits for the answer while others are computed, and begins behind them.
 
 The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
-and the copies between slots and blocks. Slots of the host tier count from `first_slot` on, behind
-those of swapped sequences.
+and the copies between slots and blocks. Slots of the host tier count behind those of swapped
+sequences.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ullage_engine.kv_cache.prefix_cache import PrefixCache
+from ullage_engine.kv_cache.prefix_cache import KvPolicy, PrefixCache
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
     FromKv,
@@ -63,15 +63,15 @@ class TierTransfers:
         self,
         cache: PrefixCache,
         reservations: BlockReservations,
-        space: bytes,
-        first_slot: int,
+        policy: KvPolicy,
         clock: Callable[[], float],
     ) -> None:
-        """`space`: namespace of the keys. `clock` in seconds."""
+        """`clock` in seconds."""
         self._cache = cache
         self._reservations = reservations
-        self._space = space
-        self._first_slot = first_slot
+        self._space = policy.kv_space
+        self._first_slot = policy.host_slots
+        self._prefetch = policy.prefetch
         self._clock = clock
         self._numbers = itertools.count(1)
         self._loads: dict[int, _Load] = {}
@@ -208,6 +208,7 @@ class TierTransfers:
         arriving = {sequence.request_id for sequence in self._arriving}
         # What is computed now, or is all there is to do, is copied in first.
         is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
+        is_waited_for = is_waited_for or not self._prefetch
         outs, stored, dropped = list[tuple[int, int]](), list[KvSlot](), list[KvSlot]()
         for _ in range(min(_MAX_STORED, len(self._granted))):
             slot, (block, key, is_window) = self._granted.popleft()

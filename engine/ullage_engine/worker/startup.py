@@ -233,6 +233,7 @@ def _started(
         session_idle=memory.session_idle,
         host_slots=own.num_host_slots,
         kv_space=own.kv_space,
+        prefetch=own.layout.world == 1,
     )
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
