@@ -379,6 +379,8 @@ class ModelRunner:
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
         move(moves, self._kv, self._host)
+        if moves.swap_out or moves.swap_in:
+            self.sync()  # others read and write these slots as soon as the step is done
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
