@@ -6,6 +6,7 @@ up at any moment, and writes to nobody's memory when the mount comes back. What 
 when it was given up is not entered in the table.
 """
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -45,8 +46,9 @@ _TRIM_S = 60.0
 """Seconds between two looks for folders without an engine, and between two tries to grow on a
 device that is full."""
 
-_Work = Callable[[memoryview], None]
-"""What a thread does once, with memory of its own of a slot's size."""
+_Work = Callable[[memoryview, Callable[[], None]], None]
+"""What a thread does once, with memory of its own of a slot's size. It calls the second argument
+when the next in the queue may begin."""
 
 
 class _Batch:
@@ -163,6 +165,8 @@ class _Lane:
 
     def __init__(self, name: str, num_threads: int, max_queued: int, buffer_bytes: int) -> None:
         self._condition = threading.Condition()
+        self._turn = threading.Lock()
+        """Held by the one whose turn it is to begin."""
         self._queue = deque[_Work]()
         self._max_queued = max_queued
         self._buffer_bytes = buffer_bytes
@@ -212,11 +216,16 @@ class _Lane:
     def _run(self) -> None:
         # At the beginning of a page, as transfers past the page cache want it.
         buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
-        while (work := self._next()) is not None:
-            try:
-                work(buffer)
-            except Exception:
-                log.exception("a transfer failed unexpectedly")
+        while True:
+            with contextlib.ExitStack() as turn:
+                turn.enter_context(self._turn)
+                work = self._next()
+                if work is None:
+                    return
+                try:
+                    work(buffer, turn.close)
+                except Exception:
+                    log.exception("a transfer failed unexpectedly")
             del work  # it holds its caller's memory
             with self._condition:
                 self._num_active -= 1
@@ -283,7 +292,6 @@ class FileTier:
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
         """Blocks that wait to be saved; True: they were removed since."""
-        self._housekeeping = threading.Lock()
         self._leftovers = Leftovers(self._path, clock)
         self._look_at = self._trim_at = self._grow_at = clock()
         self._num_evicted_before = 0
@@ -382,7 +390,15 @@ class FileTier:
 
     # in the threads ------------------------------------------------------------------------------
 
-    def _load(self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview) -> None:
+    def _load(
+        self,
+        batch: _Batch,
+        place: int,
+        transfer: Transfer,
+        buffer: memoryview,
+        end_turn: Callable[[], None],
+    ) -> None:
+        end_turn()
         volume = self._volume
         ref = volume.lease.pin(transfer.key) if batch.is_open(place) else None
         if ref is None:
@@ -405,9 +421,16 @@ class FileTier:
             self._load_breaker.succeeded()
             batch.finish(place, Result(Status.HIT, NAME, self._block_bytes))
 
-    def _save(self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview) -> None:
+    def _save(
+        self,
+        batch: _Batch,
+        place: int,
+        transfer: Transfer,
+        buffer: memoryview,
+        end_turn: Callable[[], None],
+    ) -> None:
         try:
-            result = self._save_block(batch, place, transfer, buffer)
+            result = self._save_block(batch, place, transfer, buffer, end_turn)
         except (OSError, FileTierError) as error:
             is_full = isinstance(error, OSError) and error.errno in FULL_ERRORS
             if not is_full:
@@ -420,12 +443,19 @@ class FileTier:
         batch.finish(place, result)
 
     def _save_block(
-        self, batch: _Batch, place: int, transfer: Transfer, buffer: memoryview
+        self,
+        batch: _Batch,
+        place: int,
+        transfer: Transfer,
+        buffer: memoryview,
+        end_turn: Callable[[], None],
     ) -> Result:
         if not batch.is_open(place):
             return Result(Status.TIMEOUT, NAME)
         volume = self._writable_volume()
+        # In the order of the queue: a block must find the one that it continues.
         reserved = volume.lease.reserve(transfer.key, transfer.parent)
+        end_turn()
         if reserved.ref is None:
             return Result(reserved.status, NAME)
         slot = reserved.ref.slot
@@ -448,25 +478,34 @@ class FileTier:
         finally:
             volume.lease.abort(reserved.ref)
 
-    def _clear(self, volume: _Volume, keys: Sequence[bytes], buffer: memoryview) -> None:
+    def _clear(
+        self,
+        volume: _Volume,
+        keys: Sequence[bytes],
+        buffer: memoryview,
+        end_turn: Callable[[], None],
+    ) -> None:
+        end_turn()
         try:
             volume.file.clear(keys)
         except OSError as error:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self) -> _Volume:
-        """Returns the files, new ones if somebody has removed them, with room if there can be."""
-        with self._housekeeping:
-            now = self._clock()
-            if now >= self._look_at:
-                self._replace_removed()
-                self._look_at = now + _LOOK_S
-            volume = self._volume
-            if now >= self._trim_at:
-                self._trim_at = now + _TRIM_S
-                self._leftovers.trim(volume.file.num_bytes, self._max_bytes)
-            if not volume.index.num_free and now >= self._grow_at:
-                self._grow(volume, now)
+        """Returns the files, new ones if somebody has removed them, with room if there can be.
+
+        Only the one whose turn it is among the saves calls this.
+        """
+        now = self._clock()
+        if now >= self._look_at:
+            self._replace_removed()
+            self._look_at = now + _LOOK_S
+        volume = self._volume
+        if now >= self._trim_at:
+            self._trim_at = now + _TRIM_S
+            self._leftovers.trim(volume.file.num_bytes, self._max_bytes)
+        if not volume.index.num_free and now >= self._grow_at:
+            self._grow(volume, now)
         return volume
 
     def _replace_removed(self) -> None:

@@ -303,11 +303,21 @@ def test_the_end_of_the_oldest_chain_makes_room(opened: Open) -> None:
     assert tier.stats().evictions == 2
 
 
+def test_blocks_that_are_saved_at_once_know_what_they_continue(opened: Open) -> None:
+    for first in range(20):
+        tier = opened()
+        chain = keys_of(*range(first, first + 8))
+        assert save(tier, chain) == [Status.STORED] * 8
+        assert [tier._volume.index.parent(key) for key in chain] == [None, *chain[:-1]]
+        tier.close()
+
+
 def test_after_a_restart_it_does_so_as_well(opened: Open) -> None:
     old, new = keys_of(1, 2), keys_of(3, 4)
     tier = opened(num_blocks=4)
-    save(tier, old)
-    save(tier, new)
+    for keys in (old, new):  # in an order that is that of their saves, too
+        for transfer in transfers(keys):
+            assert wait(tier.save([transfer])) == [Status.STORED]
     tier.close()
     again = opened(num_blocks=4)
     save(again, keys_of(5))
