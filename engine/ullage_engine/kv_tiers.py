@@ -326,7 +326,8 @@ class KvTiers:
                 log.info("taking memory", extra={"done_bytes": done, "total_bytes": total})
 
         self._arena = Arena.create(num_bytes, progress=report)
-        log.info("the host tier has its memory", extra={"bytes": num_bytes})
+        facts = {"bytes": num_bytes, "huge_page_bytes": self._arena.huge_page_bytes()}
+        log.info("the host tier has its memory", extra=facts)
 
     @property
     def worker_options(self) -> list[str]:

@@ -231,6 +231,12 @@ def test_another_process_reads_and_writes_the_same_slots(arena: Arena) -> None:
     assert bytes(arena.slot(2)[:5]) == b"HELLO"
 
 
+def test_all_memory_is_resident_at_once(arena: Arena) -> None:
+    resident = Path(f"/proc/self/fdinfo/{arena.fd}").exists() and os.fstat(arena.fd).st_blocks
+    assert resident * 512 >= arena.num_bytes
+    assert 0 <= arena.huge_page_bytes() <= arena.num_bytes
+
+
 def test_memory_that_is_not_there_is_refused() -> None:
     with pytest.raises(ArenaError, match="64 MiB of host memory are more than the 1 MiB"):
         Arena.create(64 << 20, available_bytes=1 << 20)
