@@ -5,9 +5,10 @@ background, and never at the moment when room is needed: what is evicted is only
 that only a lower tier has are fetched back to host memory before they are read.
 """
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -179,6 +180,20 @@ class Store:
         """Names the tiers of the first blocks, up to the first one that none has."""
         names = self.contains(keys)
         return names[: names.index("")] if "" in names else names
+
+    @contextlib.contextmanager
+    def pin(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
+        """Keeps blocks in host memory while the body of a with statement runs, which may read them
+        where they are: yields the memory of each, None for those that are not there."""
+        lease = self.index.lease()
+        try:
+            refs = [lease.pin(key) for key in keys]
+            yield [
+                None if ref is None else self.arena.slot(ref.slot, self.block_bytes).toreadonly()
+                for ref in refs
+            ]
+        finally:
+            lease.close()
 
     def clear(self) -> None:
         """Drops all blocks that are in host memory, from lower tiers, too."""

@@ -142,6 +142,20 @@ def test_a_prefix_ends_where_nothing_is_stored(store: Store) -> None:
     assert store.contains(keys) == ["host", "", "host"]
 
 
+def test_what_is_pinned_is_read_in_place_and_stays(store: Store) -> None:
+    first, second, *others = keys_of(1), keys_of(2), *(keys_of(n) for n in range(3, 9))
+    store.put_batch([*first, *second], [block_of(1), block_of(2)])
+    with store.pin([*first, *keys_of(99)]) as [memory, absent]:
+        for key in others:
+            store.put_batch(key, [block_of(7)])
+        assert absent is None and memory is not None and memory == block_of(1)
+        assert memory.readonly
+        assert store.contains([*first, *second]) == ["host", ""]
+    for key in others:
+        store.put_batch(key, [block_of(7)])
+    assert store.contains(first) == [""]
+
+
 def test_wrong_sizes_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="9 bytes, and blocks have 10000"):
         store.put_batch(keys_of(1), [bytes(9)])
