@@ -178,10 +178,8 @@ class KvBroker:
                 self._fetch(message)
             case KvRead(number=number, num_blocks=num_blocks):
                 self._was_read(self._pinned.pop(number), num_blocks)
-            case KvDamaged(keys=keys, everything=everything):
-                if everything:
-                    self._store.clear()
-                self._store.remove(keys)
+            case KvDamaged(chains=chains):
+                self._store.remove_chains(chains)
 
     def worker_lost(self) -> None:
         """Gives back what the worker held, whose process has ended; another one may begin."""

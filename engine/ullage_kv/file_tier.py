@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 from ullage_kv.breaker import Breaker
 from ullage_kv.file_io import FULL_ERRORS, Calls, FileTierError, Leftovers, SlotFile
 from ullage_kv.index import SlotIndex
+from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
 from ullage_kv.tier import TierCounter, TierStats, Transfer, done
 
@@ -360,6 +361,10 @@ class FileTier:
                     self._saving[key] = True
         if listed := [key for key in keys if volume.file.has_entry(key)]:
             self._saves.put([partial(self._clear, volume, listed)], must=True)
+
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        keys = [*self._volume.index.readable_keys(), *list(self._saving)]
+        self.remove([key for key in keys if chains is None or key[:CHAIN_BYTES] in chains])
 
     def stats(self) -> TierStats:
         volume = self._volume

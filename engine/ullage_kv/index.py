@@ -16,10 +16,11 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import Status
 
 _NUM_SHARDS = 16
@@ -60,6 +61,8 @@ class _Entry:
     num_children: int = 0
     last_used: int = 0
     """Tick of the last use; ticks only grow."""
+    is_removed: bool = False
+    """Whether it is to be found by nobody when it is written."""
     num_uses: int = 0
     """Number of times that it was stored or read."""
 
@@ -155,20 +158,34 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drops a block, so that nobody finds it any more; False: it is not here.
+        """Drops a block, so that nobody finds it any more; False: it was not readable.
 
-        Its slot is free when all that have pinned it are done.
+        Its slot is free when all that have pinned it are done. What is being written under the key
+        is not found by anybody either.
         """
         shard = self._shard(key)
         with shard.lock:
-            entry = shard.by_key.get(key)
-            if entry is None or entry.state is not SlotState.READY:
-                return False
-            del shard.by_key[key]
-            shard.evictable.pop(key, None)
-            shard.num_ready -= 1
-            entry.state = SlotState.EVICTING
-            self._free_if_unused(entry)
+            return self._remove(shard, key)
+
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        """Drops all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
+        for shard in self._shards:
+            with shard.lock:
+                for key in list(shard.by_key):
+                    if chains is None or key[:CHAIN_BYTES] in chains:
+                        self._remove(shard, key)
+
+    def _remove(self, shard: _Shard, key: bytes) -> bool:
+        entry = shard.by_key.pop(key, None)
+        if entry is None:
+            return False
+        if entry.state is SlotState.WRITING:
+            entry.is_removed = True
+            return False
+        shard.evictable.pop(key, None)
+        shard.num_ready -= 1
+        entry.state = SlotState.EVICTING
+        self._free_if_unused(entry)
         return True
 
     def lease(
@@ -201,7 +218,8 @@ class SlotIndex:
             assert entry.num_children == children[id(entry)], "children miscounted"
             assert self._generations[entry.ref.slot] == entry.ref.generation, "wrong generation"
             is_listed = entry.shard.by_key.get(entry.key) is entry
-            assert is_listed == (entry.state is not SlotState.EVICTING), "found in a wrong state"
+            is_gone = entry.state is SlotState.EVICTING or entry.is_removed
+            assert is_listed == (not is_gone), "found in a wrong state"
             is_evictable = entry.shard.evictable.get(entry.key) is entry
             assert is_evictable == _is_evictable(entry), "evictable in a wrong state"
             assert entry.state is not SlotState.EVICTING or entry.num_pins, "kept for nobody"
@@ -255,15 +273,17 @@ class SlotIndex:
         with entry.shard.lock:
             if self._entry(ref) is not entry or entry.state is not SlotState.WRITING:
                 return False
+            is_stored = is_stored and not entry.is_removed
             if is_stored:
                 entry.state = SlotState.READY
                 entry.shard.num_ready += 1
                 self._queue_if_evictable(entry)
             else:
-                del entry.shard.by_key[entry.key]
+                if not entry.is_removed:
+                    del entry.shard.by_key[entry.key]
                 entry.state = SlotState.EVICTING
                 self._free_if_unused(entry)
-        return True
+        return is_stored
 
     def _pin(self, key: bytes) -> SlotRef | None:
         shard = self._shard(key)
@@ -447,4 +467,4 @@ class Lease:
                 return False
             self._reserved.discard(ref)
             is_stored = is_stored and not self.is_over
-        return self._index._end_writing(ref, is_stored=is_stored) and is_stored
+        return self._index._end_writing(ref, is_stored=is_stored)

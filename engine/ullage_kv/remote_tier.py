@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,6 +157,9 @@ class RemoteTier:
         self._hints = Hints()
         self._peers: dict[str, Peer] = {}
         self._removed: OrderedDict[bytes, None] = OrderedDict()
+        self._removed_chains = set[bytes]()
+        self._is_distrusted = False
+        """Whether nothing of peers is read any more."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._num_loads = self._num_looks = 0
@@ -225,7 +228,7 @@ class RemoteTier:
 
     def _holders(self, key: bytes) -> list[Peer]:
         """Lists the peers that are said to have a block, those that are left alone excepted."""
-        if key in self._removed:
+        if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
@@ -237,6 +240,16 @@ class RemoteTier:
             self._removed.update(dict.fromkeys(keys))
             while len(self._removed) > MAX_HINTS:
                 self._removed.popitem(last=False)
+
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        """Never reads blocks of these chains again, of which peers may have copies."""
+        with self._lock:
+            self._is_distrusted = self._is_distrusted or chains is None
+            self._removed_chains.update(chains or ())
+
+    def _is_removed(self, key: bytes) -> bool:
+        is_of_chain = self._is_distrusted or key[:CHAIN_BYTES] in self._removed_chains
+        return is_of_chain or key in self._removed
 
     # reading -------------------------------------------------------------------------------------
 
@@ -308,7 +321,7 @@ class RemoteTier:
         if not self._copies or not any(self._usable()):
             return [False] * len(keys)
         return [
-            key not in self._queued and key not in self._removed and not self._holders(key)
+            key not in self._queued and not self._is_removed(key) and not self._holders(key)
             for key in keys
         ]
 

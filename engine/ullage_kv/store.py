@@ -8,7 +8,7 @@ that only a lower tier has are fetched back to host memory before they are read.
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -195,9 +195,14 @@ class Store:
         finally:
             lease.close()
 
-    def clear(self) -> None:
-        """Drops all blocks that are in host memory, from lower tiers, too."""
-        self.remove(self.index.readable_keys())
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        """Drops all blocks of chains from all tiers, by the first `CHAIN_BYTES` of their keys.
+
+        None: everything. What is being written is found by nobody either.
+        """
+        self.index.remove_chains(chains)
+        for tier in self._tiers:
+            tier.remove_chains(chains)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Counts as a use of a chain; what is used a second time is copied down."""
@@ -262,10 +267,10 @@ class Store:
 
         def finish(results: "Future[list[Result]]") -> None:
             for (key, ref, future), result in zip(loading, results.result(), strict=True):
-                if result.status is Status.HIT:
-                    self._own.commit(ref)
-                else:
+                if result.status is not Status.HIT:
                     self._own.abort(ref)
+                elif self._own.commit(ref) is not Status.STORED:
+                    result = MISS  # removed meanwhile
                 with self._lock:
                     self._fetching.pop(key, None)
                 future.set_result(result)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
@@ -61,6 +61,9 @@ class LowerTier(Protocol):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Drops blocks that must not be read again."""
+
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        """Drops all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
 
     def stats(self) -> "TierStats": ...
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -55,15 +55,16 @@ class DictTier:
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         future = Future[list[Result]]()
         self.num_loads += len(transfers)
+        blocks = {transfer.key: self.blocks[transfer.key] for transfer in transfers}
 
         def work() -> None:
             self.go.wait(60)
             results = []
             for key, memory, _ in transfers:
-                if self.blocks[key] == b"":
+                if blocks[key] == b"":
                     results.append(Result(Status.CORRUPT, self.name))
                     continue
-                memory[:] = self.blocks[key]
+                memory[:] = blocks[key]
                 results.append(Result(Status.HIT, self.name, len(memory)))
             self.counter.loaded(results)
             future.set_result(results)
@@ -82,6 +83,9 @@ class DictTier:
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.blocks.pop(key, None)
+
+    def remove_chains(self, chains: Collection[bytes] | None) -> None:
+        self.remove([key for key in self.blocks if chains is None or key[:2] in chains])
 
     def stats(self) -> TierStats:
         return self.counter.stats(self.name, "a dictionary", num_blocks=len(self.blocks))
@@ -231,6 +235,26 @@ def test_removed_from_all_tiers(store: Store, tier: DictTier) -> None:
     store.put_batch([Block(key, None, True)], [block_of(1)])
     store.remove([key])
     assert store.contains([key]) == [""] and not tier.blocks
+
+
+def test_whole_chains_are_removed_with_what_is_being_written(store: Store, tier: DictTier) -> None:
+    damaged, sound = keys_of(1, 2, 3), keys_of(4)
+    store.put_batch([Block(damaged[0], None, True), Block(sound[0], None, True)], [block_of(1)] * 2)
+    tier.blocks[damaged[2]] = bytes(block_of(3))
+    lease = store.index.lease()
+    ref = store.offer(lease, Block(damaged[1], damaged[0]))
+    assert ref is not None
+    tier.go.clear()
+    [fetched] = store.fetch(damaged[2:])
+    store.remove_chains([damaged[0][:2]])
+    tier.go.set()
+    assert fetched.result(60).status is Status.MISS
+    assert store.committed(lease, ref, Block(damaged[1])).status is Status.STALE
+    assert store.contains([*damaged, *sound]) == ["", "", "", "host"]
+    assert set(tier.blocks) == set(sound)
+    store.remove_chains(None)
+    assert store.contains(sound) == [""] and not tier.blocks
+    lease.close()
 
 
 def test_another_process_reads_and_writes_the_same_slots(arena: Arena) -> None:

@@ -286,9 +286,13 @@ class PrefixCache:
         """Returns the key of a cached block; see `RadixTree.content_key`."""
         return self._tree.content_key(block, is_window=is_window)
 
-    def branch_keys(self, path: list[int]) -> list[bytes]:
-        """Takes the keys from all blocks that begin with the first one of a path; returns them."""
-        return self._tree.branch_keys(path[0]) if path and path[0] in self._tree else []
+    def take_keys(self, path: list[int] | None) -> None:
+        """Takes the keys from all blocks that begin with the first one of a path; None: from all
+        blocks."""
+        if path is None:
+            self._tree.take_keys(None)
+        elif path and path[0] in self._tree:
+            self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
         """Returns the window block beside a cached one; None where there is none."""

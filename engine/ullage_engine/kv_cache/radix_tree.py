@@ -114,15 +114,12 @@ class RadixTree:
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
-    def branch_keys(self, block: int) -> list[bytes]:
-        """Takes the keys from all blocks that begin with a text's first block; returns them."""
-        branch, keys = [self._by_block[block]], []
+    def take_keys(self, block: int | None) -> None:
+        """Takes the keys from all blocks that begin with a text's first block; None: from all."""
+        branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
-            if node.content_key is not None:
-                keys.append(node.content_key)
             node.content_key = None
-        return keys
 
     def match(self, token_ids: list[int], salt: str = "") -> list[int]:
         """Finds the longest run of blocks that store a beginning of `token_ids` under a salt.

@@ -444,9 +444,8 @@ class KvRead(Message, frozen=True, kw_only=True):
 class KvDamaged(Message, frozen=True, kw_only=True):
     """Blocks whose bytes may be wrong; none of them is read again."""
 
-    keys: list[bytes]
-    everything: bool = False
-    """Whether that holds for all blocks."""
+    chains: list[bytes] | None
+    """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each; None: all blocks."""
 
 
 ToWorker = Submit | Cancel | Fault | KvGranted | KvFound | Shutdown

@@ -236,17 +236,19 @@ class Scheduler:
         cancelled = self._in_flight[0].cancelled if self._in_flight else []
         for each in cancelled:
             if each.request_id == request_id:
-                self._evict_branch(self._cache.match(each.token_ids, each.request.cache_salt))
+                self._evict_branch(each, [])
                 return
         sequence = self._sequences.get(request_id)
         if sequence:
             path = sequence.block_ids[: sequence.num_cached_blocks]
             self._remove(sequence)
-            self._evict_branch(path)
+            self._evict_branch(sequence, path)
 
-    def _evict_branch(self, path: list[int]) -> None:
+    def _evict_branch(self, sequence: Sequence, path: list[int]) -> None:
+        # What it has loaded and not committed may be cached for others already.
+        path = path or self._cache.match(sequence.token_ids, sequence.request.cache_salt)
         if self.tiers:
-            self.tiers.discard(path)
+            self.tiers.discard(sequence, path)
         self._cache.evict_branch(path)
 
     def fail_newest(self) -> str | None:
@@ -284,7 +286,7 @@ class Scheduler:
     def evict_all(self) -> None:
         """Evicts all KV that no sequence holds, from tiers outside the device, too."""
         if self.tiers:
-            self.tiers.discard([], everything=True)
+            self.tiers.discard(None, [])
         self._cache.evict_all()
 
     # a step --------------------------------------------------------------------------------------

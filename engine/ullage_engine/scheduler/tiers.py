@@ -31,7 +31,7 @@ from ullage_engine.protocol.messages import (
 from ullage_engine.protocol.step_plan import Chunk, Moves
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.sequence import Sequence, Transfers
-from ullage_kv.keys import extend_keys, part_key
+from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _ANSWER_S = 30.0
 """Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
@@ -129,11 +129,25 @@ class TierTransfers:
         self._num_offered -= len(offered)
         self._granted += [(slot, offered[slot.key]) for slot in slots]
 
-    def discard(self, path: list[int], *, everything: bool = False) -> None:
-        """Withdraws what is stored of all texts that begin with a path's first block, or of all."""
-        keys = self._cache.branch_keys(path)
-        keys += [part_key(key, WINDOW_PART) for key in keys if self._cache.is_windowed]
-        self._outgoing.append(KvDamaged(keys=keys, everything=everything))
+    def discard(self, sequence: Sequence | None, path: list[int]) -> None:
+        """Withdraws all that is stored of texts that begin with a sequence's first block, whose
+        cached blocks are a path; None: of all texts."""
+        self._cache.take_keys(None if sequence is None else path)
+        chains = None
+        if sequence is not None:
+            if len(sequence.token_ids) < self._cache.block_tokens:
+                return
+            chains = [self._keys(sequence, 1)[0][:CHAIN_BYTES]]
+        withdrawn = {
+            block.key
+            for block in self._new_blocks
+            if chains is None or block.key[:CHAIN_BYTES] in chains
+        }
+        self._new_blocks = [each for each in self._new_blocks if each.key not in withdrawn]
+        for key in withdrawn:
+            del self._new_offers[key]
+        self._num_offered -= len(withdrawn)
+        self._outgoing.append(KvDamaged(chains=chains))
 
     # from all tiers ------------------------------------------------------------------------------
 

@@ -227,6 +227,66 @@ def test_damaged_kv_is_withdrawn_from_all_tiers(new_rig: Callable[..., Any]) -> 
     assert not len(rig.store.index), "what continues damaged KV is stored by nobody"
 
 
+def lose_step(rig: Any, name: str, prompt: list[int]) -> None:
+    """Computes one step of a request, whose result is no number."""
+    rig.submit(rig.request(name, prompt, 4))
+    while True:
+        rig.exchange()
+        plan = rig.scheduler.schedule()
+        rig.begin(plan)
+        if plan.chunks:
+            break
+        rig.end()
+    rig.scheduler.discard(name)
+    rig.computed[0] = []
+    rig.end()
+    settle(rig)
+
+
+def test_kv_that_was_loaded_and_is_damaged_is_not_loaded_again(
+    new_rig: Callable[..., Any],
+) -> None:
+    rig = new_rig()
+    answer(rig, "first", TEXT)
+    settle(rig)
+    forget(rig)
+    lose_step(rig, "again", [*TEXT, 7])
+    assert not len(rig.store.index)
+
+
+def test_longer_texts_that_only_tiers_have_are_withdrawn_with_it(
+    new_rig: Callable[..., Any],
+) -> None:
+    rig = new_rig()
+    answer(rig, "long", [*TEXT, *range(2000, 2050)])
+    settle(rig)
+    forget(rig)
+    answer(rig, "first", TEXT)
+    lose_step(rig, "again", [*TEXT, 7])
+    assert not len(rig.store.index)
+
+
+def test_what_is_copied_while_it_is_withdrawn_is_stored_by_nobody(
+    new_rig: Callable[..., Any],
+) -> None:
+    rig = new_rig(prompt_tokens=32)
+    rig.submit(rig.request("r", TEXT, 4))
+    for _ in range(2):
+        rig.exchange()
+        rig.begin(rig.scheduler.schedule())
+        rig.end()
+    rig.exchange()  # granted
+    rig.begin(rig.scheduler.schedule())  # copied
+    rig.scheduler.discard("r")
+    rig.computed[0] = []
+    rig.end()
+    settle(rig)
+    assert not len(rig.store.index)
+    rig.scheduler.evict_all()
+    settle(rig)
+    answer(rig, "again", TEXT)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
 @pytest.mark.parametrize("seed", range(3))
 def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: int) -> None:
