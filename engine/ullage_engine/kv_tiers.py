@@ -6,12 +6,15 @@ only lower tiers have of its beginning is fetched to shared memory while the req
 """
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +39,7 @@ from ullage_kv import (
     Arena,
     Block,
     FileTier,
+    FileTierError,
     LowerTier,
     Result,
     Status,
@@ -53,6 +57,8 @@ log = logging.getLogger("ullage.engine.kv")
 
 _OPEN_S = 10.0
 """Seconds in which a folder must answer when it is opened."""
+_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Errors of a file system that is not what it was, rather than of a wrong path."""
 _MAX_ARRIVALS = 8192
 """Requests whose tiers are remembered until they start."""
 
@@ -294,13 +300,16 @@ class KvTiers:
         section: TiersSection,
         on_hits: Callable[[str, list[TierHits]], None],
         material: Callable[[], Material | None] = lambda: None,
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         """
         Args:
             on_hits: gets a request's id and what it began with.
+            deadline_s: seconds that a request waits for lower tiers, at most.
             material: returns the newest certificate to show to peers; None: they speak plaintext.
         """
         self._section = section
+        self._deadline_s = min(deadline_s, DEADLINE_S)
         self._material = material
         self.service = KVStoreService(self._served) if section.remote else None
         """What peers read from and write to; None: there are none."""
@@ -365,6 +374,7 @@ class KvTiers:
             post,
             self._on_hits,
             loop.call_soon_threadsafe,
+            self._deadline_s,
         )
 
     def worker_lost(self) -> None:
@@ -413,20 +423,34 @@ class KvTiers:
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
-        """Opens the files; a folder that does not answer is done without."""
+        """Opens the files. A folder that does not answer, or that is full or broken, is done
+        without, as it would be later on.
+
+        Raises:
+            FileTierError: the folder is not one that this engine may use.
+        """
         section = self._section.file
         if section is None:
             return None
-        opening = asyncio.to_thread(FileTier, section.path, space, block_bytes, section.size)
+        opening = _in_daemon(
+            lambda: FileTier(section.path, space, block_bytes, section.size),
+            lambda tier: tier.close(),
+        )
         try:
             async with asyncio.timeout(_OPEN_S):
-                return await opening
+                return await asyncio.wrap_future(opening)
         except TimeoutError:
-            log.error(
-                "memory.tiers.file.path: %s does not answer within %g s; KV is kept in no files",
-                section.path,
-                _OPEN_S,
-            )
+            problem = f"it does not answer within {_OPEN_S:g} s"
+        except FileTierError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _BROKEN:
+                raise
+            problem = os.strerror(cause.errno or 0)
+        log.error(
+            "memory.tiers.file.path: %s: %s; KV is kept in no files until the next start",
+            section.path,
+            problem,
+        )
         return None
 
     def close(self) -> None:
@@ -437,6 +461,31 @@ class KvTiers:
             store.close()
         if self._arena is not None:
             self._arena.close()
+
+
+def _in_daemon(
+    open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
+) -> "Future[FileTier]":
+    """Runs a function in a thread that the process need not wait for, as a mount may hang for ever.
+
+    `on_late` gets the result of what was cancelled meanwhile.
+    """
+    result = Future[FileTier]()
+
+    def work() -> None:
+        try:
+            tier = open_tier()
+        except Exception as error:
+            with contextlib.suppress(InvalidStateError):
+                result.set_exception(error)
+            return
+        try:
+            result.set_result(tier)
+        except InvalidStateError:
+            on_late(tier)
+
+    threading.Thread(target=work, name="open-file-tier", daemon=True).start()
+    return result
 
 
 def _when_done(futures: "list[Future[Result]]", then: Callable[[], object]) -> None:

@@ -6,9 +6,9 @@ while the owner lives.
 """
 
 import contextlib
+import errno
 import mmap
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,14 +60,19 @@ class Arena:
                 f"{_mib(num_bytes)} of host memory are more than the {_mib(available)} that this "
                 "container may still take; raise its memory limit or set less"
             )
-        fd = os.memfd_create("ullage-kv")
+        fd = -1
         try:
+            fd = os.memfd_create("ullage-kv")
             os.ftruncate(fd, num_bytes)
             arena = cls(fd, num_bytes)
+            arena.make_resident(progress)
         except (OSError, ValueError) as error:
-            os.close(fd)
-            raise ArenaError(f"{_mib(num_bytes)} of host memory: {error}") from error
-        arena.make_resident(progress)
+            if fd >= 0:
+                os.close(fd)
+            raise ArenaError(
+                f"{_mib(num_bytes)} of host memory cannot be had: {error}; allow memfd_create and "
+                "that much memory, or set 0"
+            ) from error
         return arena
 
     @classmethod
@@ -118,15 +123,22 @@ class Arena:
     def make_resident(
         self, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Touches every page, so that none is missing later; keeps what they hold."""
-        if platform.system() == "Linux":
+        """Touches every page, so that none is missing later; keeps what they hold.
+
+        Raises:
+            OSError: the kernel has no more memory for it.
+        """
+        with contextlib.suppress(OSError):  # a kernel without them
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, self.num_bytes, _STEP_BYTES):
             progress(start, self.num_bytes)
             size = min(_STEP_BYTES, self.num_bytes - start)
             try:
                 self._mapping.madvise(_POPULATE_WRITE, start, size)
-            except OSError:  # an older kernel
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Linux before 5.14: what is read is there as well.
                 bytes(self.memory[start : start + size : PAGE_BYTES])
         progress(self.num_bytes, self.num_bytes)
 

@@ -24,6 +24,11 @@ MIN_EXPONENT, MAX_EXPONENT = -15, 7
 """Exponents of scales: every stored number and every scale is one of float16, too."""
 
 
+LAYOUT_VERSION = 1
+"""Version of how a block's numbers lie in a slot, and of what they are: a change of either makes KV
+that others have stored unknown."""
+
+
 class _Bits(NamedTuple):
     """The places of E4M3's bits in a number of another type."""
 
@@ -219,7 +224,7 @@ class HostPool:
         ).zero_()
         self._shared = self._slots[:0]
         if shared is not None:
-            self._shared = shared.view(pool.blocks.dtype).view(-1, rows, width)
+            self._shared = shared.view(pool.blocks.dtype).view(len(shared), rows, width)
         self._staging = pool.blocks.new_zeros((rows, width)) if is_remote else None
         self._prefetched = pool.blocks.new_zeros((rows, width)) if is_remote else None
         self._stream = _side_stream(pool.blocks.device)

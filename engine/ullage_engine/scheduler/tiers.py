@@ -33,7 +33,7 @@ from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.sequence import Sequence, Transfers
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
-_ANSWER_S = 30.0
+_ANSWER_S = 15.0
 """Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
 do: this is for faults of their own."""
 _MAX_OFFERED = 4096

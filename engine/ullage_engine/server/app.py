@@ -129,16 +129,20 @@ class EngineApp:
                 following.cancel()
                 await self._health.set_ready(False)
                 await self._supervisor.stop()
-                await self._end(supervising)
-                if kv is not None:
-                    await asyncio.to_thread(kv.close)
+                try:
+                    await self._end(supervising)
+                finally:
+                    if kv is not None:
+                        await asyncio.to_thread(kv.close)
 
     def _make_tiers(self) -> KvTiers | None:
         """Makes what keeps KV outside the device; None: nothing is to be kept."""
         memory = self._config.memory
         if not memory.tiers.host.size or not memory.prefix_cache:
             return None
-        kv = KvTiers(memory.tiers, self._note_hits, self._own_certificate)
+        # A worker that waits for tiers does no step, and must not be taken for one that hangs.
+        wait_s = self._config.limits.step_deadline / 4
+        kv = KvTiers(memory.tiers, self._note_hits, self._own_certificate, wait_s)
         self._metrics.watch_tiers(kv.stats)
         if kv.service is not None:
             self._metrics.watch_peers(kv.service.stats)

@@ -17,7 +17,7 @@ import torch
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
-from ullage_engine.kernels.kv_pool import kv_block_bytes
+from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -413,6 +413,7 @@ class RankStartup:
         layout, limits = self.layout, self.step_limits
         return namespace(
             {
+                "layout": LAYOUT_VERSION,
                 "weights": self._loaded.content if self._loaded else "",
                 "dtype": dtype_name(self.dtype),
                 "kv_itemsize": self.kv_itemsize,

@@ -1,0 +1,103 @@
+"""Tiers of KV as the server opens them: what keeps a start, and what does not."""
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from ullage_common.config.engine import FileTierSection, HostTierSection, TiersSection
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine import kv_tiers
+from ullage_engine.kv_tiers import KvTiers
+from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_kv import FileTier, FileTierError
+
+SPACE = bytes(32)
+STATE = WorkerState(
+    kv_pool_bytes=0,
+    kv_free_bytes=0,
+    kv_reclaimable_bytes=0,
+    kv_committed_bytes=0,
+    num_running=0,
+    num_waiting=0,
+    num_steps=0,
+    expected_output_tokens=1,
+    prefill_backlog_tokens=0,
+    num_preemptions=0,
+    total_bytes=1,
+    threshold=1.0,
+    decode_tokens_per_second=0.0,
+    prefill_tokens_per_second=0.0,
+    num_oom_events=0,
+    releases=[],
+    ledger=[],
+    rss_bytes=0,
+)
+
+
+def make_ready() -> Ready:
+    profile = MemoryProfile(block_tokens=16, groups=(CacheGroup(1024),))
+    return Ready(
+        profile=profile,
+        max_model_len=64,
+        vocab_size=9,
+        dtype="float32",
+        kv_space=SPACE,
+        state=STATE,
+    )
+
+
+async def tiers_of(folder: Path) -> list[str]:
+    """The tiers that a worker gets whose engine keeps files in a folder."""
+    file = FileTierSection(path=str(folder), size=8 << 20)
+    kv = KvTiers(TiersSection(host=HostTierSection(size=1 << 20), file=file), lambda *_: None)
+    kv.open()
+    try:
+        await kv.worker_ready(make_ready(), lambda _: None)
+        return [tier.name for tier in kv.stats()]
+    finally:
+        kv.close()
+
+
+def test_files_are_below_host_memory(tmp_path: Path) -> None:
+    assert asyncio.run(tiers_of(tmp_path / "kv")) == ["host", "file"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_is_full_or_broken_keeps_no_engine_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*arguments: object) -> FileTier:
+        raise FileTierError("cannot be used") from OSError(number, "broken")
+
+    monkeypatch.setattr(kv_tiers, "FileTier", fail)
+    assert asyncio.run(tiers_of(tmp_path)) == ["host"]
+
+
+def test_a_path_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(FileTierError, match="kv"):
+        asyncio.run(tiers_of(tmp_path / "kv"))
+
+
+def test_a_mount_that_hangs_is_done_without_and_closed_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, closed = threading.Event(), threading.Event()
+
+    class Late(FileTier):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def open_late(*arguments: object) -> FileTier:
+        assert answers.wait(60)
+        return Late(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kv_tiers, "FileTier", open_late)
+    monkeypatch.setattr(kv_tiers, "_OPEN_S", 0.01)
+    assert asyncio.run(tiers_of(tmp_path)) == ["host"], "and nothing waits for its thread"
+    answers.set()
+    assert closed.wait(60)
