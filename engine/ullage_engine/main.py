@@ -131,10 +131,18 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         return WorkerLaunch(
             command=_command(module, config_path),
             environment=launch_env(config, environment),
-            uses_tiers=name == "native",
+            uses_tiers=name == "native" or _vllm_uses_tiers(config),
         )
 
     return launch
+
+
+def _vllm_uses_tiers(config: EngineConfig) -> bool:
+    """Whether ranks of vLLM reach the memory of the host tier, each for its part of every block."""
+    is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
+    if not is_reached and config.memory.tiers.host.size:
+        log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
+    return is_reached
 
 
 def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:

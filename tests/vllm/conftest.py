@@ -132,14 +132,16 @@ def start_here(weights_dir: Path) -> Iterator[StartHere]:
 
     running: list[Any] = []
 
-    def start_one(source: str | Path, *, is_restart: bool = False, **sections: Any) -> Any:
+    def start_one(
+        source: str | Path, *, host_tier: Any = None, is_restart: bool = False, **sections: Any
+    ) -> Any:
         stop_running(running)
         uri = f"file://{source}" if isinstance(source, Path) else source
         config = vllm_config(uri, **sections)
         config["server"]["weights_dir"] = str(weights_dir)
         with foreign_warnings_allowed():
             checked = msgspec.convert(config, EngineConfig)
-            running.append(start(checked, lambda _: None, is_restart=is_restart))
+            running.append(start(checked, lambda _: None, host_tier, is_restart=is_restart))
         return running[-1]
 
     # A start sets what vLLM reads; workers of later tests are to find what this process was given.

@@ -20,7 +20,8 @@ from ullage_testing.small_models import (
     load_smollm2_reference,
     smollm2_path,
 )
-from vllm.config import ModelConfig
+from vllm.config import KVTransferConfig, ModelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
@@ -30,7 +31,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -63,7 +64,9 @@ from ullage_engine.server.grammar import grammar_text
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.bindings import core as vllm_core
+from ullage_engine.vllm_worker.bindings.connector import TierConnector, transfer_config
 from ullage_engine.vllm_worker.bindings.requests import sampling_arguments
+from ullage_engine.worker.device import HostTier
 
 Start = Callable[..., Any]
 
@@ -100,6 +103,9 @@ CALLS = [
     calls(Executor.initialize_from_config, THIS, [THIS]),
     calls(Executor.collective_rpc, THIS, "ullage_load_adapter", args=(THIS,)),
     calls(KVCacheManager.get_computed_blocks, THIS, THIS),
+    calls(KVCacheManager.get_blocks, THIS, "id"),
+    calls(KVCacheBlocks.get_block_ids, THIS),
+    calls(KVTransferConfig, **vars(transfer_config(HostTier("/proc/1/fd/3", 1)))),
     calls(BlockPool.touch, THIS, [THIS]),
     calls(BlockPool.free_blocks, THIS, [THIS]),
     calls(BlockPool.get_num_free_blocks, THIS),
@@ -213,6 +219,9 @@ ATTRIBUTES = {
     "config.model_config.original_max_model_len": int,
     "config.model_config.max_model_len": int,
     "config.model_config.runner_type": str,
+    "config.cache_config.block_size": int,
+    "config.cache_config.kv_cache_layout": str,
+    "config.compilation_config.static_forward_context": dict,
     "config.scheduler_config.enable_chunked_prefill": bool,
     "config.scheduler_config.max_num_batched_tokens": int,
     "config.parallel_config.tensor_parallel_size": int,
@@ -310,6 +319,15 @@ def test_a_grammar_has_the_methods_that_are_made_for_it() -> None:
         if getattr(method, "__isabstractmethod__", False)
     }
     assert methods == GRAMMARS, changed("StructuredOutputGrammar")
+
+
+def test_a_connector_has_the_methods_that_vllm_calls() -> None:
+    own = {name: each for name, each in vars(TierConnector).items() if inspect.isfunction(each)}
+    for name in own.keys() - {"use", "_cached_blocks", "save_kv_layer"}:
+        theirs = vars(KVConnectorBase_V1).get(name) or vars(SupportsHMA).get(name)
+        assert theirs is not None, changed(f"{name} of a connector")
+        parameters = inspect.signature(own[name]).parameters.keys()
+        assert parameters == inspect.signature(theirs).parameters.keys(), changed(name)
 
 
 def test_the_runner_for_gpus_is_told_apart() -> None:

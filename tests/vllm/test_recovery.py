@@ -263,3 +263,32 @@ def test_eight_streams_go_on_the_same(
         f"a new worker after {started_at - struck_at:.1f} s, "
         f"a new token after {resumed_at - struck_at:.1f} s"
     )
+
+
+@pytest.mark.parametrize("engine", [False], ids=["killed"], indirect=True)
+def test_what_was_computed_is_not_computed_again_after_a_kill(engine: Engine) -> None:
+    prompt = [(11 * each * each + 5) % 40_000 + 100 for each in range(2 * 128 + 9)]
+    request = ask(temperature=0.0)
+    request.token_ids.ids[:] = prompt
+    request.session_id = "s"
+    engine.wait_serving()
+    tokens, _ = answer_of(engine, request)
+    before = engine.worker
+    engine.signal(signal.SIGKILL)
+    wait_until(lambda: engine.worker not in (0, before))
+    engine.wait_serving()
+    tokens_again, usage = answer_of(engine, request)
+    assert tokens_again == tokens
+    assert [(each.tier, each.tokens) for each in usage.cached_by_tier] == [("host", 2 * 128)]
+    assert usage.cached_tokens == 2 * 128
+
+
+def answer_of(engine: Engine, request: pb.GenerateRequest) -> tuple[list[int], pb.Usage]:
+    tokens: list[int] = []
+    with grpc.insecure_channel(engine.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for response in stub.Generate(request, timeout=PATIENCE_S):
+            tokens += response.delta.token_ids
+            if response.HasField("finished"):
+                return tokens, response.finished.usage
+    raise AssertionError("the stream has no end")

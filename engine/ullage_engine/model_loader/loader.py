@@ -155,7 +155,12 @@ def content_key(
 ) -> str:
     """Hashes what determines the prepared form of exactly these source files."""
     rounding = calibration.name if calibration else "nearest"
-    digest = hashlib.sha256(f"{LAYOUT_VERSION} {form.name} {rounding}\n".encode())
+    return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}")
+
+
+def source_key(files: ModelFiles, use: str) -> str:
+    """Hashes which source files these are exactly, and what is made of them."""
+    digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())

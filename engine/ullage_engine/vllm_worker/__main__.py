@@ -67,8 +67,10 @@ def _start(
     # vLLM takes seconds to import, and the server is to know that this process lives.
     report(Loading(stage="imports", done_bytes=0, total_bytes=1))
     from ullage_engine.vllm_worker.startup import start
+    from ullage_engine.worker.device import HostTier
 
-    return start(config, report, is_restart=options.restarted)
+    host_tier = HostTier(options.kv_arena, options.kv_bytes) if options.kv_arena else None
+    return start(config, report, host_tier, is_restart=options.restarted)
 
 
 if __name__ == "__main__":

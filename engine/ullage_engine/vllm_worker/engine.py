@@ -33,6 +33,7 @@ from ullage_engine.vllm_worker.adapters import Adapters
 from ullage_engine.vllm_worker.interface import AdapterError, Core, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, rank_of
+from ullage_engine.vllm_worker.tiers import TierTransfers
 
 _MARGIN_TOKENS = 2
 """Tokens before the end of what it is charged for at which a sequence is charged for more."""
@@ -47,8 +48,6 @@ class OutOfMemoryFault(Exception):
 class VllmEngine:
     """Serves requests with one `Core`."""
 
-    tiers = None
-
     def __init__(
         self,
         core: Core,
@@ -56,8 +55,10 @@ class VllmEngine:
         limits: EngineLimits,
         reservations: Reservations,
         clock: Callable[[], float] = time.perf_counter,
+        tiers: TierTransfers | None = None,
     ) -> None:
         """`clock` in seconds."""
+        self.tiers = tiers
         self.throughput = ThroughputEstimator()
         self.reservations = reservations
         self.adapters = Adapters(core, limits.adapters, limits.adapter_slots)
@@ -85,7 +86,7 @@ class VllmEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_id)
+        return bool(self._by_id) or (self.tiers is not None and self.tiers.has_moves)
 
     @property
     def has_decodes(self) -> bool:
@@ -272,7 +273,7 @@ class VllmEngine:
             if sequence is not None and sequence.has_token:
                 num_decodes += len(output.token_ids)
             elif sequence is not None:
-                done = max(sequence.num_computed, output.num_cached_tokens)
+                done = max(sequence.num_computed, output.num_reused_tokens)
                 num_prompt_tokens += len(sequence.token_ids) - done
                 sequence.num_computed = len(sequence.token_ids)
         for each in self._by_id.values():

@@ -45,12 +45,19 @@ class CoreOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     """Tokens whose KV the prefix cache had when the request was started."""
+    num_loaded_tokens: int = 0
+    """Tokens whose KV came from tiers outside the device, behind those."""
     error: str = ""
     """Why vLLM or its grammar gave the request up; one line for the client."""
     field: str = ""
     """Field of the request that is at fault; empty: the engine is."""
     embedding: bytes = b""
     """Numbers of the prompt's embedding, which ends the request: float32, little-endian."""
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens that were not computed for the request."""
+        return self.num_cached_tokens + self.num_loaded_tokens
 
 
 class Prefix(Protocol):

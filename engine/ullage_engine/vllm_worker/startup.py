@@ -19,6 +19,7 @@ from ullage_common.process.memory import free_bytes
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.pressure import FreeMemoryMonitor
+from ullage_engine.model_loader.loader import source_key
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
@@ -34,8 +35,11 @@ from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.ranks import sweep
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.vllm_worker.tiers import TiersRefusedError
+from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.grammar import GrammarError, vocabulary
 from ullage_engine.worker.loop import Report
+from ullage_kv import namespace
 
 log = logging.getLogger("ullage.engine.vllm")
 
@@ -61,6 +65,8 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    kv_space: bytes = b""
+    """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took.
@@ -95,6 +101,7 @@ class Started:
             dtype=self.core.dtype,
             ranks=self.ranks,
             task=self.core.task,
+            kv_space=self.kv_space,
             state=state,
         )
 
@@ -110,17 +117,25 @@ class Started:
         self.core.close()
 
 
-def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> Started:
+def start(
+    config: EngineConfig,
+    report: Report,
+    host_tier: HostTier | None = None,
+    *,
+    is_restart: bool = False,
+) -> Started:
     """Loads the model, sizes the KV pool and returns an engine that steps.
 
-    `is_restart`: a worker has served this configuration before, so that a broken adapter fails its
-    own requests instead of the start.
+    Args:
+        host_tier: memory for KV outside the device.
+        is_restart: a worker has served this configuration before, so that a broken adapter fails
+            its own requests instead of the start.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
     _prepare(config)
-    memory = _Memory(config)
+    memory = _Memory(config, host_tier)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
@@ -138,16 +153,13 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
         session_idle_s=config.memory.session_idle,
         clock=time.monotonic,
     )
-    limits = EngineLimits(
-        max_model_len=core.max_model_len,
-        max_sequences=config.batching.max_sequences,
-        lookahead_tokens=core.lookahead_tokens,
-        shares_prompts=core.has_prefix_cache,
-        keeps_prompts=config.memory.prefix_cache,
-        adapters=tuple(each.name for each in config.adapters),
-        adapter_slots=memory.adapter_slots,
-    )
-    engine = VllmEngine(core, profile, limits, reservations)
+    limits = _limits(core, config, memory)
+    kv_space = _kv_space(core, config, profile, host_tier) if host_tier else b""
+    tiers = None
+    if kv_space:
+        tiers = core.use_tiers(kv_space, profile.block_tokens, profile.block_bytes)
+        memory.attached()
+    engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
     if not is_restart:
         _check_adapters(engine, limits.adapters, report)
     return Started(
@@ -162,6 +174,19 @@ def start(config: EngineConfig, report: Report, *, is_restart: bool = False) -> 
         max_model_len=max_model_len,
         name=config.model.name,
         ranks=core.ranks,
+        kv_space=kv_space,
+    )
+
+
+def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: "_Memory") -> EngineLimits:
+    return EngineLimits(
+        max_model_len=core.max_model_len,
+        max_sequences=config.batching.max_sequences,
+        lookahead_tokens=core.lookahead_tokens,
+        shares_prompts=core.has_prefix_cache,
+        keeps_prompts=config.memory.prefix_cache,
+        adapters=tuple(each.name for each in config.adapters),
+        adapter_slots=memory.adapter_slots,
     )
 
 
@@ -214,7 +239,7 @@ def _load(
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     vllm_config = vllm_core.make_config(
-        arguments.engine_args(config, folder, dtype, share, node, slots)
+        arguments.engine_args(config, folder, dtype, share, node, slots), memory.host_tier
     )
     max_model_len = vllm_config.model_config.max_model_len
     progress.begin("weights", _weight_bytes(folder))
@@ -283,11 +308,45 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
     )
 
 
+def _kv_space(
+    core: vllm_core.VllmCore, config: EngineConfig, profile: MemoryProfile, host_tier: HostTier
+) -> bytes:
+    """Returns the namespace of the KV that is kept outside the device: all that the bytes of a
+    block depend on beside its tokens. Empty: none is kept."""
+    try:
+        block_bytes, facts = core.tier_format()
+    except TiersRefusedError as error:
+        log.info("memory.tiers: the model's KV stays on its device: %s", error)
+        return b""
+    if block_bytes > profile.block_bytes or host_tier.num_bytes < profile.block_bytes:
+        return b""
+    model = config.model
+    return namespace(
+        {
+            "weights": source_key(resolve_source(model.source), f"vllm {model.quantization}"),
+            "dtype": core.dtype,
+            "kv_dtype": model.kv_dtype,
+            "max_model_len": model.max_model_len,
+            "vllm": vllm_core.VERSION,
+            # They may say how positions are computed, and much else.
+            "args": config.vllm.args,
+            "block_tokens": profile.block_tokens,
+            "block_bytes": block_bytes,
+            "tensor": config.parallelism.tensor,
+            "device": "cpu" if vllm_core.is_cpu() else "cuda",
+            "format": facts,
+        }
+    )
+
+
 class _Memory:
     """The ledger of a start, on CPUs and GPUs."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, host_tier: HostTier | None = None) -> None:
         self._config = config
+        self.host_tier = host_tier
+        self._shared_bytes = 0
+        """Resident bytes of this node's ranks that belong to the host tier."""
         self._num_ranks = config.gpus
         self._num_nodes = config.group.nodes
         self._num_here = config.num_local_ranks
@@ -298,7 +357,7 @@ class _Memory:
             cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
             binding = arguments.core_binding(cores, self._num_here)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
-            total = vllm_core.cpu_budget(config)
+            total = vllm_core.cpu_budget(config, host_tier.num_bytes if host_tier else 0)
         else:
             total = vllm_core.device_bytes(self._num_here)[1] * self._num_nodes
         self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
@@ -385,6 +444,12 @@ class _Memory:
             )
         self.ledger.record("kv_pool", core.pool_bytes)
 
+    def attached(self) -> None:
+        """Enters the host tier, which all ranks have attached."""
+        assert self.host_tier is not None
+        self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
+        self._shared_bytes = self.host_tier.num_bytes * self._num_here
+
     def _record_model(self, used: int, adapter_bytes: int) -> None:
         self.ledger.record("model", max(0, used - adapter_bytes))
         if self._config.adapters:
@@ -410,7 +475,7 @@ class _Memory:
                     used += int(child.memory_info().rss)
                 except psutil.NoSuchProcess:
                     continue
-        return used
+        return used - self._shared_bytes
 
     def free_bytes(self) -> int:
         """Bytes of the first device that are free; on a CPU, those the container may take."""

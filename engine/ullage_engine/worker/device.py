@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -15,6 +16,13 @@ from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.protocol.errors import WorkerStartError
 
 log = logging.getLogger("ullage.engine.worker")
+
+
+class HostTier(NamedTuple):
+    """Memory of the host tier, as a command line says it; see `ullage_kv.Arena.attach`."""
+
+    path: str
+    num_bytes: int
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.worker import loop
-from ullage_engine.worker.rank import HostTier
+from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.startup import RankCommand, Started, start
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -40,6 +39,7 @@ from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
+    HostTier,
     MemoryMeter,
     check_pinned,
     give_back_freed,
@@ -66,13 +66,6 @@ _ANY_CONTEXT = 1 << 40
 
 _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
-
-
-class HostTier(NamedTuple):
-    """Memory of the host tier, as a command line says it; see `ullage_kv.Arena.attach`."""
-
-    path: str
-    num_bytes: int
 
 
 class RankStartup:

@@ -28,11 +28,11 @@ from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.protocol.step_plan import StepPlan
-from ullage_engine.worker.device import with_budget
+from ullage_engine.worker.device import HostTier, with_budget
 from ullage_engine.worker.engine import Runner
 from ullage_engine.worker.histories import ReceivedHistories
 from ullage_engine.worker.loop import die_with_parent
-from ullage_engine.worker.rank import HostTier, RankStartup
+from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
     CANNOT_SERVE,
     START_FAILED,

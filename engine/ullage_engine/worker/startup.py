@@ -24,9 +24,10 @@ from ullage_engine.protocol.messages import RankPlace, Ready, WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
+from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.engine import EngineCore, PipelinedEngine, Runner
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
-from ullage_engine.worker.rank import HostTier, RankStartup
+from ullage_engine.worker.rank import RankStartup
 from ullage_engine.worker.rank_group import (
     Allocate,
     DistributedRunner,

@@ -95,7 +95,7 @@ _NODES = "nodes of the pool"
 _REPLICAS = "replicas of the pool"
 _MAX_KV = "memory.max_kv"
 _RANKS = "parallelism.tensor and parallelism.pipeline"
-_KV_IN_LEDGER = "nothing, since KV elsewhere is in no ledger"
+_KV_TIERS = "memory.tiers"
 OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
     {
         "model": "model.source",
@@ -137,9 +137,9 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "kv_cache_memory_bytes": _MAX_KV,
         "num_gpu_blocks_override": _MAX_KV,
         "watermark": "memory.threshold and memory.safety_reserve",
-        "kv_offloading_size": _KV_IN_LEDGER,
-        "kv_offloading_backend": _KV_IN_LEDGER,
-        "kv_transfer_config": _KV_IN_LEDGER,
+        "kv_offloading_size": _KV_TIERS,
+        "kv_offloading_backend": _KV_TIERS,
+        "kv_transfer_config": _KV_TIERS,
         "enable_prefix_caching": "nothing, since samples of a prompt share it",
         "max_num_seqs": "batching.max_sequences",
         "max_num_active_seqs": "batching.max_sequences",

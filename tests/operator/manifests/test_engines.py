@@ -101,8 +101,8 @@ def test_the_field_to_set_is_called_as_in_the_api(make_plan: MakePlan) -> None:
     ("name", "instead"),
     [
         ("hf_token", "HF_TOKEN in the environment (podTemplate's env, from a Secret)"),
-        ("kv_offloading_size", "nothing, since KV elsewhere is in no ledger"),
-        ("kv_transfer_config", "nothing, since KV elsewhere is in no ledger"),
+        ("kv_offloading_size", "memory.tiers"),
+        ("kv_transfer_config", "memory.tiers"),
         ("max_num_scheduled_tokens", "batching.prefillChunkTokens"),
         ("data_parallel_rank", "replicas of the pool"),
         ("decode_context_parallel_size", "parallelism.tensor and parallelism.pipeline"),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
@@ -37,6 +38,14 @@ from ullage_engine.vllm_worker.bindings.blocks import (
     group_kind,
     pool_block_bytes,
 )
+from ullage_engine.vllm_worker.bindings.connector import (
+    TierConnector,
+    content_of,
+    cut_slots,
+    part_format,
+    refusal,
+    transfer_config,
+)
 from ullage_engine.vllm_worker.bindings.requests import (
     GRAMMAR,
     Grammar,
@@ -48,7 +57,8 @@ from ullage_engine.vllm_worker.bindings.requests import (
 )
 from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.ranks import RESUMED
-from ullage_engine.worker.device import open_ledger
+from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
+from ullage_engine.worker.device import HostTier, open_ledger
 from ullage_engine.worker.grammar import Grammars
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -73,8 +83,14 @@ def check_version() -> None:
         )
 
 
-def make_config(arguments: Mapping[str, Any], *, headless: bool = False) -> VllmConfig:
-    """Makes vLLM's configuration; `headless`: of a node that follows another one.
+def make_config(
+    arguments: Mapping[str, Any], host_tier: HostTier | None = None, *, headless: bool = False
+) -> VllmConfig:
+    """Makes vLLM's configuration.
+
+    Args:
+        host_tier: memory for KV outside the device, which embeddings have none of.
+        headless: whether it is of a node that follows another one.
 
     Raises:
         WorkerStartError: an argument is unknown or wrong.
@@ -88,6 +104,8 @@ def make_config(arguments: Mapping[str, Any], *, headless: bool = False) -> Vllm
         raise WorkerStartError(f"vllm: {_one_line(error)}") from error
     # The pool may hold less than the longest sequence: admission refuses what it does not hold.
     config.model_config.original_max_model_len = -1
+    if host_tier is not None and config.model_config.runner_type != "pooling":
+        config.kv_transfer_config = transfer_config(host_tier)
     return config
 
 
@@ -123,9 +141,10 @@ def resolve_dtype(name: str) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def cpu_budget(config: EngineConfig) -> int:
-    """Returns the bytes of memory that all ranks of a CPU engine may have."""
-    return open_ledger(config, torch.device("cpu")).total_bytes * config.gpus
+def cpu_budget(config: EngineConfig, host_tier: int) -> int:
+    """Returns the bytes of memory that all ranks of a CPU engine may have, beside those of the host
+    tier."""
+    return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
 def device_bytes(num_ranks: int) -> tuple[int, int]:
@@ -233,6 +252,7 @@ class VllmCore:
             for number, (name, path) in enumerate(adapters.items(), 1)
         }
         self.blocks = VllmBlocks(self._scheduler, self._requests)
+        self._tiers: TierTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
@@ -336,6 +356,38 @@ class VllmCore:
             )
         return places
 
+    # tiers ---------------------------------------------------------------------------------------
+
+    def tier_format(self) -> tuple[int, list[str]]:
+        """Returns the bytes of a block that ranks copy, and what they depend on beside the model.
+
+        Raises:
+            TiersRefusedError: blocks stay on the device.
+        """
+        if not isinstance(self._scheduler.connector, TierConnector):
+            raise TiersRefusedError("it makes embeddings")
+        if not self.has_prefix_cache:
+            raise TiersRefusedError("vLLM keeps no prefixes of it")
+        if reason := refusal(self._scheduler.kv_cache_config, self._config):
+            raise TiersRefusedError(reason)
+        executor = self._engine.engine_core.engine_core.model_executor
+        parts = executor.collective_rpc(part_format)
+        if not all(num_bytes for num_bytes, _ in parts):
+            raise TiersRefusedError("the KV of a block does not lie together in its layers")
+        facts = [str(fact) for _, own in parts for fact in own]
+        return sum(num_bytes for num_bytes, _ in parts), facts
+
+    def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> TierTransfers:
+        """Keeps blocks outside the device, too, under keys of the namespace `space`, in slots for
+        so many bytes."""
+        self._engine.engine_core.engine_core.model_executor.collective_rpc(
+            cut_slots, args=(block_bytes,)
+        )
+        pool = self._scheduler.kv_cache_manager.block_pool
+        self._tiers = TierTransfers(space, block_tokens, partial(content_of, pool))
+        self._scheduler.connector.use(self._tiers)
+        return self._tiers
+
     # requests ------------------------------------------------------------------------------------
 
     def is_compiled(self, grammar: str) -> bool:
@@ -379,6 +431,9 @@ class VllmCore:
             added.num_preemptions = 1
             assert added.prefill_stats is not None
             added.prefill_stats.num_cached_tokens = self.blocks.num_cached(added)
+        # The server's keys know no adapters.
+        if self._tiers is not None and not request.adapter:
+            self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
         """Checks what vLLM finds out in a step only, of which its engine is broken.
@@ -396,12 +451,15 @@ class VllmCore:
             raise InvalidRequestError(unmatched(str(error)), "grammar")
 
     def abort(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None:
             self._engine.abort_request([request.request_id], internal=True)
+        self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None and self._tiers is not None:
+            self._tiers.forget(request.request_id)
 
     def set_max_running(self, num_requests: int) -> None:
         self._scheduler.max_num_running_reqs = num_requests
@@ -413,7 +471,9 @@ class VllmCore:
             if request is None:
                 continue
             if isinstance(each, RequestOutput):
-                outputs.append(converted_output(each, request.sampling_params))
+                name = request.request_id
+                num_loaded = self._tiers.num_loaded_tokens(name) if self._tiers else 0
+                outputs.append(converted_output(each, request.sampling_params, num_loaded))
             elif each.finished:
                 outputs.append(converted_embedding(each))
         return self._without_broken(outputs) if self._broken else outputs

@@ -92,8 +92,11 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
     }
 
 
-def converted_output(output: RequestOutput, params: SamplingParams | None) -> CoreOutput:
-    """Converts what a step produced of a request that was not aborted."""
+def converted_output(
+    output: RequestOutput, params: SamplingParams | None, num_loaded: int
+) -> CoreOutput:
+    """Converts what a step produced of a request that was not aborted and has begun with so many
+    tokens from tiers."""
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
     match sample.finish_reason:
@@ -103,12 +106,16 @@ def converted_output(output: RequestOutput, params: SamplingParams | None) -> Co
             finish = sample.finish_reason
         case _:
             finish = "error"
+    num_cached = output.num_cached_tokens or 0
+    if not (params and params.extra_args and RESUMED in params.extra_args):
+        num_cached -= num_loaded  # which vLLM counts, too, but for requests that it has preempted
     return CoreOutput(
         request_id=output.request_id,
         token_ids=list(sample.token_ids),
         finish=finish,
         logprobs=_logprobs(sample, params.logprobs if params else None),
-        num_cached_tokens=output.num_cached_tokens or 0,
+        num_cached_tokens=num_cached,
+        num_loaded_tokens=num_loaded,
     )
 
 

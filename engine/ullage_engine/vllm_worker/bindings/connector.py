@@ -1,0 +1,295 @@
+"""vLLM's KV connector to the tiers of KV outside the device.
+
+vLLM makes one for its scheduler, in the worker's process, and one in the process of each rank. That
+of the scheduler answers by `TierTransfers`, once it is given one; those of ranks copy between the
+blocks of their device and the shared memory of the host tier. In its slots the parts of all tensor
+ranks lie one behind the other.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ullage_engine.vllm_worker.bindings.blocks import group_kind
+from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
+from ullage_engine.worker.device import HostTier, pin_memory
+from ullage_kv import Arena
+
+
+def transfer_config(host_tier: HostTier) -> KVTransferConfig:
+    """Returns what makes vLLM use this connector."""
+    return KVTransferConfig(
+        kv_connector=TierConnector.__name__,
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_connector_extra_config={"host_tier": tuple(host_tier)},
+    )
+
+
+@dataclass
+class _StepCopies(KVConnectorMetadata):  # type: ignore[misc]
+    copies: Copies
+
+
+@dataclass
+class _StepCopied(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    number: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self  # all ranks have copied the same step
+
+
+class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's way to the tiers; without `use` it does nothing."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._tiers: TierTransfers | None = None
+        self._manager: KVCacheManager | None = None
+        self._requests: dict[str, Request] = {}
+        """Those that have not ended, by vLLM's names."""
+        self.part: RankPart | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # What is not kept is computed again.
+        return False
+
+    # of the scheduler ----------------------------------------------------------------------------
+
+    def use(self, tiers: TierTransfers) -> None:
+        """Answers by `tiers` from now on."""
+        self._tiers = tiers
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._manager = kv_cache_manager
+
+    def on_new_request(self, request: Request) -> None:
+        if self._tiers is not None:
+            self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._tiers is None or self._manager is None:
+            return 0, False
+        size = self._vllm_config.cache_config.block_size
+        num_blocks = self._tiers.num_matched(
+            request.request_id, request.all_token_ids, num_computed_tokens // size
+        )
+        # Copied in by the step that starts the request.
+        return None if num_blocks is None else num_blocks * size, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._tiers is not None and num_external_tokens:
+            num_blocks = num_external_tokens // self._vllm_config.cache_config.block_size
+            self._tiers.load(request.request_id, blocks.get_block_ids()[0], num_blocks)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._tiers is None or self._manager is None:
+            return _StepCopies(Copies(0))
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self._requests.get(name)
+            if request is not None:
+                cached = self._cached_blocks(name)
+                self._tiers.offer(name, request.all_token_ids, cached)
+        return _StepCopies(self._tiers.plan())
+
+    def _cached_blocks(self, name: str) -> Sequence[int]:
+        """Returns the leading blocks of a request that vLLM caches."""
+        assert self._manager is not None
+        [blocks] = self._manager.get_blocks(name).blocks
+        num_cached = 0
+        for block in blocks:
+            if block.block_hash is None:
+                break
+            num_cached += 1
+        return [block.block_id for block in blocks[:num_cached]]
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        copied = connector_output.kv_connector_worker_meta
+        if self._tiers is not None and isinstance(copied, _StepCopied):
+            self._tiers.on_copied(copied.number)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        # vLLM then steps though it has no request.
+        return self._tiers is not None and self._tiers.has_granted
+
+    # of a rank -----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not refusal(self._kv_cache_config, self._vllm_config):
+            path, num_bytes = self._kv_transfer_config.kv_connector_extra_config["host_tier"]
+            num_blocks = self._kv_cache_config.num_blocks
+            rank = self._vllm_config.parallel_config.rank
+            host_tier = HostTier(path, num_bytes)
+            with contextlib.suppress(ValueError):
+                self.part = RankPart(host_tier, kv_caches.values(), num_blocks, rank)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.part is not None:
+            self.part.load(self._get_connector_metadata().copies.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: all layers are copied in before the first is computed."""
+
+    def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
+        """Does nothing: blocks are copied when all layers are computed."""
+
+    def wait_for_save(self) -> None:
+        if self.part is not None:
+            self.part.store(self._get_connector_metadata().copies.stores)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        number = self._get_connector_metadata().copies.number
+        return _StepCopied(number) if number else None
+
+
+class RankPart:
+    """A rank's part of every block, on its device and in the shared memory."""
+
+    def __init__(
+        self,
+        host_tier: HostTier,
+        kv_caches: Iterable[torch.Tensor],
+        num_blocks: int,
+        tensor_rank: int,
+    ) -> None:
+        """
+        Raises:
+            ArenaError: the memory's owner has ended.
+            ValueError: the bytes of a block do not lie together in the tensors of a layer.
+        """
+        self._pools = [_by_block(each, num_blocks) for each in _apart(kv_caches)]
+        self.block_bytes = sum(pool.shape[1] for pool in self._pools)
+        self._start = tensor_rank * self.block_bytes
+        arena = Arena.attach(*host_tier)
+        arena.make_resident()
+        self.arena = arena
+        self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        device = self._pools[0].device
+        pin_memory(self._memory, device)
+        self._is_async = device.type == "cuda"
+
+    def load(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies slots to blocks, before what the device computes next."""
+        for slot, block in copies:
+            for pool, part in zip(self._pools, self._parts(slot), strict=True):
+                pool[block].copy_(part, non_blocking=self._is_async)
+
+    def store(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks to slots, and waits until they are there."""
+        for block, slot in copies:
+            for pool, part in zip(self._pools, self._parts(slot), strict=True):
+                part.copy_(pool[block], non_blocking=self._is_async)
+        if self._is_async and copies:
+            torch.cuda.current_stream().synchronize()
+
+    def _parts(self, slot: int) -> Sequence[torch.Tensor]:
+        start = slot * self.arena.slot_bytes + self._start
+        own = self._memory[start : start + self.block_bytes]
+        return torch.split(own, [pool.shape[1] for pool in self._pools])
+
+
+def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns each KV once: layers may share it."""
+    return list({each.data_ptr(): each for each in kv_caches}.values())
+
+
+def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Returns a layer's KV [block, ...] as bytes [block of vLLM, byte].
+
+    Raises:
+        ValueError: the bytes of a block do not lie together.
+    """
+    # vLLM may divide its blocks into smaller ones for the kernels.
+    parts, rest = divmod(layer.shape[0], num_blocks)
+    pairs = list(zip(layer.shape[1:], layer.stride()[1:], strict=True))
+    length = math.prod(size for size, _ in pairs)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs)
+    if rest or span != length or (parts > 1 and layer.stride(0) != length):
+        raise ValueError(f"KV {tuple(layer.shape)} with strides {layer.stride()}")
+    memory = torch.empty(0, dtype=torch.uint8, device=layer.device)
+    return memory.set_(
+        layer.untyped_storage(),
+        layer.storage_offset() * layer.itemsize,
+        (num_blocks, parts * length * layer.itemsize),
+        (parts * layer.stride(0) * layer.itemsize, 1),
+    )
+
+
+def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
+    """Returns why the blocks of a model stay on the device; empty if they need not."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [group_kind(group, vllm_config) for group in groups]
+    if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
+        return "its layers keep KV of several kinds, or with windows or states"
+    if vllm_config.speculative_config is not None:
+        return "it computes with a draft model"
+    return ""
+
+
+def part_format(worker: Any) -> tuple[int, list[str]]:
+    """Returns the bytes that a rank has of every block, and what they depend on beside the model.
+
+    `worker`: vLLM's worker of the rank, whose process calls this. 0 bytes: it cannot copy them.
+    """
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, TierConnector)
+    if connector.part is None:
+        return 0, []
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    facts = {
+        f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}"
+        for layer in layers.values()
+        if hasattr(layer, "get_attn_backend")
+    }
+    layout = worker.vllm_config.cache_config.kv_cache_layout
+    return connector.part.block_bytes, [*sorted(facts), str(layout)]
+
+
+def cut_slots(_worker: Any, block_bytes: int) -> None:
+    """Divides a rank's shared memory into slots for blocks of so many bytes on all ranks."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, TierConnector)
+    assert connector.part is not None, "nothing is copied"
+    connector.part.arena.cut(block_bytes)
+
+
+def content_of(pool: BlockPool, block: int) -> object:
+    """Returns what vLLM has cached in a block; None: nothing."""
+    return pool.blocks[block].block_hash

@@ -1,0 +1,303 @@
+"""KV of vLLM's blocks that goes to tiers outside the device and comes from them.
+
+A block is offered to the host tier when vLLM caches it, so that evicting it later costs nothing.
+Offers are answered by slots; the blocks that are still cached then are copied at the end of a step.
+A request that vLLM is about to start asks for the blocks that tiers have beyond those that it has,
+is passed over while the answer is to come, and starts with the step that copies them in.
+
+The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
+and lists of copies. vLLM calls it by `bindings.connector`, which copies.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ullage_engine.protocol.messages import (
+    EngineRequest,
+    FromKv,
+    KvBlock,
+    KvFound,
+    KvOffer,
+    KvRead,
+    KvSlot,
+    KvWanted,
+    KvWritten,
+)
+from ullage_kv.keys import extend_keys
+
+_ANSWER_S = 30.0
+"""Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
+do: this is for faults of their own."""
+_MAX_OFFERED = 4096
+"""Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
+_MAX_STORED = 64
+"""Blocks that are copied to the host after one step, so that the next is not delayed for long."""
+
+
+class TiersRefusedError(Exception):
+    """The blocks of a model stay on the device; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What every rank copies with one step."""
+
+    number: int
+    """Number of the step, by which it is reported as done; 0: nothing is copied."""
+    loads: tuple[tuple[int, int], ...] = ()
+    """Slots and the blocks that they are copied to before the step computes."""
+    stores: tuple[tuple[int, int], ...] = ()
+    """Blocks and the slots that they are copied to after the step has computed."""
+
+
+class _Place(NamedTuple):
+    """Where an offered block is."""
+
+    block: int
+    content: object
+    """What vLLM says is in it; it is another block once that changes."""
+
+
+@dataclass(slots=True)
+class _Wish:
+    number: int
+    first: int
+    """Index of the first block that is wanted."""
+    asked_at: float
+    found: KvFound | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    request: EngineRequest
+    keys: list[bytes] = field(default_factory=list)
+    num_offered: int = 0
+    """Leading blocks that were looked at for offers."""
+    num_loaded: int = 0
+    wish: _Wish | None = None
+    may_ask: bool = True
+
+
+class _Reported(NamedTuple):
+    """What to report of a step when all ranks have copied."""
+
+    stored: list[KvSlot]
+    read: list[KvRead]
+
+
+class TierTransfers:
+    """The wishes and answers about KV outside the device, and the copies that they lead to."""
+
+    def __init__(
+        self,
+        space: bytes,
+        block_tokens: int,
+        content_of: Callable[[int], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            space: namespace of the keys.
+            content_of: returns what vLLM has cached in a block; None: nothing.
+            clock: in seconds.
+        """
+        self._space = space
+        self._block_tokens = block_tokens
+        self._content_of = content_of
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._requests: dict[str, _Request] = {}
+        self._wishes: dict[int, _Wish] = {}
+        """Those that still count, by number."""
+        self._offers: deque[dict[bytes, _Place]] = deque()
+        """Offers that are not answered, the oldest first."""
+        self._num_offered = 0
+        self._offered_content: dict[int, object] = {}
+        """What was in each block when it was last offered, or was loaded into it."""
+        self._new_blocks: list[KvBlock] = []
+        self._new_places: dict[bytes, _Place] = {}
+        self._granted: deque[tuple[KvSlot, _Place]] = deque()
+        self._loads: list[tuple[int, int]] = []
+        self._read: list[KvRead] = []
+        self._steps: dict[int, _Reported] = {}
+        """What is copied with steps that are not done, by the numbers of the steps."""
+        self._outgoing: list[FromKv] = []
+
+    @property
+    def has_granted(self) -> bool:
+        """Whether blocks wait to be copied to slots."""
+        return bool(self._granted)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there is something to copy or to report though nothing may be to compute."""
+        return bool(self._granted or self._steps)
+
+    # requests ------------------------------------------------------------------------------------
+
+    def add(self, name: str, request: EngineRequest) -> None:
+        """Follows a request that vLLM has got as `name`."""
+        self._requests[name] = _Request(request)
+
+    def forget(self, name: str) -> None:
+        """Lets go of what a request waits for that has ended; an unknown one is no error."""
+        state = self._requests.pop(name, None)
+        if state is not None:
+            self._drop_wish(state)
+
+    def num_loaded_tokens(self, name: str) -> int:
+        """Returns how many tokens a request has begun with from tiers."""
+        state = self._requests.get(name)
+        return state.num_loaded * self._block_tokens if state else 0
+
+    # messages ------------------------------------------------------------------------------------
+
+    def take_messages(self) -> list[FromKv]:
+        """Returns what the server is to be told since the last call."""
+        if self._new_blocks:
+            self._outgoing.append(KvOffer(blocks=self._new_blocks))
+            self._offers.append(self._new_places)
+            self._new_blocks, self._new_places = [], {}
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def on_granted(self, slots: list[KvSlot]) -> None:
+        """Takes the answer to the oldest offer."""
+        places = self._offers.popleft()
+        self._num_offered -= len(places)
+        self._granted += [(slot, places[slot.key]) for slot in slots]
+
+    def on_found(self, found: KvFound) -> None:
+        """Takes the answer to a wish; one that nobody waits for is given back."""
+        wish = self._wishes.get(found.number)
+        if wish is None:
+            self._outgoing.append(KvRead(number=found.number, num_blocks=0))
+        else:
+            wish.found = found
+
+    # what vLLM asks ------------------------------------------------------------------------------
+
+    def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
+        """Returns how many blocks a request can load behind the `num_cached` that the device has;
+        None: that is not known yet."""
+        state = self._requests.get(name)
+        if state is None:
+            return 0
+        wish = state.wish
+        if wish is not None and wish.found is not None:
+            num_blocks = wish.first + len(wish.found.slots) - num_cached
+            if num_cached >= wish.first and num_blocks > 0:
+                return num_blocks
+            # The device has more meanwhile, or has lost what the answer begins behind.
+            state.may_ask = num_cached < wish.first
+            self._drop_wish(state)
+        elif wish is not None and self._clock() - wish.asked_at > _ANSWER_S:
+            self._drop_wish(state)
+        if state.wish is None and state.may_ask:
+            self._ask(name, state, token_ids, num_cached)
+        return 0 if state.wish is None else None
+
+    def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
+        """Loads the blocks that `num_matched` has returned: those behind the cached ones of the
+        request's `block_ids`."""
+        state = self._requests[name]
+        wish = state.wish
+        assert wish is not None
+        assert wish.found is not None, "loaded before it was found"
+        end = wish.first + len(wish.found.slots)
+        first = end - num_blocks
+        slots = wish.found.slots[first - wish.first :]
+        self._loads += zip(slots, block_ids[first:end], strict=True)
+        for block in block_ids[first:end]:
+            self._offered_content[block] = self._content_of(block)
+        self._read.append(KvRead(number=wish.number, num_blocks=num_blocks))
+        del self._wishes[wish.number]
+        state.wish, state.num_loaded = None, num_blocks
+
+    def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Offers the leading blocks of a request that vLLM caches, and that are computed at the end
+        of the step that is planned."""
+        state = self._requests.get(name)
+        if state is None or state.num_offered >= len(block_ids):
+            return
+        first, state.num_offered = state.num_offered, len(block_ids)
+        keys = self._keys(state, token_ids, len(block_ids))
+        for index in range(first, len(block_ids)):
+            block = block_ids[index]
+            content = self._content_of(block)
+            if self._offered_content.get(block) == content or self._num_offered >= _MAX_OFFERED:
+                continue
+            self._offered_content[block] = content
+            if keys[index] in self._new_places:
+                continue
+            self._num_offered += 1
+            parent = keys[index - 1] if index else None
+            is_kept = bool(state.request.session_id)
+            self._new_blocks.append(KvBlock(keys[index], parent, is_kept))
+            self._new_places[keys[index]] = _Place(block, content)
+
+    def plan(self) -> Copies:
+        """Returns the copies of the step that is planned; each is returned once."""
+        stores, stored, dropped = list[tuple[int, int]](), list[KvSlot](), list[KvSlot]()
+        for _ in range(min(_MAX_STORED, len(self._granted))):
+            slot, place = self._granted.popleft()
+            if self._content_of(place.block) == place.content:
+                stores.append((place.block, slot.slot))
+                stored.append(slot)
+            else:
+                dropped.append(slot)
+        if dropped:
+            self._outgoing.append(KvWritten(stored=[], dropped=dropped))
+        if not stores and not self._loads:
+            return Copies(0)
+        number = next(self._numbers)
+        self._steps[number] = _Reported(stored, self._read)
+        copies = Copies(number, tuple(self._loads), tuple(stores))
+        self._loads, self._read = [], []
+        return copies
+
+    def on_copied(self, number: int) -> None:
+        """Reports the copies of a step, which are done on all ranks."""
+        reported = self._steps.pop(number)
+        if reported.stored:
+            self._outgoing.append(KvWritten(stored=reported.stored))
+        self._outgoing += reported.read
+
+    def _ask(self, name: str, state: _Request, token_ids: Sequence[int], num_cached: int) -> None:
+        state.may_ask = False
+        request = state.request
+        # Whose last token must be computed, as its logits are needed.
+        end = (len(token_ids) - 1) // self._block_tokens
+        # What was computed since it came to the server is likely to be there, too.
+        is_again = len(request.token_ids) > request.num_prompt_tokens
+        if num_cached >= (end if is_again else min(end, request.num_stored_blocks)):
+            return
+        wish = _Wish(next(self._numbers), num_cached, self._clock())
+        state.wish = self._wishes[wish.number] = wish
+        self._outgoing.append(
+            KvWanted(
+                number=wish.number,
+                request_id=request.request_id,
+                first=num_cached,
+                keys=self._keys(state, token_ids, end)[:end],
+            )
+        )
+
+    def _drop_wish(self, state: _Request) -> None:
+        wish, state.wish = state.wish, None
+        if wish is not None:
+            del self._wishes[wish.number]
+            if wish.found is not None:
+                self._outgoing.append(KvRead(number=wish.number, num_blocks=0))
+
+    def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
+        """Returns the request's keys, at least those of its first `end` blocks."""
+        if len(state.keys) < end:
+            size, salt = self._block_tokens, state.request.cache_salt
+            tokens = token_ids[: end * size]
+            state.keys += list(extend_keys(self._space, state.keys, tokens, size, salt))
+        return state.keys
