@@ -397,7 +397,8 @@ class KvTiers:
 
     def stats(self) -> list[TierStats]:
         """Returns the figures of every tier; none before the first worker was ready."""
-        return self.store.stats() if self.store is not None else []
+        store = self.store  # which another thread may set to None
+        return store.stats() if store is not None else []
 
     def _served(self) -> Served | None:
         return None if self.store is None else Served(self.store, self._space)

@@ -17,8 +17,10 @@ from ullage_common.process.memory import free_bytes
 PAGE_BYTES = 4096
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14, which mmap has no name for."""
-_STEP_BYTES = 256 << 20
-"""Bytes that are made resident between two reports of progress."""
+_STEP_BYTES = 16 << 20
+"""Bytes that are made resident at once: no other thread of the process runs meanwhile."""
+_REPORT_BYTES = 256 << 20
+"""Bytes between two reports of progress."""
 
 
 class ArenaError(Exception):
@@ -131,7 +133,8 @@ class Arena:
         with contextlib.suppress(OSError):  # a kernel without them
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, self.num_bytes, _STEP_BYTES):
-            progress(start, self.num_bytes)
+            if start % _REPORT_BYTES == 0:
+                progress(start, self.num_bytes)
             size = min(_STEP_BYTES, self.num_bytes - start)
             try:
                 self._mapping.madvise(_POPULATE_WRITE, start, size)

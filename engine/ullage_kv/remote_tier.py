@@ -417,6 +417,7 @@ class RemoteTier:
 
     def _keep_resolving(self) -> None:
         resolved: dict[str, set[str]] = {}
+        logged: list[PeerState] = []
         while not self._closing.is_set():
             for target in self._targets:
                 current = _resolve(target)
@@ -427,7 +428,18 @@ class RemoteTier:
                 peer.close_retired(self._deadline_s)
                 if not peer.instance or peer.breaker.is_open:
                     self._ask(peer, [], lambda: None)
+            logged = self._log_peers(logged)
             self._closing.wait(self._resolve_s)
+
+    def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
+        """Says in one line which peers there are and which are left alone, if that is not as it
+        was; returns what it is."""
+        peers = [each for each in self.peers() if not each.is_self]
+        if _standing(peers) != _standing(before):
+            facts = {each.address: each.problem for each in peers if each.is_left_alone}
+            others = [each.address for each in peers if not each.is_left_alone]
+            log.info("peers", extra={"peers": others, "left_alone": facts})
+        return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
         """Takes up new addresses and drops those that are gone."""
@@ -459,6 +471,10 @@ class RemoteTier:
         self._loads.shutdown(wait=True)
         for thread in self._threads[1:]:
             thread.join()
+
+
+def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
+    return {each.address: each.is_left_alone for each in peers}
 
 
 _NOT_THERE = {Status.MISS, Status.CORRUPT}

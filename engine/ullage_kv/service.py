@@ -8,6 +8,7 @@ another block.
 
 import asyncio
 import functools
+import logging
 import secrets
 import time
 import uuid
@@ -33,6 +34,8 @@ MAX_LEASES = 64
 """Most leases that one peer has at a time."""
 PEER_SHARE = 4
 """One peer holds at most one slot of so many, and all peers together twice as many."""
+
+log = logging.getLogger(__name__)
 
 _ROOMS = {
     Status.STORED: pb.ROOM_RESERVED,
@@ -97,7 +100,7 @@ class PeerLease:
 
 
 class PeerLeases:
-    """The owner of all leases of peers; for one thread."""
+    """The owner of all leases of peers; for one thread, except for what it counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -110,7 +113,7 @@ class PeerLeases:
     @property
     def num_slots(self) -> int:
         """Number of slots that peers hold."""
-        return sum(each.num_slots for each in self._open.values())
+        return sum(each.num_slots for each in list(self._open.values()))
 
     def open(self, store: Store, peer: str, ttl_s: float) -> PeerLease:
         """Opens an empty lease.
@@ -372,10 +375,15 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
                 retry_after_s=10.0,
             )
         if geometry.namespace != served.namespace:
+            # Who knows the namespace can make keys, so that it is told to nobody.
+            log.debug(
+                "a peer has another namespace",
+                extra={"peer": geometry.namespace.hex()[:8], "own": served.namespace.hex()[:8]},
+            )
             raise _other(
                 "NAMESPACE",
-                f"namespace is {geometry.namespace.hex()} and here {served.namespace.hex()}; peers "
-                "must serve the same model, revision, dtype and layout",
+                "namespace is not the one of this engine; peers must serve the same model, "
+                "revision, dtype and layout",
             )
         if geometry.block_bytes != served.store.block_bytes:
             raise _other(

@@ -55,7 +55,6 @@ class Store:
         self._own = self.index.lease()
         self._lock = threading.Lock()
         self._fetching: dict[bytes, Future[Result]] = {}
-        self._is_closed = False
 
     # whole blocks --------------------------------------------------------------------------------
 
@@ -328,7 +327,6 @@ class Store:
 
     def close(self) -> None:
         """Ends all tiers; the memory is its owner's."""
-        self._is_closed = True
         for tier in self._tiers:
             tier.close()
         self._own.close()

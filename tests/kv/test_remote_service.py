@@ -229,3 +229,27 @@ def test_peers_never_hold_more_than_their_shares(
     store.index.check_integrity([])
     store.close()
     arena.close()
+
+
+def test_leases_that_end_while_they_are_counted_are_no_error() -> None:
+    """Metrics are read by a thread of their own."""
+    arena = Arena.create(2 * SIZE, available_bytes=1 << 30)
+    store, leases = Store(arena, SIZE), PeerLeases()
+
+    class Ending(dict[bytes, Any]):
+        def __len__(self) -> int:
+            leases.end(last.number)
+            return 0
+
+    leases.open(store, "a", 5.0).pinned = Ending()
+    last = leases.open(store, "b", 5.0)
+    assert leases.num_slots == 0 and len(leases) == 1
+    leases.close()
+    store.close()
+    arena.close()
+
+
+def test_who_has_another_namespace_is_not_told_the_one_here(peer: KvPeer, stub: Any) -> None:
+    geometry = pb.Geometry(namespace=b"x" * 32, block_bytes=SIZE)
+    refused = refusal(stub.Lookup, pb.LookupRequest(geometry=geometry))
+    assert refused.reason == "OTHER_NAMESPACE" and SPACE.hex()[:8] not in refused.message

@@ -278,8 +278,10 @@ def test_a_peer_that_went_silent_costs_a_load_its_deadline(
 
 
 def test_a_peer_that_closes_is_left_alone_until_it_is_back(
-    loop: LoopThread, start_tier: StartTier
+    loop: LoopThread, start_tier: StartTier, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each change is one line of the log."""
+    caplog.set_level("INFO", "ullage_kv.remote_tier")
     keys = keys_of(1, 2)
     with contextlib.closing(KvPeer(loop)) as peer:
         peer.put(keys)
@@ -295,12 +297,24 @@ def test_a_peer_that_closes_is_left_alone_until_it_is_back(
             again.put(keys)
             until(lambda: not tier.peers()[0].is_left_alone)
             assert statuses(load(tier, keys)) == [Status.HIT] * 2
+            until(lambda: len(peer_lines(caplog)) >= 3)
+    (reached, _), (still_reached, left_alone), (again_reached, _) = peer_lines(caplog)[:3]
+    assert reached == again_reached == [peer.address] and not still_reached
+    assert left_alone[peer.address].startswith(f"{peer.address}: ")
+
+
+def peer_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[Any, Any]]:
+    return [
+        (record.__dict__["peers"], record.__dict__["left_alone"])
+        for record in caplog.records
+        if record.getMessage() == "peers"
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"namespace": b"x" * 32}, "OTHER_NAMESPACE: namespace is 00"),
+        ({"namespace": b"x" * 32}, "OTHER_NAMESPACE: namespace is not"),
         ({"block_bytes": 50_000}, "OTHER_BLOCK_SIZE: block_bytes is 40000 and here 50000"),
     ],
 )

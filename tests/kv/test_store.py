@@ -131,6 +131,23 @@ def test_what_is_put_is_got(store: Store) -> None:
     assert (host.hits, host.misses, host.num_blocks) == (2, 1, 2)
 
 
+def test_memory_is_made_in_steps_that_hold_up_no_other_thread(arena: Arena) -> None:
+    sizes, reports = [], []
+
+    class Mapping:
+        def madvise(self, option: int, start: int = 0, size: int = 0) -> None:
+            sizes.append(size)
+
+    num_bytes, mapping = arena.num_bytes, arena._mapping
+    arena.num_bytes, arena._mapping = (1 << 30) + 1, Mapping()  # type: ignore[assignment]
+    try:
+        arena.make_resident(lambda done, total: reports.append(done))
+    finally:
+        arena.num_bytes, arena._mapping = num_bytes, mapping
+    assert max(sizes) <= 16 << 20 and sum(sizes) == (1 << 30) + 1
+    assert reports == [step << 28 for step in range(5)] + [(1 << 30) + 1]
+
+
 def test_memory_that_cannot_be_written_pins_nothing(store: Store) -> None:
     keys = keys_of(1, 2)
     store.put_batch(keys, [block_of(1), block_of(2)])
