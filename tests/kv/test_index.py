@@ -47,6 +47,9 @@ class IndexMachine(RuleBasedStateMachine):
         ]
         self.memory: dict[int, bytes] = {}
         self.committed: set[bytes] = set()
+        self.writing: dict[bytes, SlotRef] = {}
+        self.removed: set[SlotRef] = set()
+        """Slots that were written to when their blocks were removed: nobody finds them."""
 
     @rule(
         target=reservations,
@@ -65,6 +68,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert reserved.status is Status.EXISTS
         if reserved.ref is not None:
             self.memory[reserved.ref.slot] = keys[depth]
+            self.writing[keys[depth]] = reserved.ref
         return lease, keys[depth], reserved.ref
 
     @rule(reservation=consumes(reservations))
@@ -73,7 +77,7 @@ class IndexMachine(RuleBasedStateMachine):
         if ref is None:
             return
         lease = self.leases[number]
-        is_held = ref in lease.reserved and not lease.is_over
+        is_held = ref in lease.reserved and not lease.is_over and ref not in self.removed
         assert (lease.commit(ref) is Status.STORED) == is_held
         if is_held:
             assert self.index.contains(key)
@@ -113,6 +117,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(keys=st.sampled_from(CHAINS), depth=st.integers(0, 2))
     def remove(self, keys: list[bytes], depth: int) -> None:
         was_there = self.index.contains(keys[depth])
+        if (ref := self.writing.get(keys[depth])) is not None:
+            self.removed.add(ref)
         assert self.index.remove(keys[depth]) == was_there
         assert not self.index.contains(keys[depth])
 
