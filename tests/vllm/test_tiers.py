@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ullage_common.config.engine import HostTierSection, TiersSection
-from ullage_engine.kv_tiers import KvTiers, TierHits
+from ullage_engine.kv_tiers.broker import TierHits
+from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import (
     EngineRequest,
     KvFound,

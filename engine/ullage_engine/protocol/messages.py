@@ -162,6 +162,9 @@ class KvFound(Message, frozen=True, kw_only=True):
     """Slots of the blocks from the first one wanted on, as far as they are there."""
     window_slots: list[int] = []
     """Slots of the last window blocks up to there, where layers with windows have their own."""
+    more_from: int | None = None
+    """Index in the sequence of the first of more blocks, which are being loaded: they are asked for
+    with `is_rest`. None: there are no more."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -300,6 +303,9 @@ class Ready(Message, frozen=True, kw_only=True):
     """What the model is for; no other requests come."""
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
+    computes_beside_loads: bool = True
+    """Whether it computes the first blocks of a sequence while the last ones are loaded from tiers;
+    else every `KvWanted` has its answer when all that it begins with is loaded."""
     state: WorkerState
 
 
@@ -431,6 +437,8 @@ class KvWanted(Message, frozen=True, kw_only=True):
     """Index in the sequence of the first block that is wanted."""
     keys: list[bytes]
     """Keys of the sequence's blocks from the beginning on."""
+    is_rest: bool = False
+    """Whether the answer waits until they have been loaded; else it says at once what is there."""
 
 
 class KvRead(Message, frozen=True, kw_only=True):

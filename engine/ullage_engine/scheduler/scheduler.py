@@ -78,7 +78,7 @@ class Scheduler:
         self.tiers: TierTransfers | None = None
         """KV outside the device; None: there is none."""
         if policy.kv_space:
-            self.tiers = TierTransfers(state.cache, state.reservations, policy, clock)
+            self.tiers = TierTransfers(state.cache, state.reservations, policy, throughput, clock)
         self._admission = AdmissionControl(profile, state)
         self._walks = WalkLimiter(clock)
         self._num_tail_tokens = 0
@@ -299,7 +299,7 @@ class Scheduler:
         self._cache.sessions.end_idle()
         self._start_waiting()
         if self.tiers:
-            self.tiers.place()
+            self.tiers.place(self._sequences_in_flight())
         chunks = self._plan_chunks(self._limits.prompt_tokens, self._limits.is_chunked)
         if not chunks:
             # All that ran were preempted, for more important ones that had no slot in the batch.
@@ -453,12 +453,13 @@ class Scheduler:
         """Position that this step may compute the sequence up to.
 
         A parent with a convolution state stops where its children begin, which is the only
-        position from which they can continue with it.
+        position from which they can continue with it; so does one whose later KV is being loaded.
         """
+        end = self.tiers.end(sequence) if self.tiers else len(sequence.token_ids)
         children = self._fork_groups.children(sequence) if self._conv_states.replay_tokens else []
         if children and sequence.num_computed < children[0].num_shared_tokens:
-            return children[0].num_shared_tokens
-        return len(sequence.token_ids)
+            return min(end, children[0].num_shared_tokens)
+        return end
 
     def _can_start(self, sequence: Sequence) -> bool:
         if sequence.parent or not self._reservations.is_granted(sequence):

@@ -3,7 +3,9 @@
 A block is offered to the host tier as soon as the prefix cache has it, so that evicting it later
 costs nothing. Offers are answered by slots; the blocks that are still cached then are copied before
 the next step. A sequence that starts asks for the blocks that tiers have beyond the prefix cache,
-waits for the answer while others are computed, and begins behind them.
+waits for the answer while others are computed, and begins behind them. Where the last ones of them
+are still being loaded it computes those before, goes on behind the loaded ones when they are there,
+and waits for them only for a small part of the time that computing them takes.
 
 The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
 and the copies between slots and blocks. Slots of the host tier count behind those of swapped
@@ -12,7 +14,7 @@ sequences.
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from ullage_engine.kv_cache.prefix_cache import KvPolicy, PrefixCache
@@ -29,6 +31,7 @@ from ullage_engine.protocol.messages import (
     KvWritten,
 )
 from ullage_engine.protocol.step_plan import Chunk, Moves
+from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.sequence import Sequence, Transfers
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
@@ -36,6 +39,10 @@ from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 _ANSWER_S = 15.0
 """Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
 do: this is for faults of their own."""
+_WAIT_SHARE = 0.04
+"""Share of the time to compute all that a sequence lacked that it waits for late loads."""
+_LEAST_WAIT_S = 0.02
+"""Seconds that it waits for them at least."""
 _MAX_OFFERED = 4096
 """Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
 _MAX_STORED = 64
@@ -47,9 +54,16 @@ class _Load:
     number: int
     sequence: Sequence
     first: int
-    """Index of the first block that is wanted."""
-    asked_at: float
-    found: KvFound | None = None
+    """Index of the first block that is wanted: those before are computed meanwhile."""
+    keys: list[bytes]
+    max_wait_s: float
+    """Seconds that the sequence waits when it has computed the blocks before."""
+    rest_wait_s: float
+    """The same of blocks that are still to be loaded."""
+    waits_since: float | None = None
+    is_late: bool = False
+    """Whether the sequence goes on without; it takes what comes as far as it is not computed."""
+    answer: KvFound | None = None
 
 
 _Offered = dict[bytes, tuple[int, bytes, bool]]
@@ -64,6 +78,7 @@ class TierTransfers:
         cache: PrefixCache,
         reservations: BlockReservations,
         policy: KvPolicy,
+        throughput: ThroughputEstimator,
         clock: Callable[[], float],
     ) -> None:
         """`clock` in seconds."""
@@ -72,6 +87,7 @@ class TierTransfers:
         self._space = policy.kv_space
         self._first_slot = policy.host_slots
         self._prefetch = policy.prefetch
+        self._throughput = throughput
         self._clock = clock
         self._numbers = itertools.count(1)
         self._loads: dict[int, _Load] = {}
@@ -160,42 +176,79 @@ class TierTransfers:
         stored = end if is_again else min(end, sequence.request.num_stored_blocks)
         if stored <= held or sequence.num_computed != held * size or sequence in self._waiting:
             return
-        load = _Load(next(self._numbers), sequence, held, self._clock())
-        self._loads[load.number] = self._waiting[sequence] = load
+        rest_wait_s = _ANSWER_S
+        if self._throughput.prefill_tokens_per_second:
+            recompute_s = self._throughput.seconds_until((stored - held) * size, 0)
+            rest_wait_s = min(_ANSWER_S, max(_LEAST_WAIT_S, _WAIT_SHARE * recompute_s))
         keys = self._keys(sequence, end)[:end]
+        self._ask(sequence, held, keys, _ANSWER_S, rest_wait_s)
+
+    def _ask(
+        self,
+        sequence: Sequence,
+        first: int,
+        keys: list[bytes],
+        max_wait_s: float,
+        rest_wait_s: float,
+        *,
+        is_rest: bool = False,
+    ) -> None:
+        load = _Load(next(self._numbers), sequence, first, keys, max_wait_s, rest_wait_s)
+        self._loads[load.number] = self._waiting[sequence] = load
         self._outgoing.append(
-            KvWanted(number=load.number, request_id=sequence.request_id, first=held, keys=keys)
+            KvWanted(
+                number=load.number,
+                request_id=sequence.request_id,
+                first=first,
+                keys=keys,
+                is_rest=is_rest,
+            )
         )
 
-    def on_found(self, found: KvFound) -> None:
+    def on_found(self, answer: KvFound) -> None:
         """Takes the answer to a wish; one that nobody waits for is given back."""
-        load = self._loads.get(found.number)
+        load = self._loads.get(answer.number)
         if load is None:
-            self._outgoing.append(KvRead(number=found.number, num_blocks=0))
+            self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
         else:
-            load.found = found
+            load.answer = answer
 
     def is_waiting(self, sequence: Sequence) -> bool:
         """Whether the sequence is not computed because an answer is still to come."""
         load = self._waiting.get(sequence)
-        if load is None:
+        if load is None or load.is_late or sequence.num_computed < self._position(load):
             return False
-        if self._clock() - load.asked_at > _ANSWER_S:
-            self.forget(sequence)
-            return False
-        return True
+        now = self._clock()
+        if load.waits_since is None:
+            load.waits_since = now
+        load.is_late = now - load.waits_since > load.max_wait_s
+        return not load.is_late
+
+    def end(self, sequence: Sequence) -> int:
+        """Position that the sequence is computed up to: behind it KV is being loaded, or its
+        tokens end there."""
+        load, end = self._waiting.get(sequence), len(sequence.token_ids)
+        return end if load is None or load.is_late else min(end, self._position(load))
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether the sequence's KV is still to be copied in."""
         return sequence in self._arriving
 
-    def place(self) -> None:
-        """Gives blocks to the sequences whose answers have come."""
-        for load in [each for each in self._loads.values() if each.found is not None]:
-            assert load.found is not None
-            del self._loads[load.number], self._waiting[load.sequence]
-            if not self._place(load, load.found):
+    def place(self, in_flight: Container[Sequence]) -> None:
+        """Gives blocks to the sequences whose answers have come, other than those in flight."""
+        for load in list(self._loads.values()):
+            answer, sequence = load.answer, load.sequence
+            if answer is None or sequence in in_flight:
+                continue
+            if answer.slots and sequence.num_computed < self._position(load):
+                continue  # It is still computing what is before.
+            del self._loads[load.number], self._waiting[sequence]
+            if not self._place(load, answer):
                 self._outgoing.append(KvRead(number=load.number, num_blocks=0))
+            first = answer.more_from
+            if first is not None and first * self._cache.block_tokens >= sequence.num_computed:
+                wait_s = load.rest_wait_s
+                self._ask(sequence, first, load.keys, wait_s, wait_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
         """Lets go of what a sequence waits for that is preempted or ends.
@@ -205,7 +258,7 @@ class TierTransfers:
         load = self._waiting.pop(sequence, None)
         if load is not None:
             del self._loads[load.number]
-            if load.found is not None:
+            if load.answer is not None:
                 self._outgoing.append(KvRead(number=load.number, num_blocks=0))
         read = self._arriving.pop(sequence, None)
         if read is not None:
@@ -263,24 +316,34 @@ class TierTransfers:
             self._new_blocks.append(block)
             self._new_offers[block.key] = place
 
-    def _place(self, load: _Load, found: KvFound) -> bool:
-        sequence, num_found = load.sequence, len(found.slots)
-        count = num_found + len(found.window_slots)
-        # Others are not preempted for it: what finds no room is computed when its turn comes.
-        blocks = self._reservations.take(sequence, count, ()) if num_found else None
-        if not blocks:
+    def _place(self, load: _Load, answer: KvFound) -> bool:
+        sequence, size = load.sequence, self._cache.block_tokens
+        held, end = len(sequence.block_ids), load.first + len(answer.slots)
+        # The first block that is loaded may be computed in part, and is then overwritten.
+        first = sequence.num_computed // size
+        is_shared = any(self._cache.is_shared(block) for block in sequence.block_ids[first:])
+        if not answer.slots or end <= first or held > end or is_shared:
             return False
-        slots = [self._first_slot + slot for slot in [*found.slots, *found.window_slots]]
-        self._ins += zip(slots, blocks, strict=True)
-        sequence.block_ids = sequence.block_ids + blocks[:num_found]
-        end = len(sequence.block_ids)
+        num_new = end - held
+        # Others are not preempted for it: what finds no room is computed when its turn comes.
+        blocks = self._reservations.take(sequence, num_new + len(answer.window_slots), ())
+        if blocks is None:
+            return False
+        table = sequence.block_ids + blocks[:num_new]
+        slots = answer.slots[first - load.first :] + answer.window_slots
+        into = table[first:] + blocks[num_new:]
+        self._ins += [(self._first_slot + slot, to) for slot, to in zip(slots, into, strict=True)]
+        sequence.block_ids = table
         if self._cache.is_windowed:
-            first_window = end - len(found.window_slots)
-            self._reservations.replace_windows(sequence, first_window, blocks[num_found:])
-        sequence.num_computed = end * self._cache.block_tokens
+            first_window = end - len(answer.window_slots)
+            self._reservations.replace_windows(sequence, first_window, blocks[num_new:])
+        sequence.num_computed = end * size
         sequence.num_stored_blocks = end
-        self._arriving[sequence] = KvRead(number=load.number, num_blocks=num_found)
+        self._arriving[sequence] = KvRead(number=load.number, num_blocks=end - first)
         return True
+
+    def _position(self, load: _Load) -> int:
+        return load.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
         """Returns the sequence's keys, at least those of its first `end` blocks."""

@@ -27,7 +27,9 @@ from ullage_common.process.memory import trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
-from ullage_engine.kv_tiers import KvTiers, TierHits
+from ullage_engine.kv_tiers.broker import TierHits
+from ullage_engine.kv_tiers.cost import ComputeSpeed
+from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.health import EngineStatus, RestartPolicy
@@ -142,7 +144,9 @@ class EngineApp:
             return None
         # A worker that waits for tiers does no step, and must not be taken for one that hangs.
         wait_s = self._config.limits.step_deadline / 4
-        kv = KvTiers(memory.tiers, self._note_hits, self._own_certificate, wait_s)
+        kv = KvTiers(
+            memory.tiers, self._note_hits, self._own_certificate, self._compute_speed, wait_s
+        )
         self._metrics.watch_tiers(kv.stats)
         if kv.service is not None:
             self._metrics.watch_peers(kv.service.stats)
@@ -161,6 +165,12 @@ class EngineApp:
         except ArenaError as error:
             raise AppError(f"memory.tiers.host.size: {error}") from error
         return self._kv
+
+    def _compute_speed(self) -> ComputeSpeed:
+        state = self._engine_status.state
+        if state is None:
+            return ComputeSpeed()
+        return ComputeSpeed(state.prefill_tokens_per_second, state.prefill_backlog_tokens)
 
     def _note_hits(self, request_id: str, hits: list[TierHits]) -> None:
         entry, ready = self._journal.get(request_id), self._engine_status.ready

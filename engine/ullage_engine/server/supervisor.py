@@ -17,7 +17,7 @@ import grpc
 import zmq.asyncio
 
 from ullage_common.wire.errors import ServiceError, invalid
-from ullage_engine.kv_tiers import KvTiers
+from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,

@@ -102,6 +102,8 @@ class Started:
             ranks=self.ranks,
             task=self.core.task,
             kv_space=self.kv_space,
+            # vLLM starts a request with what its connector has then, and computes the rest.
+            computes_beside_loads=False,
             state=state,
         )
 

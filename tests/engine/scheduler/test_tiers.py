@@ -342,3 +342,72 @@ def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: 
     check()
     assert not contexts
     assert sum(hits.num_blocks for _, hits in rig.tier_hits) > 8
+
+
+class SlowTier(AskedTier):
+    """Loads that end by the clock of the rig that reads, one behind the other."""
+
+    block_s = 0.0
+    free_at = 0.0
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.under_way: list[tuple[float, Any, Any]] = []
+
+    def load(self, transfers: Any, deadline_s: float) -> "Future[list[Result]]":
+        now, future = self.reader.now, Future[list[Result]]()
+        self.free_at = max(now, self.free_at) + len(transfers) * self.block_s
+        self.under_way.append((min(self.free_at, now + deadline_s), transfers, future))
+        return future
+
+    def remove_chains(self, chains: Any) -> None:
+        """Nothing goes."""
+
+    def tick(self) -> None:
+        due = [each for each in self.under_way if each[0] <= self.reader.now]
+        self.under_way = [each for each in self.under_way if each not in due]
+        for _, transfers, future in due:
+            if self.block_s < 1:
+                future.set_result(super().load(transfers, 5.0).result())
+            else:
+                future.set_result([Result(Status.TIMEOUT, self.name) for _ in transfers])
+
+
+@pytest.mark.parametrize("block_s", [0.0016, 0.016, 0.16, 1000.0])
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+def test_no_load_makes_the_first_token_later_than_computing(
+    new_rig: Callable[..., Any], kind: dict[str, int], block_s: float
+) -> None:
+    shape = {**kind, "blocks": 64, "max_model_len": 1000, "tier_slots": 140, "prefill_rate": 1000.0}
+    text = list(range(1000, 1645))
+    source = new_rig(**shape)
+    answer(source, "first", text)
+    settle(source)
+    tier = SlowTier(source)
+    tier.block_s = block_s
+    rig = tier.reader = new_rig(**shape, lower_tiers=[tier])
+
+    def first_token_s(name: str) -> float:
+        began_at = rig.now
+        assert rig.submit(rig.request(name, text, 1)) is None
+        while not rig.tokens(name):
+            rig.exchange()
+            plan = rig.scheduler.schedule()
+            rig.begin(plan)
+            rig.now += plan.num_tokens / 1000 or 0.001
+            tier.tick()
+            rig.end()
+        assert rig.tokens(name) == source.undisturbed(text, 0, 1)
+        seconds: float = rig.now - began_at
+        while tier.under_way:
+            rig.now = tier.under_way[0][0]
+            tier.tick()
+        settle(rig)
+        forget(rig)
+        rig.store.remove_chains(None)
+        return seconds
+
+    times = [first_token_s(f"r{number}") for number in range(3)]
+    assert max(times) <= 0.645 * 1.05
+    if block_s < 0.01:
+        assert times[-1] < 0.645 / 3

@@ -9,8 +9,8 @@ import pytest
 
 from ullage_common.config.engine import FileTierSection, HostTierSection, TiersSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine import kv_tiers
-from ullage_engine.kv_tiers import KvTiers
+from ullage_engine.kv_tiers import tiers as kv_tiers
+from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_kv import FileTier, FileTierError
 

@@ -1,6 +1,7 @@
 """What vLLM's worker asks and tells of KV outside the device, against the broker of the server."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ullage_engine.kv_tiers import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.protocol.messages import (
     EngineRequest,
     FromKv,
@@ -18,7 +20,8 @@ from ullage_engine.protocol.messages import (
     SamplingParams,
 )
 from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
-from ullage_kv import Arena, Store
+from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer
+from ullage_kv.tier import done
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -30,7 +33,7 @@ TEXT = list(range(100, 100 + 3 * BLOCK + 2))
 class Device:
     """Blocks as vLLM keeps them, each with what it caches, and a server's tiers beside."""
 
-    def __init__(self) -> None:
+    def __init__(self, *tiers: Any, compute: ComputeSpeed = ComputeSpeed()) -> None:  # noqa: B008
         self.now = 0.0
         self.cached: list[tuple[object, ...] | None] = [None] * NUM_BLOCKS
         """What vLLM says is in each block: salt and tokens up to its end."""
@@ -39,7 +42,7 @@ class Device:
         self.slots: dict[int, object] = {}
         self.hits: list[tuple[str, int]] = []
         arena = Arena.create(NUM_SLOTS * 4096, available_bytes=1 << 30)
-        self.store = Store(arena, 4096)
+        self.store = Store(arena, 4096, tiers)
         self._arena = arena
         self._answers: list[KvGranted | KvFound] = []
         self.broker = KvBroker(
@@ -48,6 +51,8 @@ class Device:
             self._answers.append,
             self._note_hits,
             lambda call: call(),
+            lambda: compute,
+            computes_beside_loads=False,
         )
         self.start_worker()
 
@@ -293,6 +298,78 @@ def test_another_worker_finds_what_the_dead_one_had(device: Device) -> None:
     device.exchange()
     device.run(request, [9, 3, 5])
     device.check_held()
+
+
+class AnsweringTier:
+    """A tier that has every block, whose loads end when a test says so."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        self.deadlines_s: list[float] = []
+        self._loads: list[tuple[int, Future[list[Result]]]] = []
+
+    def look(self, keys: Sequence[bytes]) -> "Future[None]":
+        return done(None)
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * len(keys)
+
+    def wants(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        self.deadlines_s.append(deadline_s)
+        self._loads.append((len(transfers), Future()))
+        return self._loads[-1][1]
+
+    def finish(self, status: Status) -> None:
+        for num_blocks, future in self._loads:
+            future.set_result([Result(status, self.name, 4096)] * num_blocks)
+        self._loads.clear()
+
+    def stats(self) -> TierStats:
+        return TierStats(self.name, "a test")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("status", "num_loaded"), [(Status.HIT, 3), (Status.TIMEOUT, 0)])
+def test_what_lower_tiers_have_is_waited_for_as_long_as_computing_it_takes(
+    status: Status, num_loaded: int
+) -> None:
+    tier = AnsweringTier()
+    device = Device(tier, compute=ComputeSpeed(tokens_per_s=100.0))
+    request = device.add("r", TEXT)
+    assert device.match(request) is None
+    device.exchange()
+    assert device.match(request) is None, "it is being loaded"
+    tier.finish(status)
+    device.exchange()
+    assert device.match(request) == num_loaded
+    assert tier.deadlines_s == [pytest.approx(3 * BLOCK / 100)], "each block is loaded once"
+    device.tiers.forget("r")
+    device.settle()
+    assert not device.broker._pinned
+    device.close()
+
+
+def test_what_is_quicker_to_compute_is_not_waited_for() -> None:
+    tier = AnsweringTier()
+    device = Device(tier, compute=ComputeSpeed(tokens_per_s=1e6))
+    request = device.add("r", TEXT)
+    assert device.match(request) == 0
+    assert device.exchange() == []
+    assert not tier.deadlines_s
+    assert device.broker.not_loaded == {("file", "slower"): 3}
+    again = structs.replace(request, num_prompt_tokens=3)
+    device.tiers.add("again", structs.replace(again, request_id="again"))
+    assert device.tiers.num_matched("again", TEXT, 0) is None, "a request that was sent to before"
+    device.exchange()
+    assert device.tiers.num_matched("again", TEXT, 0) == 0
+    assert not tier.deadlines_s
+    device.close()
 
 
 Actions = list[tuple[str, int]]

@@ -8,7 +8,8 @@ import msgspec
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kernels.batch import ConvPlan, StepBatch, begun_blocks, build_batch
-from ullage_engine.kv_tiers import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.protocol.messages import (
     EngineRequest,
     KvFound,
@@ -412,6 +413,11 @@ class Rig:
                 self.answers.append,
                 lambda name, hits: self.tier_hits.extend((name, each) for each in hits),
                 lambda call: call(),
+                lambda: ComputeSpeed(
+                    throughput.prefill_tokens_per_second,
+                    self.scheduler.stats().prefill_backlog_tokens,
+                ),
+                clock=lambda: self.now,
             )
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.heard: list[TokenOutput] = []

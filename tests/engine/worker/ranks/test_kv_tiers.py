@@ -14,7 +14,7 @@ import yaml
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
-from ullage_engine.kv_tiers import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.protocol.messages import (
     EngineRequest,
     KvFound,

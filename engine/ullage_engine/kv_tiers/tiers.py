@@ -1,0 +1,236 @@
+"""The tiers of KV outside the device, which the server's process opens and ends."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+
+import msgspec
+
+from ullage_common.config.engine import TiersSection
+from ullage_common.wire.tls import Material
+from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
+from ullage_engine.kv_tiers.cost import ComputeSpeed
+from ullage_engine.protocol.messages import EngineRequest, FromKv, KvFound, KvGranted, Ready
+from ullage_kv import Arena, FileTier, FileTierError, LowerTier, Store, TierStats
+from ullage_kv.remote_tier import RemoteTier
+from ullage_kv.service import KVStoreService, Served
+from ullage_kv.store import DEADLINE_S
+
+log = logging.getLogger("ullage.engine.kv")
+
+_OPEN_S = 10.0
+"""Seconds in which a folder must answer when it is opened."""
+_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Errors of a file system that is not what it was, rather than of a wrong path."""
+
+
+class KvTiers:
+    """The memory of the host tier, and the store and its broker as soon as a worker says what
+    blocks it has; for one event loop."""
+
+    def __init__(
+        self,
+        section: TiersSection,
+        on_hits: Callable[[str, list[TierHits]], None],
+        material: Callable[[], Material | None] = lambda: None,
+        compute: Callable[[], ComputeSpeed] = ComputeSpeed,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """
+        Args:
+            on_hits: gets a request's id and what it began with.
+            compute: returns how fast prompts are computed at present.
+            deadline_s: seconds that a load from lower tiers may take, at most.
+            material: returns the newest certificate to show to peers; None: they speak plaintext.
+        """
+        self._section = section
+        self._deadline_s = min(deadline_s, DEADLINE_S)
+        self._material = material
+        self.service = KVStoreService(self._served) if section.remote else None
+        """What peers read from and write to; None: there are none."""
+        self._on_hits = on_hits
+        self._compute = compute
+        self._arena: Arena | None = None
+        self._space = b""
+        self.not_loaded = Counter[tuple[str, str]]()
+        """As `KvBroker.not_loaded`, of all workers."""
+        self._broker: KvBroker | None = None
+        self.store: Store | None = None
+        """None: no worker was ready yet."""
+
+    def open(self) -> None:
+        """Takes the memory, every page of it, which may take seconds.
+
+        Raises:
+            ArenaError: it is not there.
+        """
+        num_bytes = self._section.host.size
+
+        def report(done: int, total: int) -> None:
+            if done and done < total:
+                log.info("taking memory", extra={"done_bytes": done, "total_bytes": total})
+
+        self._arena = Arena.create(num_bytes, progress=report)
+        facts = {"bytes": num_bytes, "huge_page_bytes": self._arena.huge_page_bytes()}
+        log.info("the host tier has its memory", extra=facts)
+
+    @property
+    def worker_options(self) -> list[str]:
+        """Options of a worker's command line by which it finds the memory."""
+        assert self._arena is not None, "open comes first"
+        return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
+
+    async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
+        """Serves a worker from now on: with what the store has where its blocks are those of the
+        worker before, else with another one.
+
+        Raises:
+            FileTierError: the first store's folder cannot be used.
+        """
+        assert self._arena is not None, "open comes first"
+        profile = ready.profile
+        if not ready.kv_space:
+            log.warning(
+                "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is kept "
+                "outside the device",
+                self._arena.num_bytes,
+                profile.block_bytes,
+            )
+            return
+        if self._space != ready.kv_space:
+            store, self.store = self.store, None
+            if store is not None:
+                await asyncio.to_thread(store.close)
+            tiers = await self._lower_tiers(ready.kv_space, profile.block_bytes)
+            self._space = ready.kv_space
+            self.store = Store(self._arena, profile.block_bytes, tiers)
+        assert self.store is not None
+        loop = asyncio.get_running_loop()
+        self._broker = KvBroker(
+            self.store,
+            BlockFormat(ready.kv_space, profile.block_tokens, profile.window_tokens),
+            post,
+            self._on_hits,
+            loop.call_soon_threadsafe,
+            self._compute,
+            computes_beside_loads=ready.computes_beside_loads,
+            deadline_s=self._deadline_s,
+        )
+        self._broker.not_loaded = self.not_loaded
+
+    def worker_lost(self) -> None:
+        """Gives back what the worker held; call it when its process has ended."""
+        if self._broker is not None:
+            self._broker.worker_lost()
+        self._broker = None
+
+    def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Begins to fetch what samples of one prompt can begin with, and tells the worker of it."""
+        if self._broker is None:
+            return list(requests)
+        num_blocks = self._broker.arrived(requests[0])
+        return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
+
+    def on_message(self, message: FromKv) -> None:
+        """Does what the worker says or asks."""
+        if self._broker is not None:
+            self._broker.on_message(message)
+
+    def stats(self) -> list[TierStats]:
+        """Returns the figures of every tier; none before the first worker was ready."""
+        store = self.store  # which another thread may set to None
+        return store.stats() if store is not None else []
+
+    def _served(self) -> Served | None:
+        return None if self.store is None else Served(self.store, self._space)
+
+    async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
+        """Opens the configured tiers below host memory, the fastest first."""
+        tiers: list[LowerTier] = []
+        file = await self._file_tier(space, block_bytes)
+        if (remote := self._section.remote) is not None:
+            assert self.service is not None
+            tiers.append(
+                RemoteTier(
+                    remote.peers,
+                    space,
+                    block_bytes,
+                    instance=self.service.instance,
+                    deadline_s=remote.deadline,
+                    copies=remote.copy,
+                    server_name=remote.server_name or "",
+                    material=self._material,
+                )
+            )
+        return tiers if file is None else [*tiers, file]
+
+    async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
+        """Opens the files. A folder that does not answer, or that is full or broken, is done
+        without, as it would be later on.
+
+        Raises:
+            FileTierError: the folder is not one that this engine may use.
+        """
+        section = self._section.file
+        if section is None:
+            return None
+        opening = _in_daemon(
+            lambda: FileTier(section.path, space, block_bytes, section.size),
+            lambda tier: tier.close(),
+        )
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                return await asyncio.wrap_future(opening)
+        except TimeoutError:
+            problem = f"it does not answer within {_OPEN_S:g} s"
+        except FileTierError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _BROKEN:
+                raise
+            problem = os.strerror(cause.errno or 0)
+        log.error(
+            "memory.tiers.file.path: %s: %s; KV is kept in no files until the next start",
+            section.path,
+            problem,
+        )
+        return None
+
+    def close(self) -> None:
+        """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is
+        written."""
+        store, self.store = self.store, None  # peers get nothing from now on
+        if store is not None:
+            store.close()
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _in_daemon(
+    open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
+) -> "Future[FileTier]":
+    """Runs a function in a thread that the process need not wait for, as a mount may hang for ever.
+
+    `on_late` gets the result of what was cancelled meanwhile.
+    """
+    result = Future[FileTier]()
+
+    def work() -> None:
+        try:
+            tier = open_tier()
+        except Exception as error:
+            with contextlib.suppress(InvalidStateError):
+                result.set_exception(error)
+            return
+        try:
+            result.set_result(tier)
+        except InvalidStateError:
+            on_late(tier)
+
+    threading.Thread(target=work, name="open-file-tier", daemon=True).start()
+    return result
