@@ -103,7 +103,7 @@ class SlotFile:
         try:
             self.folder, self._table = _take_folder(path / space.hex()[:16])
             fds.append(self._table)
-            self.found = self._open(fds)
+            self.stored_blocks = self._open(fds)
         except OSError as error:
             self.close()
             raise FileTierError(
@@ -298,12 +298,12 @@ class SlotFile:
             )
         for slot in useless:  # or they would be found when there is such a slot again
             self._write_entry(slot, bytes(_ENTRY_BYTES))
-        found = sorted(newest.values(), key=_sequence)
-        self._sequence = itertools.count(found[-1].sequence + 1 if found else 1)
-        for block in found:
+        blocks = sorted(newest.values(), key=_sequence)
+        self._sequence = itertools.count(blocks[-1].sequence + 1 if blocks else 1)
+        for block in blocks:
             self._keys[block.slot], self._slots[block.key] = block.key, block.slot
             self._digests[block.slot] = block.digest
-        return found
+        return blocks
 
 
 _sequence = operator.attrgetter("sequence")

@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 NAME = "file"
 NUM_LOADING, NUM_SAVING = 4, 4
 """Threads: while some copy and take checksums, the device must have enough to do."""
-_MAX_QUEUED_LOADS = 4096
 _MAX_QUEUED_BYTES = 64 << 20
 """Most bytes of blocks that wait to be saved: each of them holds a slot of the host tier."""
 _CALLS = Calls()
@@ -47,9 +46,9 @@ _TRIM_S = 60.0
 """Seconds between two looks for folders without an engine, and between two tries to grow on a
 device that is full."""
 
-_Work = Callable[[memoryview, Callable[[], None]], None]
-"""What a thread does once, with memory of its own of a slot's size. It calls the second argument
-when the next in the queue may begin."""
+_Work = Callable[[int, memoryview, Callable[[], None]], None]
+"""What a thread does for the transfer at a place of a batch, with memory of its own of a slot's
+size. It calls the third argument when the next in the queue may begin."""
 
 
 class _Batch:
@@ -108,8 +107,8 @@ class _Batch:
             self._expired = result
             places = [
                 place
-                for place, known in enumerate(self._results)
-                if known is None and place not in self._copying
+                for place, earlier in enumerate(self._results)
+                if earlier is None and place not in self._copying
             ]
         for place in places:
             self.finish(place, result)
@@ -161,14 +160,28 @@ class _Deadlines:
         return None
 
 
-class _Lane:
-    """A bounded queue and the threads that work on it."""
+class _Job:
+    """Work for the transfers of one call, which threads take one after the other."""
 
-    def __init__(self, name: str, num_threads: int, max_queued: int, buffer_bytes: int) -> None:
+    def __init__(self, work: _Work, places: Iterable[int]) -> None:
+        self.work = work
+        self.places = deque(places)
+        """Places of the transfers that no thread has taken."""
+
+
+class _Lane:
+    """A queue of jobs and the threads that work on it."""
+
+    def __init__(
+        self, name: str, num_threads: int, buffer_bytes: int, max_queued: int | None = None
+    ) -> None:
+        """`max_queued`: most transfers that wait; None: nothing bounds them."""
         self._condition = threading.Condition()
         self._turn = threading.Lock()
         """Held by the one whose turn it is to begin."""
-        self._queue = deque[_Work]()
+        self._queue = deque[_Job]()
+        self._num_waiting = 0
+        """Transfers that no thread has taken."""
         self._max_queued = max_queued
         self._buffer_bytes = buffer_bytes
         self._num_active = 0
@@ -182,21 +195,37 @@ class _Lane:
 
     @property
     def num_queued(self) -> int:
-        """Counts what waits and what is under way."""
-        return len(self._queue) + self._num_active
+        """Counts the transfers that wait and those that are under way."""
+        return self._num_waiting + self._num_active
 
     @property
     def is_full(self) -> bool:
-        return len(self._queue) >= self._max_queued
+        return self._max_queued is not None and self._num_waiting >= self._max_queued
 
-    def put(self, works: Sequence[_Work], *, must: bool = False) -> int:
-        """Queues work, up to where it is full; returns how many. `must`: all is queued."""
+    def put(self, job: _Job, *, must: bool = False) -> list[int]:
+        """Queues a job, up to where it is full; returns the places for which there is no room.
+
+        `must`: there is room for all.
+        """
         with self._condition:
-            room = len(works) if must else self._max_queued - len(self._queue)
-            num_queued = 0 if self._is_closed else max(0, min(len(works), room))
-            self._queue.extend(works[:num_queued])
-            self._condition.notify(num_queued)
-        return num_queued
+            room = len(job.places)
+            if self._max_queued is not None and not must:
+                room = max(0, min(room, self._max_queued - self._num_waiting))
+            if self._is_closed:
+                room = 0
+            refused = [job.places.pop() for _ in range(len(job.places) - room)]
+            if job.places:
+                self._queue.append(job)
+                self._num_waiting += room
+                self._condition.notify(room)
+        return refused
+
+    def drop(self, job: _Job) -> None:
+        """Takes what waits of a job out of the queue."""
+        with self._condition:
+            if job in self._queue:
+                self._queue.remove(job)
+                self._num_waiting -= len(job.places)
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
         """Ends the threads when all is done; False: some are not ready at `ends_at`.
@@ -206,12 +235,12 @@ class _Lane:
         with self._condition:
             self._is_closed = True
             if drop:
-                self._queue.clear()
+                self._clear()
             self._condition.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, ends_at - time.monotonic()))
         with self._condition:
-            self._queue.clear()
+            self._clear()
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -220,25 +249,35 @@ class _Lane:
         while True:
             with contextlib.ExitStack() as turn:
                 turn.enter_context(self._turn)
-                work = self._next()
-                if work is None:
+                taken = self._next()
+                if taken is None:
                     return
+                work, place = taken
                 try:
-                    work(buffer, turn.close)
+                    work(place, buffer, turn.close)
                 except Exception:
                     log.exception("a transfer failed unexpectedly")
-            del work  # it holds its caller's memory
+            del work, taken  # they hold their caller's memory
             with self._condition:
                 self._num_active -= 1
 
-    def _next(self) -> _Work | None:
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._num_waiting = 0
+
+    def _next(self) -> tuple[_Work, int] | None:
         with self._condition:
             while not self._queue:
                 if self._is_closed:
                     return None
                 self._condition.wait()
+            job = self._queue[0]
+            place = job.places.popleft()
+            if not job.places:
+                self._queue.popleft()
+            self._num_waiting -= 1
             self._num_active += 1
-            return self._queue.popleft()
+            return job.work, place
 
 
 class _Volume:
@@ -247,11 +286,13 @@ class _Volume:
     def __init__(self, file: SlotFile) -> None:
         self.file = file
         self.index = SlotIndex(0)
-        self.index.add_slots(file.num_slots, [each[:3] for each in file.found])
+        self.index.add_slots(file.num_slots, [each[:3] for each in file.stored_blocks])
         self.lease = self.index.lease()
         way = "O_DIRECT" if file.is_direct else "buffered"
         self.backend = f"threads, {way}"
-        log.info("%s: %d blocks were stored before (%s)", file, len(file.found), self.backend)
+        log.info(
+            "%s: %d blocks were stored before (%s)", file, len(file.stored_blocks), self.backend
+        )
 
 
 class FileTier:
@@ -294,13 +335,16 @@ class FileTier:
         self._saving: dict[bytes, bool] = {}
         """Blocks that wait to be saved; True: they were removed since."""
         self._leftovers = Leftovers(self._path, clock)
+        self._answered_at = 0.0
+        """Monotonic time of the last load that had an answer."""
         self._look_at = self._trim_at = self._grow_at = clock()
         self._num_evicted_before = 0
         self._volume = _Volume(self._open_file())
         slot_bytes = self._volume.file.slot_bytes
-        self._loads = _Lane("load", NUM_LOADING, _MAX_QUEUED_LOADS, slot_bytes)
+        # Each load holds memory of its caller's until its deadline, which bounds how many wait.
+        self._loads = _Lane("load", NUM_LOADING, slot_bytes)
         max_saves = max(NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
-        self._saves = _Lane("save", NUM_SAVING, max_saves, slot_bytes)
+        self._saves = _Lane("save", NUM_SAVING, slot_bytes, max_saves)
         self._deadlines = _Deadlines()
         self._is_closed = False
 
@@ -326,11 +370,17 @@ class FileTier:
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
-        on_expired = partial(self._on_failure, self._load_breaker, "no answer to loads in time")
+        job = _Job(partial(self._load, batch, transfers), range(len(transfers)))
+        asked_at = time.monotonic()
+
+        def on_expired() -> None:
+            self._loads.drop(job)
+            if self._answered_at < asked_at:  # else it only had too much to load
+                self._on_failure(self._load_breaker, "no answer to loads in time")
+
         self._deadlines.add(batch, deadline_s, on_expired)
-        works = [partial(self._load, batch, place, each) for place, each in enumerate(transfers)]
-        for place in range(self._loads.put(works), len(works)):
-            batch.finish(place, Result(Status.BUSY, NAME))
+        if self._loads.put(job):  # closed meanwhile
+            batch.expire(Result(Status.UNAVAILABLE, NAME))
         return batch.future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
@@ -345,10 +395,11 @@ class FileTier:
             for place, transfer in enumerate(transfers):
                 if transfer.key not in self._saving:
                     places.setdefault(transfer.key, place)
-            works = [partial(self._save, batch, at, transfers[at]) for at in places.values()]
-            queued = list(places)[: self._saves.put(works)]
-            self._saving.update(dict.fromkeys(queued, False))
-        for place in {*range(len(transfers))}.difference(places[key] for key in queued):
+            job = _Job(partial(self._save, batch, transfers), places.values())
+            refused = self._saves.put(job)
+            queued = {*places.values()}.difference(refused)
+            self._saving.update((transfers[place].key, False) for place in queued)
+        for place in {*range(len(transfers))} - queued:
             batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future
 
@@ -360,7 +411,7 @@ class FileTier:
                 if key in self._saving:
                     self._saving[key] = True
         if listed := [key for key in keys if volume.file.has_entry(key)]:
-            self._saves.put([partial(self._clear, volume, listed)], must=True)
+            self._saves.put(_Job(partial(self._clear, volume, listed), [0]), must=True)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         keys = [*self._volume.index.readable_keys(), *list(self._saving)]
@@ -398,12 +449,13 @@ class FileTier:
     def _load(
         self,
         batch: _Batch,
+        transfers: Sequence[Transfer],
         place: int,
-        transfer: Transfer,
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:
         end_turn()
+        transfer = transfers[place]
         volume = self._volume
         ref = volume.lease.pin(transfer.key) if batch.is_open(place) else None
         if ref is None:
@@ -418,6 +470,7 @@ class FileTier:
             return
         finally:
             volume.lease.unpin(ref)
+        self._answered_at = time.monotonic()
         if not is_whole:
             log.warning("%s: a block in slot %d is damaged and dropped", volume.file, ref.slot)
             self.remove([transfer.key])
@@ -429,11 +482,12 @@ class FileTier:
     def _save(
         self,
         batch: _Batch,
+        transfers: Sequence[Transfer],
         place: int,
-        transfer: Transfer,
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:
+        transfer = transfers[place]
         try:
             result = self._save_block(batch, place, transfer, buffer, end_turn)
         except (OSError, FileTierError) as error:
@@ -487,6 +541,7 @@ class FileTier:
         self,
         volume: _Volume,
         keys: Sequence[bytes],
+        place: int,
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:

@@ -16,14 +16,16 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import Status
 
 _NUM_SHARDS = 16
+_CHAIN = itemgetter(slice(CHAIN_BYTES))
 
 
 class SlotState(enum.Enum):
@@ -151,10 +153,10 @@ class SlotIndex:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Counts as a use of a chain from its beginning on, of those blocks that are here."""
         # The last first: of one chain the end is then always older than the beginning.
-        for key in reversed(keys):
-            shard = self._shard(key)
+        for chain, group in itertools.groupby(reversed(keys), _CHAIN):
+            shard = self._shard(chain)
             with shard.lock:
-                if entry := shard.by_key.get(key):
+                for entry in filter(None, map(shard.by_key.get, group)):
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
@@ -326,17 +328,22 @@ class SlotIndex:
                 return self._free.popleft()
             except IndexError:
                 pass
-            oldest = min(self._oldest(), key=lambda each: each[0], default=None)
+            oldest = self._oldest()
             if oldest is None:
                 return None
-            self._evict_first(oldest[1])
+            self._evict_first(oldest)
 
-    def _oldest(self) -> Iterator[tuple[int, _Shard]]:
+    def _oldest(self) -> _Shard | None:
+        """Returns the shard with the block that is to be evicted next."""
+        oldest, last_used = None, 0
         for shard in self._shards:
+            if not shard.evictable:
+                continue
             with shard.lock:
                 first = next(iter(shard.evictable.values()), None)
-            if first is not None:
-                yield first.last_used, shard
+            if first is not None and (oldest is None or first.last_used < last_used):
+                oldest, last_used = shard, first.last_used
+        return oldest
 
     def _evict_first(self, shard: _Shard) -> None:
         with shard.lock:

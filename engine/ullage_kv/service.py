@@ -351,7 +351,8 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         if block.num_written != size or xxhash.xxh3_128_digest(memory) != checksum:
             held.lease.abort(block.ref)
             return pb.COMMITTED_CORRUPT
-        result = held.store.committed(held.lease, block.ref, Block(block.key, block.parent))
+        own = Block(block.key, block.parent)
+        [result] = held.store.committed(held.lease, [block.ref], [own])
         if result.status is not Status.STORED:
             return pb.COMMITTED_STALE
         self._written_blocks += 1

@@ -8,8 +8,10 @@ that only a lower tier has are fetched back to host memory before they are read.
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +28,16 @@ HOST = "host"
 _USES_TO_COPY_DOWN = 2
 DEADLINE_S = 5.0
 """Seconds after which a block that is being fetched counts as a miss, unless the caller says."""
-
+_PART_BLOCKS = 128
+"""Most blocks that are given together to a lower tier. A caller's thread, such as that of an event
+loop, gives a few parts at most; those behind them are given by the threads of the tier."""
+_PARTS_AT_ONCE = 2
+"""Parts of one fetch that are on their way: while one ends, the threads of tiers have another."""
+_SAVED_BYTES = 16 << 20
+"""Most bytes that are given together to a lower tier to be saved, and pinned meanwhile."""
+_IN_HOST = Result(Status.HIT, HOST)
+_REFUSALS = {Status.FULL, Status.BUSY, Status.TIMEOUT, Status.UNAVAILABLE}
+"""Results that are about a tier rather than about a block."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -41,6 +52,27 @@ class Block(NamedTuple):
     that of are copied down when they are used a second time."""
 
 
+class _Load(NamedTuple):
+    """Blocks that one tier is loading to reserved slots."""
+
+    keys: list[bytes]
+    refs: list[SlotRef]
+    results: "Future[list[Result]]"
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One call's blocks, and what has become of each."""
+
+    keys: Sequence[bytes]
+    ends_at: float
+    """Monotonic time of its deadline."""
+    results: list[Result]
+    refusal: Result | None = None
+    """Result of all blocks in lower tiers that are not loaded yet, as there is no use in it; None:
+    there is."""
+
+
 class Store:
     """Content-addressed blocks of one namespace and one size; safe to use from several threads."""
 
@@ -52,9 +84,12 @@ class Store:
         self.index = SlotIndex(arena.num_slots)
         self._tiers = list(tiers)
         self._counter = TierCounter()
+        self._stored = Result(Status.STORED, HOST, block_bytes)
         self._own = self.index.lease()
         self._lock = threading.Lock()
-        self._fetching: dict[bytes, Future[Result]] = {}
+        self._fetching: dict[bytes, tuple[_Load, int]] = {}
+        """The load that each block will come with, and its place in that. A block enters and leaves
+        together with the reservation of its slot, under the lock."""
 
     # whole blocks --------------------------------------------------------------------------------
 
@@ -83,11 +118,8 @@ class Store:
             Result(status, HOST) if ref is None else self._commit(self._own, ref)
             for status, ref in reserved
         ]
-        stored = [each for each in zip(wanted, results, strict=True) if each[1].num_bytes]
-        self._counter.saved([result for _, result in stored])
-        for is_kept in (False, True):
-            keys = [block.key for block, _ in stored if block.is_kept is is_kept]
-            self._copy_down(keys, are_kept=is_kept)
+        self._counter.saved([each for each in results if each.num_bytes])
+        self._copy_down_if(wanted, [each.num_bytes > 0 for each in results])
         return results
 
     def get_batch(
@@ -120,22 +152,25 @@ class Store:
         deadline_s: float,
     ) -> list[Result]:
         """Copies from the slots that are pinned, and from those that are fetched and then are."""
-        fetched: list[Future[Result]] = []
+        fetch = _Fetch(keys, time.monotonic() + deadline_s, [MISS] * len(keys))
+        fetching = []
         if None in refs:
             self.look(keys).result()
-            fetched = self.fetch(keys, deadline_s)
+            fetching = [(part, self._begin(fetch, part)) for part in _parts(len(keys))]
         self._copy(views, refs, self._counter.reading)
         results = [Result(Status.HIT, HOST, self.block_bytes)] * len(keys)
-        for place in [place for place, ref in enumerate(refs) if ref is None]:
-            result = fetched[place].result()
-            ref = self._own.pin(keys[place]) if result.status is Status.HIT else None
-            if ref is not None:
-                refs[place] = ref
-                self._copy([views[place]], [ref], self._counter.reading)
-                result = Result(Status.HIT, result.tier, self.block_bytes)
-            elif result.status is Status.HIT:
-                result = MISS
-            results[place] = result
+        for part, arrived in fetching:
+            arrived.result()
+            for place in [place for place in part if refs[place] is None]:
+                result = fetch.results[place]
+                ref = self._own.pin(keys[place]) if result.status is Status.HIT else None
+                if ref is not None:
+                    refs[place] = ref
+                    self._copy([views[place]], [ref], self._counter.reading)
+                    result = Result(Status.HIT, result.tier, self.block_bytes)
+                elif result.status is Status.HIT:
+                    result = MISS
+                results[place] = result
         return results
 
     def _copy(
@@ -218,94 +253,139 @@ class Store:
 
     def fetch(
         self, keys: Sequence[bytes], deadline_s: float = DEADLINE_S
-    ) -> "list[Future[Result]]":
+    ) -> "Future[list[Result]]":
         """Brings blocks to host memory that only lower tiers have; returns at once.
 
         Each result is HIT, with the tier that had the block, or why it is not there. What is being
-        fetched already is not fetched twice.
+        fetched already is not fetched twice. Of many blocks the first are begun at once, and others
+        when those have come; where nothing comes, because a tier is full, busy or does not answer,
+        the others have the same result.
         """
-        futures: list[Future[Result] | None] = [None] * len(keys)
-        wanted: dict[str, list[int]] = {}
-        for place, name in enumerate(self.contains(keys)):
+        fetch = _Fetch(keys, time.monotonic() + deadline_s, [MISS] * len(keys))
+        parts = iter(_parts(len(keys)))
+        finished = [Future[None]() for _ in range(_PARTS_AT_ONCE)]
+        for each in finished:
+            self._go_on(fetch, parts, each)
+        results = Future[list[Result]]()
+        _all_done(finished).add_done_callback(lambda _: results.set_result(fetch.results))
+        return results
+
+    def _go_on(self, fetch: _Fetch, parts: Iterator[range], finished: "Future[None]") -> None:
+        """Fetches one part after the other; in the thread of the caller until one is waited for,
+        then in those of tiers."""
+        for part in parts:
+            arrived = self._begin(fetch, part)
+            if not arrived.done():
+                arrived.add_done_callback(lambda _: self._go_on(fetch, parts, finished))
+                return
+        finished.set_result(None)
+
+    def _begin(self, fetch: _Fetch, part: range) -> "Future[None]":
+        """Begins to fetch a part; returns when its results are there."""
+        keys, wanted = fetch.keys, dict[str, list[int]]()
+        for place, name in zip(part, self.contains(keys[part.start : part.stop]), strict=True):
             if name and name != HOST:
                 wanted.setdefault(name, []).append(place)
-            else:
-                futures[place] = done(Result(Status.HIT, HOST) if name else MISS)
-        with self._lock:
-            for places in wanted.values():
-                for place in places:
-                    futures[place] = self._fetching.get(keys[place])
+            elif name:
+                fetch.results[place] = _IN_HOST
+        if not wanted:
+            return done(None)
+        places = [place for each in wanted.values() for place in each]
+        deadline_s = fetch.ends_at - time.monotonic()
+        if fetch.refusal is None and deadline_s <= 0:
+            fetch.refusal = Result(Status.TIMEOUT, next(iter(wanted)))
+        if fetch.refusal is not None:
+            for place in places:
+                fetch.results[place] = fetch.refusal
+            return done(None)
+        arriving: list[tuple[int, _Load, int]] = []
         for tier in self._tiers:
-            places = [place for place in wanted.get(tier.name, []) if futures[place] is None]
-            blocks = [Block(keys[place], _parent(keys, place)) for place in places]
-            loaded = self._load(tier, blocks, deadline_s)
-            for place, future in zip(places, loaded, strict=True):
-                futures[place] = future
-        return [future if future is not None else done(MISS) for future in futures]
+            load = self._reserve(fetch, wanted.get(tier.name, ()), arriving)
+            if load.keys:
+                self._load(tier, load, deadline_s)
+        loads = {id(load): load.results for _, load, _ in arriving}
+        arrived = Future[None]()
 
-    def _load(
-        self, tier: LowerTier, blocks: Sequence[Block], deadline_s: float
-    ) -> "list[Future[Result]]":
-        futures: list[Future[Result]] = []
-        loading: list[tuple[bytes, SlotRef, Future[Result]]] = []
-        for block in blocks:
-            reserved = self._own.reserve(block.key, block.parent)
-            if reserved.ref is None:
-                futures.append(self._arriving(block.key, reserved.status))
-                continue
-            future = Future[Result]()
-            futures.append(future)
-            loading.append((block.key, reserved.ref, future))
-            with self._lock:
-                self._fetching[block.key] = future
-        if not loading:
-            return futures
-        transfers = [
-            Transfer(key, self.arena.slot(ref.slot, self.block_bytes)) for key, ref, _ in loading
-        ]
+        def take_results(_: "Future[None]") -> None:
+            for place, load, number in arriving:
+                fetch.results[place] = load.results.result()[number]
+            if all(fetch.results[place].status in _REFUSALS for place in places):
+                fetch.refusal = fetch.results[places[-1]]
+            arrived.set_result(None)
 
-        def finish(results: "Future[list[Result]]") -> None:
-            for (key, ref, future), result in zip(loading, results.result(), strict=True):
-                if result.status is not Status.HIT:
-                    self._own.abort(ref)
-                elif self._own.commit(ref) is not Status.STORED:
-                    result = MISS  # removed meanwhile
-                with self._lock:
-                    self._fetching.pop(key, None)
-                future.set_result(result)
+        _all_done(list(loads.values())).add_done_callback(take_results)
+        return arrived
 
-        tier.load(transfers, deadline_s).add_done_callback(finish)
-        return futures
-
-    def _arriving(self, key: bytes, status: Status) -> "Future[Result]":
-        """Returns the result of a block that has no slot to be loaded to, by the reason of that."""
-        if status is Status.EXISTS:
-            return done(Result(Status.HIT, HOST))
+    def _reserve(
+        self, fetch: _Fetch, places: Sequence[int], arriving: list[tuple[int, _Load, int]]
+    ) -> _Load:
+        """Reserves slots for blocks that one tier is to load, and adds to `arriving` where their
+        results will be, and those of what is being loaded already."""
+        load = _Load([], [], Future())
         with self._lock:
-            return self._fetching.get(key) or done(Result(status, HOST))
+            for place in places:
+                key = fetch.keys[place]
+                if (other := self._fetching.get(key)) is not None:
+                    arriving.append((place, *other))
+                    continue
+                if fetch.refusal is not None:
+                    fetch.results[place] = fetch.refusal
+                    continue
+                reserved = self._own.reserve(key, _parent(fetch.keys, place))
+                if reserved.ref is None:
+                    is_here = reserved.status is Status.EXISTS
+                    fetch.results[place] = _IN_HOST if is_here else Result(reserved.status, HOST)
+                    if reserved.status is Status.FULL:
+                        # Or blocks behind this one would take the slots of those before it.
+                        fetch.refusal = fetch.results[place]
+                    continue
+                arriving.append((place, load, len(load.keys)))
+                self._fetching[key] = load, len(load.keys)
+                load.keys.append(key)
+                load.refs.append(reserved.ref)
+        return load
+
+    def _load(self, tier: LowerTier, load: _Load, deadline_s: float) -> None:
+        def finish(loaded: "Future[list[Result]]") -> None:
+            results = list(loaded.result())
+            with self._lock:
+                for number, (key, ref) in enumerate(zip(load.keys, load.refs, strict=True)):
+                    if results[number].status is not Status.HIT:
+                        self._own.abort(ref)
+                    elif self._own.commit(ref) is not Status.STORED:
+                        results[number] = MISS  # removed meanwhile
+                    del self._fetching[key]
+            load.results.set_result(results)
+
+        transfers = [
+            Transfer(key, self.arena.slot(ref.slot, self.block_bytes))
+            for key, ref in zip(load.keys, load.refs, strict=True)
+        ]
+        tier.load(transfers, deadline_s).add_done_callback(finish)
 
     # for those that write and read slots themselves ----------------------------------------------
 
-    def offer(self, lease: Lease, block: Block) -> SlotRef | None:
-        """Reserves a slot for a block that is not here, and is to be written by the holder of the
+    def offer(self, lease: Lease, blocks: Sequence[Block]) -> list[SlotRef | None]:
+        """Reserves a slot for each block that is not here, to be written by the holder of the
         lease; None: it is here, or there is no room."""
-        reserved = lease.reserve(block.key, block.parent)
-        if reserved.status is Status.EXISTS:
-            self._copy_down([block.key], are_kept=block.is_kept)
-        return reserved.ref
+        reserved = [lease.reserve(block.key, block.parent) for block in blocks]
+        statuses = [each.status for each in reserved]
+        self._copy_down_if(blocks, [status is Status.EXISTS for status in statuses])
+        return [each.ref for each in reserved]
 
-    def committed(self, lease: Lease, ref: SlotRef, block: Block) -> Result:
-        """Makes the block readable that was written to a reserved slot, and copies it down if it is
+    def committed(
+        self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
+    ) -> list[Result]:
+        """Makes blocks readable that were written to reserved slots, and copies those down that are
         kept."""
-        result = self._commit(lease, ref)
-        self._counter.saved([result])
-        if result.status is Status.STORED:
-            self._copy_down([block.key], are_kept=block.is_kept)
-        return result
+        results = [self._commit(lease, ref) for ref in refs]
+        self._counter.saved(results)
+        self._copy_down_if(blocks, [each.status is Status.STORED for each in results])
+        return results
 
     def _commit(self, lease: Lease, ref: SlotRef) -> Result:
         status = lease.commit(ref)
-        return Result(status, HOST, self.block_bytes if status is Status.STORED else 0)
+        return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
         """Counts reads of slots that somebody else has done."""
@@ -331,29 +411,61 @@ class Store:
             tier.close()
         self._own.close()
 
+    def _copy_down_if(self, blocks: Sequence[Block], are_here: Sequence[bool]) -> None:
+        """Copies those blocks down that are here and worth it."""
+        for is_kept in (False, True):
+            chosen = [
+                block.key
+                for block in itertools.compress(blocks, are_here)
+                if block.is_kept is is_kept
+            ]
+            self._copy_down(chosen, are_kept=is_kept)
+
     def _copy_down(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
         """Copies blocks to lower tiers that have come to be worth it, or are kept."""
         if self._tiers:
             least = 1 if are_kept else _USES_TO_COPY_DOWN
-            self._save([key for key in keys if self.index.num_uses(key) >= least])
+            worth = [key for key in keys if self.index.num_uses(key) >= least]
+            num_blocks = max(1, min(_PART_BLOCKS, _SAVED_BYTES // self.block_bytes))
+            for tier in self._tiers:
+                self._save(tier, worth, iter(_parts(len(worth), num_blocks)))
 
-    def _save(self, keys: Sequence[bytes]) -> None:
-        for tier in self._tiers:
-            wanted = [key for key, wants in zip(keys, tier.wants(keys), strict=True) if wants]
-            pinned = [(key, ref) for key in wanted if (ref := self._own.pin(key)) is not None]
-            if not pinned:
+    def _save(self, tier: LowerTier, keys: Sequence[bytes], parts: Iterator[range]) -> None:
+        """Copies one part after the other to a tier, until it takes no more; in the thread of the
+        caller until one is waited for, then in those of the tier."""
+
+        def on_saved(saved: "Future[list[Result]]") -> None:
+            if _takes_more(saved):
+                self._save(tier, keys, parts)
+
+        for part in parts:
+            saving = self._save_part(tier, keys[part.start : part.stop])
+            if saving is None:
                 continue
-            refs = [ref for _, ref in pinned]
+            if not saving.done():
+                saving.add_done_callback(on_saved)
+                return
+            if not _takes_more(saving):
+                return
 
-            def unpin(_: object, refs: list[SlotRef] = refs) -> None:
-                for ref in refs:
-                    self._own.unpin(ref)
+    def _save_part(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
+        """Begins to copy blocks that a tier wants; None: it wants none that is here."""
+        wanted = itertools.compress(keys, tier.wants(keys))
+        pinned = [(key, ref) for key in wanted if (ref := self._own.pin(key)) is not None]
+        if not pinned:
+            return None
 
-            transfers = [
-                Transfer(key, self.arena.slot(ref.slot, self.block_bytes), self.index.parent(key))
-                for key, ref in pinned
-            ]
-            tier.save(transfers).add_done_callback(unpin)
+        def unpin(_: object) -> None:
+            for _, ref in pinned:
+                self._own.unpin(ref)
+
+        transfers = [
+            Transfer(key, self.arena.slot(ref.slot, self.block_bytes), self.index.parent(key))
+            for key, ref in pinned
+        ]
+        saving = tier.save(transfers)
+        saving.add_done_callback(unpin)
+        return saving
 
     def _bytes_of(self, buffer: Any) -> Bytes:
         """Returns a view of a buffer's bytes."""
@@ -373,18 +485,28 @@ def _block(block: Block | bytes) -> Block:
     return block if isinstance(block, Block) else Block(block)
 
 
+def _takes_more(saved: "Future[list[Result]]") -> bool:
+    return not any(result.status in _REFUSALS for result in saved.result())
+
+
+def _parts(num_blocks: int, size: int = _PART_BLOCKS) -> list[range]:
+    return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
+
+
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
     """Returns the block before one of a list, if they may be of one chain."""
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None
 
 
-def _all_done(futures: "Sequence[Future[None]]") -> "Future[None]":
+def _all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
     """Returns one future for all of some that never fail."""
     together = Future[None]()
+    if not futures:
+        together.set_result(None)
     countdown = itertools.count(1)
 
-    def count(_: "Future[None]") -> None:
+    def count(_: "Future[Any]") -> None:
         if next(countdown) == len(futures):
             together.set_result(None)
 

@@ -71,7 +71,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(keys=st.sampled_from(CHAINS), depth=st.integers(0, 2))
     def begin_to_write(self, keys: list[bytes], depth: int) -> None:
-        ref = self.store.offer(self.lease, Block(keys[depth], keys[depth - 1] if depth else None))
+        block = Block(keys[depth], keys[depth - 1] if depth else None)
+        [ref] = self.store.offer(self.lease, [block])
         if ref is not None:
             self.arena.slot(ref.slot, SIZE)[: SIZE // 2] = bytes_of(keys[depth], SIZE)[: SIZE // 2]
             self.reserved.append((keys[depth], ref))
@@ -83,7 +84,8 @@ class TiersMachine(RuleBasedStateMachine):
         key, ref = self.reserved.pop()
         self.arena.slot(ref.slot, SIZE)[:] = bytes_of(key, SIZE)
         expected = Status.STALE if ref in self.removed else Status.STORED
-        assert self.store.committed(self.lease, ref, Block(key)).status is expected
+        [result] = self.store.committed(self.lease, [ref], [Block(key)])
+        assert result.status is expected
 
     @rule()
     def lose_writer(self) -> None:

@@ -72,6 +72,13 @@ def load(tier: FileTier, keys: Sequence[bytes], deadline_s: float = 60) -> list[
     return statuses
 
 
+def expire_first(tier: FileTier) -> None:
+    """Does what is done when the first deadline is over."""
+    _, _, batch, on_expired = tier._deadlines._heap.pop(0)
+    assert batch.expire(Result(Status.TIMEOUT, "file"))
+    on_expired()
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Waits for what threads do; a guard against hanging for ever, not a measurement."""
     done = threading.Event()
@@ -99,6 +106,8 @@ class Faults:
         self.go = threading.Event()
         self.go.set()
         self.num_hanging = 0
+        self.num_passing = 0
+        """Next calls that do not hang."""
 
     @property
     def calls(self) -> Calls:
@@ -120,7 +129,9 @@ class Faults:
         os.posix_fallocate(fd, offset, size)
 
     def _meet(self, error: int) -> None:
-        if not self.go.is_set():
+        if self.num_passing:
+            self.num_passing -= 1
+        elif not self.go.is_set():
             self.num_hanging += 1
             self.go.wait(60)
         if error:
@@ -436,12 +447,51 @@ def test_a_load_that_hangs_times_out_and_later_writes_nowhere(opened: Open, faul
     assert tier.stats().failures == {"timeout": 3, "unavailable": 2}
 
 
+def test_any_number_of_loads_waits_until_their_deadline(opened: Open, faults: Faults) -> None:
+    tier = opened()
+    [key] = keys_of(1)
+    save(tier, [key])
+    faults.go.clear()
+    memory = memoryview(bytearray(SIZE))
+    loading = tier.load([Transfer(key, memory)] * 5000, 60)
+    until(lambda: faults.num_hanging == file_tier.NUM_LOADING)
+    assert wait(tier.load([Transfer(key, memory)] * 5000, 0.01)) == [Status.TIMEOUT] * 5000
+    until(lambda: tier.stats().queued == 5000)  # what nobody waits for is not kept
+    faults.go.set()
+    assert wait(loading) == [Status.HIT] * 5000
+
+
+def test_what_answers_but_is_slow_is_not_left_alone(opened: Open, faults: Faults) -> None:
+    tier = opened()
+    keys = keys_of(1, 2)
+    save(tier, keys)
+    tier._deadlines._heap.clear()  # that of the save, which is done
+    for is_answering in [True] * 4 + [False] * 3:
+        faults.go.clear()
+        faults.num_hanging = 0
+        slow = tier.load([Transfer(keys[0], memoryview(bytearray(SIZE)))], 60)
+        until(lambda: faults.num_hanging == 1)
+        if is_answering:
+            faults.num_passing = 1
+            assert load(tier, keys[1:]) == [Status.HIT]
+            tier._deadlines._heap.pop()
+        assert tier.holds(keys) == [True] * 2
+        expire_first(tier)
+        faults.go.set()
+        assert wait(slow) == [Status.TIMEOUT]
+        until(lambda: tier.stats().queued == 0)
+    assert tier.holds(keys) == [False] * 2
+
+
 def test_a_save_that_hangs_gives_its_memory_back(opened: Open, faults: Faults) -> None:
-    tier = opened(save_deadline_s=0.01)
+    tier = opened(save_deadline_s=600)
     faults.go.clear()
     # As many as there are threads hang; the others wait for them.
     keys = keys_of(*range(file_tier.NUM_SAVING + 2))
-    assert wait(tier.save(transfers(keys))) == [Status.TIMEOUT] * len(keys)
+    saving = tier.save(transfers(keys))
+    until(lambda: faults.num_hanging == file_tier.NUM_SAVING)
+    expire_first(tier)
+    assert wait(saving) == [Status.TIMEOUT] * len(keys)
     assert not tier.wants(keys)[0], "its thread is not back"
     faults.go.set()
     until(lambda: tier.stats().queued == 0)
@@ -646,6 +696,43 @@ def test_a_store_finds_its_blocks_in_files_after_a_restart(opened: Open) -> None
         assert into == [payload(key) for key in keys]
         store.close()
         arena.close()
+
+
+def test_a_prompt_that_is_longer_than_a_part_comes_whole_and_in_parts(
+    tmp_path: Path, faults: Faults
+) -> None:
+    keys = keys_of(*range(1000))
+    arena = Arena.create(1000 * 4096, available_bytes=1 << 30)
+    tier = FileTier(tmp_path, SPACE, 100, 1 << 24, calls=faults.calls)
+    store = Store(arena, 100, [tier])
+    faults.go.clear()
+    blocks = [Block(key, before, True) for key, before in zip(keys, [None, *keys], strict=False)]
+    store.put_batch(blocks, [payload(key)[:100] for key in keys])
+    until(lambda: faults.num_hanging == file_tier.NUM_SAVING)
+    assert tier.stats().queued == 128, "others wait until these are saved"
+    faults.go.set()
+    until(lambda: tier.holds(keys) == [True] * 1000)
+    store.index.remove_chains(None)
+
+    faults.go.clear()
+    late = store.fetch(keys, 0.01)
+    assert {result.status for result in late.result(60)} == {Status.TIMEOUT}
+    assert tier.stats().failures.get("timeout", 0) <= 256, "others are not begun"
+    until(lambda: store.index.num_free == 1000)
+    fetching = [store.fetch(keys, 60), store.fetch(keys[500:], 60)]
+    assert store.index.num_free == 1000 - 2 * 256, "others wait until these are there"
+    faults.go.set()
+    for each in fetching:
+        assert {(result.status, result.tier) for result in each.result(60)} <= {
+            (Status.HIT, "file"),
+            (Status.HIT, "host"),
+        }
+    into = [bytearray(100) for _ in keys]
+    assert {result.tier for result in store.get_batch(keys, into)} == {"host"}
+    assert into == [payload(key)[:100] for key in keys]
+    assert tier.stats().hits == 1000, "none is loaded twice"
+    store.close()
+    arena.close()
 
 
 def test_many_threads_load_save_and_remove(opened: Open) -> None:

@@ -88,10 +88,10 @@ def test_a_source_that_ends_in_the_middle_of_a_read(end: signal.Signals) -> None
         reading_store(line(source), deadline_s) as (store, _),
     ):
         store.look(keys).result(60)
-        futures = store.fetch(keys, deadline_s)
+        fetched = store.fetch(keys, deadline_s)
         assert line(source) == "paused"
         source.send_signal(end)
-        results = [future.result(60) for future in futures]
+        results = fetched.result(60)
         status = Status.UNAVAILABLE if end is signal.SIGKILL else Status.TIMEOUT
         assert [each.status for each in results[1:]] == [status] * 3
         # What came before is whole, and nothing half-read can be found or takes a slot.

@@ -331,6 +331,7 @@ def test_an_engine_without_a_store_says_so(peer: KvPeer, start_tier: StartTier) 
     peer.served = None
     tier = start_tier(peer.address)
     until(lambda: not tier.look(keys_of(1)).result(60) and "NO_STORE" in tier.peers()[0].problem)
+    assert "set memory.tiers.host.size" in tier.peers()[0].problem
 
 
 def test_more_loads_than_there_are_threads_are_refused_at_once(

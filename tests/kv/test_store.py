@@ -230,11 +230,69 @@ def test_two_who_ask_wait_for_one_load(store: Store, tier: DictTier) -> None:
     keys = keys_of(1, 2)
     tier.blocks = {keys[0]: bytes(block_of(1)), keys[1]: bytes(block_of(2))}
     tier.go.clear()
-    futures = [*store.fetch(keys), *store.fetch(keys)]
+    futures = [store.fetch(keys), store.fetch(keys)]
     assert not any(future.done() for future in futures)
     tier.go.set()
-    assert [future.result(60).tier for future in futures] == ["file"] * 4
+    assert [each.tier for future in futures for each in future.result(60)] == ["file"] * 4
     assert tier.num_loads == 2
+
+
+def test_where_nothing_comes_the_rest_is_not_asked_for(arena: Arena, tier: DictTier) -> None:
+    keys = keys_of(*range(1000))
+    tier.blocks = dict.fromkeys(keys, bytes(SIZE))
+    store = Store(arena, SIZE, [tier])
+    # No later block takes the slot of an earlier one, though nobody has pinned that.
+    assert statuses(store.fetch(keys).result(60)) == [Status.HIT] * 4 + [Status.FULL] * 996
+    assert store.contains(keys[:5]) == ["host"] * 4 + ["file"]
+    with store.pin(keys[:4]):
+        assert statuses(store.fetch(keys).result(60)) == [Status.HIT] * 4 + [Status.FULL] * 996
+    assert tier.num_loads == 4
+    store.close()
+
+
+def test_a_tier_that_is_busy_is_asked_for_one_part(tier: DictTier) -> None:
+    keys = keys_of(*range(300))
+    tier.blocks = dict.fromkeys(keys, bytes(SIZE))
+    num_asked = []
+
+    def load(transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
+        num_asked.append(len(transfers))
+        return done([Result(Status.BUSY, tier.name)] * len(transfers))
+
+    tier.load = load  # type: ignore[method-assign]
+    arena = Arena.create(300 * 12288, available_bytes=1 << 30)
+    store = Store(arena, SIZE, [tier])
+    assert store.fetch(keys).result(60) == [Result(Status.BUSY, tier.name)] * 300
+    assert num_asked == [128] and store.index.num_free == 300
+    store.close()
+    arena.close()
+
+
+def test_many_who_fetch_the_same_blocks_leave_nothing_behind(arena: Arena, tier: DictTier) -> None:
+    keys = keys_of(*range(4))
+    tier.blocks = {key: b"" if place % 2 else bytes(SIZE) for place, key in enumerate(keys)}
+    store = Store(arena, SIZE, [tier])
+    expected = {Status.HIT, Status.CORRUPT, Status.MISS}  # none is left to somebody else
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(60):
+                chosen = keys[seed % 2 :] if turn % 2 else keys[: seed % 4 + 1]
+                assert {each.status for each in store.fetch(chosen).result(60)} <= expected
+                store.index.remove(keys[turn % 4])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not store._fetching
+    store.index.remove_chains(None)
+    assert store.index.num_free == store.index.num_slots
+    store.close()
 
 
 def test_what_is_damaged_below_is_a_miss_and_not_tried_for_ever(
@@ -259,14 +317,14 @@ def test_whole_chains_are_removed_with_what_is_being_written(store: Store, tier:
     store.put_batch([Block(damaged[0], None, True), Block(sound[0], None, True)], [block_of(1)] * 2)
     tier.blocks[damaged[2]] = bytes(block_of(3))
     lease = store.index.lease()
-    ref = store.offer(lease, Block(damaged[1], damaged[0]))
+    [ref] = store.offer(lease, [Block(damaged[1], damaged[0])])
     assert ref is not None
     tier.go.clear()
-    [fetched] = store.fetch(damaged[2:])
+    fetched = store.fetch(damaged[2:])
     store.remove_chains([damaged[0][:2]])
     tier.go.set()
-    assert fetched.result(60).status is Status.MISS
-    assert store.committed(lease, ref, Block(damaged[1])).status is Status.STALE
+    assert statuses(fetched.result(60)) == [Status.MISS]
+    assert statuses(store.committed(lease, [ref], [Block(damaged[1])])) == [Status.STALE]
     assert store.contains([*damaged, *sound]) == ["", "", "", "host"]
     assert set(tier.blocks) == set(sound)
     store.remove_chains(None)

@@ -35,6 +35,9 @@ from ullage_kv.store import DEADLINE_S, HOST
 _MAX_ARRIVALS = 8192
 """Requests whose tiers are remembered until they start."""
 
+_Results = Future[list[Result]]
+"""What is to become of each block of a fetch."""
+
 
 class TierHits(NamedTuple):
     """Blocks that a request began with from one tier."""
@@ -216,33 +219,31 @@ class KvBroker:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
 
-    def _load(self, keys: list[bytes], first: int, longest_s: float) -> "list[Future[Result]]":
+    def _load(self, keys: list[bytes], first: int, longest_s: float) -> list[_Results]:
         """Begins to load blocks from `first` on that only lower tiers have, and what else whoever
         goes on behind them reads; what that takes is measured."""
         keys = [*keys[first:], *self._last_windows(keys)]
         tiers = self._store.contains(keys)
-        new: dict[str, list[int]] = {}
-        for place, (key, tier) in enumerate(zip(keys, tiers, strict=True)):
-            if tier not in ("", HOST) and key not in self._due:
-                new.setdefault(tier, []).append(place)
-        numbers = {}
-        for tier, places in new.items():
-            due = self._clock() + self._load_s(tier, len(places))
-            numbers[tier] = self._speed(tier).begin(len(places) * self._store.block_bytes)
-            self._due |= dict.fromkeys((keys[place] for place in places), due)
-        futures = self._store.fetch(keys, longest_s)
-        for tier, places in new.items():
-            loading = [futures[place] for place in places]
-            finish = partial(
-                self._loaded, tier, numbers[tier], [keys[at] for at in places], loading
-            )
-            _when_done(loading, partial(self._call_soon, finish))
-        return futures
+        new: dict[str, list[bytes]] = {}
+        loading = []
+        for key, tier in zip(keys, tiers, strict=True):
+            if key in self._due:
+                loading.append(key)
+            elif tier not in ("", HOST):
+                new.setdefault(tier, []).append(key)
+        fetches = [self._store.fetch(loading, longest_s)] if loading else []
+        for tier, its_keys in new.items():
+            due = self._clock() + self._load_s(tier, len(its_keys))
+            number = self._speed(tier).begin(len(its_keys) * self._store.block_bytes)
+            self._due |= dict.fromkeys(its_keys, due)
+            fetched = self._store.fetch(its_keys, longest_s)
+            finish = partial(self._loaded, tier, number, its_keys, fetched)
+            _when_done([fetched], partial(self._call_soon, finish))
+            fetches.append(fetched)
+        return fetches
 
-    def _loaded(
-        self, tier: str, number: int, keys: list[bytes], results: "list[Future[Result]]"
-    ) -> None:
-        num_hits = sum(each.result().status is Status.HIT for each in results)
+    def _loaded(self, tier: str, number: int, keys: list[bytes], fetched: _Results) -> None:
+        num_hits = sum(each.status is Status.HIT for each in fetched.result())
         self._speed(tier).finish(number, num_hits * self._store.block_bytes)
         for key in keys:
             self._due.pop(key, None)
@@ -260,9 +261,9 @@ class KvBroker:
             case KvOffer():
                 self._post(KvGranted(slots=self._grant(message)))
             case KvWritten(stored=stored, dropped=dropped):
-                for slot in stored:
-                    ref = SlotRef(slot.slot, slot.generation)
-                    self._store.committed(self._lease, ref, self._reserved.pop(slot))
+                refs = [SlotRef(slot.slot, slot.generation) for slot in stored]
+                blocks = [self._reserved.pop(slot) for slot in stored]
+                self._store.committed(self._lease, refs, blocks)
                 for slot in dropped:
                     del self._reserved[slot]
                     self._lease.abort(SlotRef(slot.slot, slot.generation))
@@ -290,13 +291,12 @@ class KvBroker:
         self._store.index.check_integrity([self._lease])
 
     def _grant(self, offer: KvOffer) -> list[KvSlot]:
+        blocks = [Block(each.key, each.parent, each.is_kept) for each in offer.blocks]
         slots = []
-        for block in offer.blocks:
-            own = Block(block.key, block.parent, block.is_kept)
-            ref = self._store.offer(self._lease, own)
+        for block, ref in zip(blocks, self._store.offer(self._lease, blocks), strict=True):
             if ref is not None:
                 slot = KvSlot(block.key, ref.slot, ref.generation)
-                self._reserved[slot] = own
+                self._reserved[slot] = block
                 slots.append(slot)
         return slots
 
@@ -341,7 +341,7 @@ class KvBroker:
         else:
             looking.add_done_callback(lambda _: self._call_soon(load))
 
-    def _load_rest(self, wanted: KvWanted) -> "list[Future[Result]]":
+    def _load_rest(self, wanted: KvWanted) -> list[_Results]:
         """Begins to load what a request waits for: what it was told of, or what is there sooner
         than it could be computed."""
         tiers = self._store.lookup_prefix(wanted.keys)
@@ -432,11 +432,11 @@ def _num_in_host(tiers: list[str]) -> int:
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))
 
 
-def _when_done(futures: "list[Future[Result]]", then: Callable[[], object]) -> None:
+def _when_done(futures: list[_Results], then: Callable[[], object]) -> None:
     """Calls a function once, when all futures are done, in the thread of the last one."""
     lock, num_pending = threading.Lock(), len(futures)
 
-    def count(_: "Future[Result]") -> None:
+    def count(_: _Results) -> None:
         nonlocal num_pending
         with lock:
             num_pending -= 1
