@@ -1,0 +1,73 @@
+"""Figures of benchmarks as SVG, lines over time; readable on light and dark pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+COLORS = ("#3b82c4", "#d9822b", "#3f9c5a", "#a05cc0")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 760, 150, 60, 20, 34, 44
+MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    lines: Sequence[Line]
+
+
+def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:
+    """Panels of lines below one another over the same positions, which increase."""
+    body: list[str] = []
+    for number, panel in enumerate(panels):
+        body += _panel(panel, xs, TOP + number * (HEIGHT + GAP))
+    bottom = TOP + len(panels) * (HEIGHT + GAP) - GAP
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x = LEFT + share * (WIDTH - LEFT - RIGHT)
+        body.append(_text(x, bottom + 16, f"{share * xs[-1]:.3g}", "middle"))
+    body.append(_text(WIDTH / 2, bottom + 32, unit, "middle"))
+    _write(path, bottom + 40, body)
+
+
+def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
+    most = max((max(line.values) for line in panel.lines), default=0.0) or 1.0
+    body = [_text(LEFT, top - 8, panel.title, "start")]
+    for share in (0.0, 0.5, 1.0):
+        y = top + (1 - share) * HEIGHT
+        body.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            'stroke="#888" stroke-opacity="0.4"/>'
+        )
+        body.append(_text(LEFT - 6, y + 4, f"{share * most:.4g}", "end"))
+    end = WIDTH - RIGHT
+    for line, color in reversed(list(zip(panel.lines, COLORS, strict=False))):
+        body.append(_text(end, top - 8, line.name, "end", color))
+        end -= 8 * len(line.name) + 12
+        step = -(-len(xs) // MOST_POINTS)
+        points = " ".join(
+            f"{LEFT + x / xs[-1] * (WIDTH - LEFT - RIGHT):.1f},{top + (1 - y / most) * HEIGHT:.1f}"
+            for x, y in zip(xs[::step], line.values[::step], strict=True)
+        )
+        stroke = f'fill="none" stroke="{color}" stroke-width="1.5"'
+        body.append(f'<polyline points="{points}" {stroke}/>')
+    return body
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = "#888") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+    )
+
+
+def _write(path: Path, height: float, body: Sequence[str]) -> None:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        'font-family="sans-serif" font-size="12">'
+    )
+    path.write_text("\n".join([head, *body, "</svg>"]) + "\n", encoding="utf-8")

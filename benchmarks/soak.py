@@ -1,0 +1,417 @@
+#!/usr/bin/env python3
+"""Long conversations for half an hour: memory stays flat, files stay bounded, later turns hit.
+
+usage: soak.py [--minutes 30] [--sessions 8] [--json FILE] [--plot FILE.svg]
+
+Starts `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
+does not hold them all, and files. Four clients continue one conversation after the other: the one
+just answered (which the device still has), one of middling age (host) and the oldest (files). Every
+second the resident bytes of worker and server, the tiers and the hits are read. In the middle the
+worker is killed. With --plot the samples are drawn.
+
+An answer 429 is none of the faults: memory is short on purpose, and the client tries again later.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plots import Line, Panel, draw
+from tiers_up import DEVICE_MIB, Answer, Service, ask, service_up
+
+from ullage_common.wire.channels import open_channel
+
+MIB = 1 << 20
+TOKEN_BYTES = 23_040
+"""KV of one token of SmolLM2-135M in bfloat16."""
+HOST_SHARE, FILE_SHARE = 1.5, 3.0
+"""Sizes of the tiers, as shares of the device's KV."""
+LONGEST_SHARE = 0.5
+"""Share of the device's KV after which a conversation ends and another begins."""
+TURN_SHARES = (0.02, 0.05, 0.1, 0.2)
+"""What a client says in a turn, as shares of the device's KV."""
+ANSWER_SHARES = (0.003, 0.006, 0.018)
+FLAT_MIB = 32
+"""Most that a process's resident memory may grow."""
+MEMORY_SHARE = 0.85
+"""Most of the device's memory that the worker may take; a CPU's device is the process itself."""
+LATER_S = 600.0
+"""Most seconds more than asked for, until each tier has given something."""
+FEWEST_ROWS = 20
+"""Samples from which growth can be judged."""
+CLIENTS = 4
+TIERS = ("device", "host", "file")
+
+HELP = """examples:
+  soak.py                                          half an hour
+  soak.py --minutes 1                              does it work?
+  soak.py --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
+                                                   two minutes in which the cores mostly sleep
+  soak.py --plot docs/kv-soak.svg --json soak.json
+
+exit status: 0 all well, 1 a check failed (each is named)"""
+
+
+@dataclass
+class Session:
+    """A conversation; its name changes when it begins anew."""
+
+    number: int
+    name: str = ""
+    tokens: list[int] = field(default_factory=list)
+    turns: int = 0
+    is_busy: bool = False
+
+
+@dataclass
+class Soak:
+    """What was asked and seen."""
+
+    sessions: list[Session]
+    """The conversation that was continued last comes last."""
+    chooser: random.Random
+    kv_mib: int = 60
+    pause_s: float = 0.25
+    answers: int = 0
+    refused: int = 0
+    later_turns: int = 0
+    later_turns_cached: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    after_kill: dict[str, int] = field(default_factory=dict)
+    killed_s: float | None = None
+    answers_at_kill: int = 0
+    e2e_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    samples: list[dict[str, float]] = field(default_factory=list)
+    shared_files: set[str] = field(default_factory=set)
+    """Files of /dev/shm that the service's processes have mapped."""
+    is_over: bool = False
+    """Clients and sampler end."""
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that the device has KV for."""
+        return self.kv_mib * MIB / TOKEN_BYTES
+
+
+async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
+    """Continues one conversation after the other, each of them twice in a row."""
+    turns = 0
+    while not soak.is_over:
+        idle = [session for session in soak.sessions if not session.is_busy]
+        # Each client has one at a time, so that there is always one more.
+        session = idle[0 if turns % 2 else len(idle) // 2]
+        turns += 1
+        session.is_busy = True
+        try:
+            for _ in range(2):
+                await turn(soak, channel, session)
+                soak.sessions.remove(session)
+                soak.sessions.append(session)
+                await asyncio.sleep(soak.chooser.uniform(0.0, 2 * soak.pause_s))
+        except (grpc.aio.AioRpcError, RuntimeError) as error:
+            if is_refused(error):
+                soak.refused += 1
+                await asyncio.sleep(2.0)
+                continue
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            soak.errors.append(f"session {session.name}, turn {session.turns}: {details}")
+            return
+        finally:
+            session.is_busy = False
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether memory is short for a moment, which is an answer and no fault."""
+    return (
+        isinstance(error, grpc.aio.AioRpcError)
+        and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
+
+
+async def turn(soak: Soak, channel: grpc.aio.Channel, session: Session) -> None:
+    chooser, room = soak.chooser, soak.kv_tokens
+    if not session.tokens or len(session.tokens) > LONGEST_SHARE * room:
+        session.name, session.tokens, session.turns = f"{session.number}-{soak.answers}", [], 0
+    num_new = int(chooser.choice(TURN_SHARES) * chooser.uniform(1.0, 1.25) * room)
+    prompt = session.tokens + [chooser.randrange(100, 4000) for _ in range(num_new)]
+    max_tokens = int(chooser.choice(ANSWER_SHARES) * room)
+    answer = await ask(channel, prompt, max_tokens, session.name)
+    session.tokens = prompt + answer.token_ids
+    session.turns += 1
+    _count(soak, session, answer)
+
+
+def _count(soak: Soak, session: Session, answer: Answer) -> None:
+    soak.answers += 1
+    soak.e2e_s.append(answer.arrivals_s[-1])
+    if session.turns > 1:
+        soak.later_turns += 1
+        soak.later_turns_cached += answer.cached_tokens > 0
+    for tier, tokens in answer.cached_by_tier.items():
+        soak.cached_by_tier[tier] = soak.cached_by_tier.get(tier, 0) + tokens
+        if soak.killed_s is not None:
+            soak.after_kill[tier] = soak.after_kill.get(tier, 0) + tokens
+
+
+async def sample(soak: Soak, service: Service, files: Path, started: float) -> None:
+    """Reads a row of figures every second; ends with the soak, or when there are no figures."""
+    while not soak.is_over:
+        try:
+            row = await asyncio.to_thread(_row, service, files)
+        except (OSError, psutil.Error) as error:
+            soak.errors.append(f"no figures at {time.monotonic() - started:.0f} s: {error!r}")
+            return
+        soak.samples.append({"s": time.monotonic() - started, **row, "answers": soak.answers})
+        soak.shared_files |= await asyncio.to_thread(_shared_files, service)
+        if len(soak.samples) % 15 == 1:
+            print(_progress(soak), file=sys.stderr, flush=True)
+        await asyncio.sleep(1.0)
+
+
+def _shared_files(service: Service) -> set[str]:
+    """Files of /dev/shm that the service's processes have mapped; nobody else's."""
+    root = psutil.Process(service.process.pid)
+    paths = set[str]()
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+            paths |= {word for word in maps.split() if word.startswith("/dev/shm/")}
+    return paths
+
+
+def _row(service: Service, files: Path) -> dict[str, float]:
+    figures = service.figures(0)
+    worker = service.worker_pid(0)
+    row = {
+        "worker": 0.0,
+        "server": float(psutil.Process(service.server_pid(0)).memory_info().rss),
+        "files": float(_disk_bytes(files)),
+        "kv_pool": figures["ullage_kv_pool_bytes"],
+        "kv_used": figures["ullage_kv_used_ratio"] * figures["ullage_kv_pool_bytes"],
+        "restarts": figures.get("ullage_worker_restarts_total", 0.0),
+        "failures": sum(v for k, v in figures.items() if k.startswith("ullage_kv_tier_failures")),
+    }
+    for tier in ("host", "file"):
+        row[tier] = figures[f"ullage_kv_tier_used_bytes/{tier}"]
+        row[f"{tier}_hits"] = figures[f"ullage_kv_tier_hits_total/{tier}"]
+    if worker is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            row["worker"] = float(psutil.Process(worker).memory_info().rss)
+    return row
+
+
+def _disk_bytes(folder: Path) -> int:
+    """What the files take on the device, holes left out."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total
+
+
+def _progress(soak: Soak) -> str:
+    row = soak.samples[-1]
+    amounts = ", ".join(f"{k} {row[k] / MIB:.0f}" for k in ("worker", "server", "host", "files"))
+    return f"{row['s']:6.0f} s  {soak.answers} answers, {amounts} MiB, {len(soak.errors)} errors"
+
+
+async def kill_worker(soak: Soak, service: Service, started: float, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    if pid := service.worker_pid(0):
+        soak.killed_s, soak.answers_at_kill = time.monotonic() - started, soak.answers
+        os.kill(pid, signal.SIGKILL)
+
+
+async def run(options: argparse.Namespace, folder: Path) -> Soak:
+    """Raises whatever a client or the sampler did not foresee; SIGTERM ends the service, too."""
+    if task := asyncio.current_task():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    files = folder / "kv"
+    tiers = {
+        "host": {"size": f"{HOST_SHARE * options.kv_mib:.0f}Mi"},
+        "file": {"path": str(files), "size": f"{FILE_SHARE * options.kv_mib:.0f}Mi"},
+    }
+    sessions = [Session(number) for number in range(options.sessions)]
+    soak = Soak(sessions, random.Random(options.seed), options.kv_mib, options.pause_s)
+    async with (
+        service_up(folder, f"{options.kv_mib}Mi", tiers) as service,
+        open_channel(service.target) as channel,
+    ):
+        started, seconds = time.monotonic(), 60 * options.minutes
+        killer = asyncio.create_task(kill_worker(soak, service, started, options.kill_s))
+        work = [
+            asyncio.create_task(sample(soak, service, files, started)),
+            *(asyncio.create_task(client(soak, channel)) for _ in range(CLIENTS)),
+        ]
+        ended: set[asyncio.Task[None]] = set()  # they end early only with an error
+        while not ended and not is_enough(soak, time.monotonic() - started, seconds):
+            ended, _ = await asyncio.wait(work, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+        soak.is_over = True
+        killer.cancel()
+        await asyncio.gather(*work)
+    return soak
+
+
+def is_enough(soak: Soak, passed_s: float, seconds: float) -> bool:
+    """Whether the time has passed and each tier was used; busy cores may need longer for that."""
+    is_used = all(soak.cached_by_tier.get(tier) for tier in TIERS)
+    is_used &= soak.killed_s is None or bool(soak.after_kill.get("host"))
+    return passed_s >= seconds + (0.0 if is_used else LATER_S)
+
+
+def faults(soak: Soak, e2e_s: float) -> list[str]:
+    """What is not as it must be, one line each."""
+    rows = soak.samples
+    if len(rows) < FEWEST_ROWS:
+        return [*soak.errors, f"there are only {len(rows)} samples"]
+    last, shared = rows[-1], sorted(filter(os.path.exists, soak.shared_files))
+    quota = FILE_SHARE * soak.kv_mib * MIB
+    checks = {
+        "blocks of KV failed in a tier": last["failures"] == 0,
+        "the KV pool is not constant": len({row["kv_pool"] for row in rows}) == 1,
+        "files exceed their quota": max(row["files"] for row in rows) <= quota,
+        f"files stay in /dev/shm: {shared}": not shared,
+        "a worker died by itself": last["restarts"] <= (soak.killed_s is not None),
+        f"p95 of whole answers exceeds {e2e_s:g} s": p95(soak.e2e_s) <= e2e_s,
+        f"the worker takes more than {MEMORY_SHARE:.0%} of its device": (
+            max(row["worker"] for row in rows) <= MEMORY_SHARE * DEVICE_MIB * MIB
+        ),
+    }
+    if soak.killed_s is not None:
+        checks |= {
+            "the killed worker is not replaced": last["restarts"] == 1 and last["worker"] > 0,
+            "sessions of the killed worker are not there": soak.after_kill.get("host", 0) > 0,
+        }
+    for tier in TIERS:
+        checks[f"nothing was cached on {tier}"] = soak.cached_by_tier.get(tier, 0) > 0
+    for name in ("worker", "server"):
+        grown = growth(soak, name)
+        checks[f"the {name} lived too briefly to judge its growth"] = grown is not None
+        checks[f"the {name} grows by {grown or 0:.0f} MiB"] = (grown or 0.0) <= FLAT_MIB
+    return [*soak.errors, *(text for text, is_well in checks.items() if not is_well)]
+
+
+def growth(soak: Soak, name: str) -> float | None:
+    """Returns MiB that a process's resident memory has grown; None where it lived too briefly.
+
+    The worker is another one after it was killed: of both lives the larger. A life is judged from
+    its first answers on, as loading and first steps allocate what is kept.
+    """
+    num_before = soak.answers_at_kill
+    lives: list[list[float]] = [[], []]
+    for row in soak.samples:
+        is_second = name == "worker" and soak.killed_s is not None and row["s"] > soak.killed_s
+        if row[name] and row["answers"] >= CLIENTS + (num_before if is_second else 0):
+            lives[is_second].append(row[name] / MIB)
+    grown = [
+        statistics.median(values[-len(values) // 10 :])
+        - statistics.median(values[: len(values) // 10])
+        for values in lives
+        if len(values) >= FEWEST_ROWS
+    ]
+    return max(grown, default=None)
+
+
+def p95(values: list[float]) -> float:
+    return sorted(values)[int(0.95 * (len(values) - 1))] if values else 0.0
+
+
+def result(soak: Soak, problems: list[str]) -> dict[str, Any]:
+    last = soak.samples[-1] if soak.samples else {}
+    return {
+        "seconds": round(last.get("s", 0)),
+        "answers": soak.answers,
+        "refused": soak.refused,
+        "later_turns": soak.later_turns,
+        "later_turns_cached": soak.later_turns_cached,
+        "cached_tokens": soak.cached_by_tier,
+        "cached_tokens_after_kill": soak.after_kill,
+        "blocks_hit": {tier: last.get(f"{tier}_hits") for tier in ("host", "file")},
+        "e2e_p50_s": round(statistics.median(soak.e2e_s or [0.0]), 2),
+        "e2e_p95_s": round(p95(soak.e2e_s), 2),
+        "killed_s": soak.killed_s and round(soak.killed_s),
+        "growth_mib": {name: round(growth(soak, name) or 0, 1) for name in ("worker", "server")},
+        "most_mib": {
+            name: round(max((row[name] for row in soak.samples), default=0) / MIB)
+            for name in ("worker", "server", "kv_pool", "kv_used", "host", "file", "files")
+        },
+        "faults": problems,
+    }
+
+
+def plot(soak: Soak, path: Path) -> None:
+    rows = soak.samples
+    minutes = [row["s"] / 60 for row in rows]
+
+    def panel(title: str, scale: float, lines: dict[str, str]) -> Panel:
+        return Panel(title, [Line(n, [row[k] / scale for row in rows]) for n, k in lines.items()])
+
+    resident = {"worker resident": "worker", "server resident": "server"}
+    tiers = {"host tier": "host", "files on disk": "files", "device KV in use": "kv_used"}
+    hits = {"from host": "host_hits", "from files": "file_hits"}
+    panels = [
+        panel("resident memory, MiB", MIB, resident),
+        panel("KV by tier, MiB", MIB, tiers),
+        panel("blocks read from tiers", 1, hits),
+    ]
+    draw(path, "minutes", minutes, panels)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
+    parser.add_argument("--sessions", type=int, default=8, help="conversations, at least 5 (8)")
+    parser.add_argument(
+        "--kv-mib", type=int, default=60, help="KV of the device, for which all else is cut (60)"
+    )
+    parser.add_argument(
+        "--pause-s", type=float, default=0.25, help="a client's mean pause between turns (0.25)"
+    )
+    parser.add_argument("--no-kill", action="store_true", help="let the worker live")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--e2e-s", type=float, default=20.0, help="most seconds of whole answers, p95 (20)"
+    )
+    parser.add_argument("--json", type=Path, help="write result and samples here")
+    parser.add_argument("--plot", type=Path, help="draw the samples as SVG")
+    options = parser.parse_args()
+    options.kill_s = math.inf if options.no_kill else 30 * options.minutes
+    if options.sessions <= CLIENTS:
+        parser.error(f"--sessions {options.sessions}: give at least {CLIENTS + 1}")
+    with tempfile.TemporaryDirectory(prefix="soak") as folder:
+        soak = asyncio.run(run(options, Path(folder)))
+    problems = faults(soak, options.e2e_s)
+    row = result(soak, problems)
+    print(json.dumps(row))
+    if options.json:
+        options.json.write_text(json.dumps({**row, "samples": soak.samples}))
+    if options.plot and soak.samples:
+        plot(soak, options.plot)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""`ullage up` of SmolLM2 with tiers of KV memory, for benchmarks."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import yaml
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+
+sys.path.insert(0, str(Path(__file__).parent))
+from one_engine import MODEL, WORKERS
+from serve import start
+
+STOP_S = 60.0
+DEVICE_MIB = 1500
+FIGURE = re.compile(r"^(ullage_\w+)\{(.*)\} (\S+)$", re.M)
+TIER = re.compile(r'tier="(\w+)"')
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service; engines are numbered from 0."""
+
+    process: subprocess.Popen[bytes]
+    state: dict[str, Any]
+
+    @property
+    def target(self) -> str:
+        return str(self.state["grpc_target"])
+
+    def server_pid(self, number: int) -> int:
+        return int(self.state["engines"][number]["pid"])
+
+    def worker_pid(self, number: int) -> int | None:
+        for child in psutil.Process(self.server_pid(number)).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if WORKERS & set(child.cmdline()):
+                    return int(child.pid)
+        return None
+
+    def figures(self, number: int) -> dict[str, float]:
+        """An engine's metrics by name, those of a tier as `name/tier`; labels are summed over."""
+        url = self.state["engines"][number]["metrics_url"]
+        with urllib.request.urlopen(url, timeout=30) as response:
+            text = response.read().decode()
+        sums: dict[str, float] = {}
+        for name, labels, value in FIGURE.findall(text):
+            tier = TIER.search(labels)
+            key = f"{name}/{tier[1]}" if tier else name
+            sums[key] = sums.get(key, 0.0) + float(value)
+        return sums
+
+
+@contextlib.asynccontextmanager
+async def service_up(
+    folder: Path,
+    max_kv: str,
+    tiers: dict[str, Any],
+) -> AsyncIterator[Service]:
+    """A service that is ready, with limits that no request of a benchmark meets; SIGTERM ends it.
+
+    Raises:
+        SystemExit: it does not start, or does not stop within a minute.
+    """
+    path = folder / "service.yaml"
+    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers)))
+    state_file = folder / "state.json"
+    state_file.unlink(missing_ok=True)
+    starting = asyncio.ensure_future(asyncio.to_thread(start, path, state_file))
+    try:
+        process, _ = await asyncio.shield(starting)
+        yield Service(process, json.loads(state_file.read_text()))
+    finally:
+        process, _ = await starting
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(_ended, process)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise SystemExit(f"error: ullage up did not stop within {STOP_S:g} s") from None
+
+
+def _manifest(max_kv: str, tiers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "tiers"},
+        "spec": {
+            "model": {
+                "source": MODEL,
+                "name": "smollm2",
+                "maxModelLen": 8192,
+                "dtype": "BFloat16",
+            },
+            "device": "CPU",
+            "router": {"replicas": 1},
+            "pools": {"single": {"gpus": 1, "replicas": 1, "memory": {"maxKV": max_kv}}},
+            "memory": {"deviceBytes": f"{DEVICE_MIB}Mi", "safetyReserve": "32Mi", "tiers": tiers},
+            "routing": {
+                "largeRequestTokens": 8192,
+                "queue": {"maxRequests": 64, "timeout": "120s"},
+            },
+            "limits": {"maxOutputTokens": 1024, "requestTimeout": "300s"},
+            "slo": {"ttftP95": "300s", "e2eP95": "600s"},
+        },
+    }
+
+
+@dataclass
+class Answer:
+    """One answer; seconds since the request was sent, one for each token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+async def ask(
+    channel: grpc.aio.Channel, token_ids: Sequence[int], max_tokens: int, session: str = ""
+) -> Answer:
+    """A greedy answer of exactly so many tokens.
+
+    Raises:
+        grpc.aio.AioRpcError: it was refused or failed.
+        RuntimeError: it ended early.
+    """
+    request = pb.GenerateRequest(
+        model="smollm2",
+        token_ids=pb.TokenIds(ids=token_ids),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        output=pb.OutputOptions(return_token_ids=True),
+        session_id=session,
+    )
+    answer, finished = Answer(), pb.Finished()
+    started = time.perf_counter()
+    async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request):
+        now = time.perf_counter() - started
+        answer.token_ids += response.delta.token_ids
+        answer.arrivals_s += [now] * len(response.delta.token_ids)
+        if response.HasField("finished"):
+            finished = response.finished
+    if len(answer.token_ids) != max_tokens:
+        raise RuntimeError(
+            f"{len(answer.token_ids)} of {max_tokens} tokens, reason {finished.reason}"
+        )
+    usage = finished.usage
+    answer.prompt_tokens, answer.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+    answer.cached_by_tier = {each.tier: each.tokens for each in usage.cached_by_tier}
+    return answer
