@@ -140,7 +140,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
 def _vllm_uses_tiers(config: EngineConfig) -> bool:
     """Whether ranks of vLLM reach the memory of the host tier, each for its part of every block."""
     is_reached = config.parallelism.pipeline == 1 and config.group.nodes == 1
-    if not is_reached and config.memory.tiers.host.size:
+    if not is_reached and config.memory.tiers.host.size != 0:
         log.info("memory.tiers: with vLLM KV stays on devices of several stages or nodes")
     return is_reached
 

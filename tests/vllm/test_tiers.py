@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ullage_common.config.engine import HostTierSection, TiersSection
+from ullage_common.config.engine import TiersSection
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import (
@@ -34,9 +34,8 @@ class Rig:
     def __init__(self, start: Callable[[HostTier], Any]) -> None:
         self._hits: list[tuple[str, list[TierHits]]] = []
         self._loop = asyncio.new_event_loop()
-        section = TiersSection(host=HostTierSection(size=HOST_BYTES))
-        self._kv = KvTiers(section, lambda name, hits: self._hits.append((name, hits)), None)
-        self._kv.open()
+        self._kv = KvTiers(TiersSection(), lambda name, hits: self._hits.append((name, hits)))
+        self._kv.open(HOST_BYTES)
         self._start = start
         self.start_worker()
 

@@ -64,13 +64,12 @@ class KvTiers:
         self.store: Store | None = None
         """None: no worker was ready yet."""
 
-    def open(self) -> None:
+    def open(self, num_bytes: int) -> None:
         """Takes the memory, every page of it, which may take seconds.
 
         Raises:
             ArenaError: it is not there.
         """
-        num_bytes = self._section.host.size
 
         def report(done: int, total: int) -> None:
             if done and done < total:

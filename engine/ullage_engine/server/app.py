@@ -20,10 +20,10 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.logs import serve_metrics
-from ullage_common.process.memory import trim_heap
+from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
@@ -140,7 +140,7 @@ class EngineApp:
     def _make_tiers(self) -> KvTiers | None:
         """Makes what keeps KV outside the device; None: nothing is to be kept."""
         memory = self._config.memory
-        if not memory.tiers.host.size or not memory.prefix_cache:
+        if memory.tiers.host.size == 0 or not memory.prefix_cache:
             return None
         # A worker that waits for tiers does no step, and must not be taken for one that hangs.
         wait_s = self._config.limits.step_deadline / 4
@@ -157,12 +157,31 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Takes the memory of KV outside the device, for workers that use it."""
+        """Takes the memory of KV outside the device, for workers that use it; None: there is no
+        such KV.
+
+        Raises:
+            AppError: memory that was asked for is not there.
+        """
         if self._kv is None or not launch.uses_tiers:
             return None
+        config = self._config
+        asked = size = config.memory.tiers.asked_host_bytes
+        if size is None:
+            free = free_bytes()
+            size = default_host_tier(config.memory, config.device, config.gpus, free)
+            log.info(
+                "memory.tiers.host.size is not set: the host tier takes what there is room for",
+                extra={"bytes": size, "free_bytes": free},
+            )
+        if not size:
+            return None
         try:
-            await asyncio.to_thread(self._kv.open)
+            await asyncio.to_thread(self._kv.open, size)
         except ArenaError as error:
+            if asked is None:
+                log.warning("there is no host tier", extra={"reason": str(error)})
+                return None
             raise AppError(f"memory.tiers.host.size: {error}") from error
         return self._kv
 

@@ -71,6 +71,8 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
     """
     memory = config.memory
     if device.type == "cpu":
+        if memory.tiers.asked_host_bytes is None:
+            host_tier = 0  # it lies in what the threshold leaves
         total = _cpu_bytes(memory.device_bytes, config.gpus, host_tier)
         return Ledger(total, memory.threshold, configurable=True)
     total = int(torch.cuda.mem_get_info(device)[1])

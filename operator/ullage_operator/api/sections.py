@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import field, inspect
 
-from ullage_common.config.engine import HostTierSection, MemoryLimits, RankGrid
+from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
 from ullage_common.config.router import TenantRules
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
@@ -312,7 +312,7 @@ class FileTierSpec(Strict, frozen=True, kw_only=True):
         return posixpath.normpath("/" + (self.path or naming.KV_DIR).lstrip("/"))
 
 
-class TiersSpec(Strict, frozen=True, kw_only=True):
+class TiersSpec(HostedTiers, frozen=True, kw_only=True):
     host: HostTierSection
     remote: RemoteTierSpec | None = None
     file: FileTierSpec | None = None
@@ -322,11 +322,6 @@ class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
     """What engines read as their section `memory`, with tiers as people ask for them."""
 
     tiers: TiersSpec
-
-    @property
-    def host_tier_bytes(self) -> int:
-        """Memory that an engine takes for its host tier; without a prefix cache it has no tiers."""
-        return self.tiers.host.size if self.prefix_cache else 0
 
 
 class PodSection(Strict, frozen=True, kw_only=True):

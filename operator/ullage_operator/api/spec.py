@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ullage_common.config.engine import (
+    DEFAULT_HOST_TIER,
     AdapterSection,
     BatchingSection,
     DegradeSection,
@@ -335,7 +336,9 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
     if "maxKV" in memory and parse_bytes(memory["maxKV"]) < MIN_BYTES:
         yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
     tiers = memory.get("tiers", {})
-    host = tiers.get("host", {}).get("size", 0)
+    # A host tier that nobody asked for takes what there is room for, and contradicts nothing.
+    default = f"{DEFAULT_HOST_TIER >> 20}Mi" if "remote" in tiers or "file" in tiers else 0
+    host = tiers.get("host", {}).get("size", default)
     yield from (replace(each, path=path(each.path)) for each in _tiers(tiers, host))
     amounts = {key: memory.get(key) for key in ("deviceBytes", "hostKV")} | {_HOST_SIZE: host}
     asked = {key: parse_bytes(given) for key, given in amounts.items() if given}

@@ -372,7 +372,8 @@ def with_secrets(files: Iterable[File], folders: Mapping[str, Mapping[str, Path]
 
 
 def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
-    """Workers without a budget of their own get equal parts of what others, and host tiers, leave.
+    """Workers without a budget of their own get equal parts of what others leave, and host tiers
+    that were asked for.
 
     On Kubernetes an engine's share is its container's limit; here each would take the whole
     machine.
@@ -387,7 +388,7 @@ def share_memory(objects: Sequence[Manifest]) -> list[Manifest]:
     budgets = {name: engine["memory"].get("device_bytes") for name, engine in engines.items()}
     taken = sum((budgets[name] or 0) * num_workers[name] for name in engines)
     taken += sum(
-        engine["memory"]["tiers"]["host"]["size"] * num_pods[name]
+        engine["memory"]["tiers"]["host"].get("size", 0) * num_pods[name]
         for name, engine in engines.items()
         if engine["memory"]["prefix_cache"]
     )

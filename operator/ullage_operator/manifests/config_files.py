@@ -88,7 +88,10 @@ def engine_config(
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
     """The memory of a pool's engines; their peers are those of the same pool, which have the same
-    model, and which its headless Service has the addresses of."""
+    model, and which its headless Service has the addresses of.
+
+    A host tier that nobody asked for has no size: only the engine knows what is free.
+    """
     tiers = pool.memory.tiers
     remote = file = None
     if tiers.remote:
@@ -101,7 +104,8 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
         )
     if tiers.file:
         file = engine.FileTierSection(path=tiers.file.folder, size=tiers.file.size)
-    section = engine.TiersSection(host=tiers.host, remote=remote, file=file)
+    host = engine.HostTierSection(size=tiers.asked_host_bytes)
+    section = engine.TiersSection(host=host, remote=remote, file=file)
     return MemorySection(**msgspec.structs.asdict(pool.memory) | {"tiers": section})
 
 

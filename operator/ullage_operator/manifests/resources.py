@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from ullage_common.config.engine import ModelSection
-from ullage_operator.api.sections import MemorySpec, PoolSpec, amount, canonical
+from ullage_common.config.engine import ModelSection, default_host_tier
+from ullage_operator.api.sections import PoolSpec, amount, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.engine_choice import is_vllm
 
@@ -55,16 +55,30 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
     return resources
 
 
-def tiers_line(memory: MemorySpec) -> str:
+def tiers_line(service: Service, pool: PoolSpec) -> str:
     """Returns where the engines of a pool keep KV beside their devices, in a few words."""
-    tiers = memory.tiers
-    if not memory.host_tier_bytes:
+    tiers, host_bytes = pool.memory.tiers, _host_tier_bytes(service, pool)
+    if not host_bytes:
         return "KV tiers: none"
-    host = f"host memory {tiers.host.size // _MIB} MiB of each pod"
+    host = f"host memory {host_bytes // _MIB} MiB of each pod"
     remote = ["that of the pool's other pods"] if tiers.remote else []
     file = tiers.file
     files = [f"files {file.size // _MIB} MiB in {file.folder}"] if file else []
     return f"KV tiers: {', '.join([host, *remote, *files])}"
+
+
+def _host_tier_bytes(service: Service, pool: PoolSpec) -> int:
+    """Returns the most memory that an engine takes for its host tier; without a prefix cache it has
+    no tiers."""
+    memory = pool.memory
+    if not memory.prefix_cache:
+        return 0
+    asked = memory.tiers.asked_host_bytes
+    if asked is not None:
+        return asked
+    limit = pool.resources.get("limits", {}).get("memory")
+    limit_bytes = None if limit is None else int(amount(limit))
+    return default_host_tier(memory, service.spec.device, pool.gpus_per_pod, limit_bytes)
 
 
 def router_resources(service: Service) -> Amounts:
@@ -126,7 +140,7 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown
     num_workers = pool.gpus_per_pod + pool.standby_worker
-    kv = pool.memory.host_kv + pool.memory.host_tier_bytes
+    kv = pool.memory.host_kv + _host_tier_bytes(service, pool)
     total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 

@@ -228,9 +228,9 @@ class ParallelismSection(RankGrid, frozen=True, kw_only=True):
 class HostTierSection(Strict, frozen=True, kw_only=True):
     """KV in host memory, which outlives the worker."""
 
-    size: SomeBytes = 256 << 20
+    size: SomeBytes | None = None
     """Memory that is taken when the engine starts, beside the device's; 0: there is no such tier,
-    and none below it."""
+    and none below it. None: 256 MiB where there are tiers below it, else `default_host_tier`."""
 
 
 class FileTierSection(Strict, frozen=True, kw_only=True):
@@ -267,15 +267,31 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
                 raise ValueError(f"peers has {peer!r}; write host:port, such as demo-single:9000")
 
 
-class TiersSection(Strict, frozen=True, kw_only=True):
+DEFAULT_HOST_TIER = 256 << 20
+_MIN_DEFAULT_HOST_TIER = 16 << 20
+_GPU_WORKER_BYTES = 1 << 30
+"""Host memory of a worker of a GPU: Python, torch and the device's context."""
+
+
+class HostedTiers(Strict, frozen=True, kw_only=True):
+    host: HostTierSection = HostTierSection()
+
+    @property
+    def asked_host_bytes(self) -> int | None:
+        """Size that the host tier must have, or the engine does not start; None: nobody asked for
+        one, neither by its size nor by a tier below it."""
+        has_lower = any(getattr(self, name) for name in ("remote", "file"))
+        return DEFAULT_HOST_TIER if self.host.size is None and has_lower else self.host.size
+
+
+class TiersSection(HostedTiers, frozen=True, kw_only=True):
     """Where KV is kept that the device has no room for, the fastest first."""
 
-    host: HostTierSection = HostTierSection()
     remote: RemoteTierSection | None = None
     file: FileTierSection | None = None
 
     def __post_init__(self) -> None:
-        if self.host.size:
+        if self.host.size != 0:
             return
         for name in ("remote", "file"):
             if getattr(self, name):
@@ -303,6 +319,28 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+
+def default_host_tier(
+    memory: MemoryLimits, device: Device, num_ranks: int, limit: int | None
+) -> int:
+    """Returns the size of a host tier that nobody asked for, which is to be in nobody's way.
+
+    It is 256 MiB, and at most an eighth of what the rest of the engine leaves of a limit; below
+    16 MiB there is none, and 0 is returned.
+
+    Args:
+        num_ranks: workers of the engine in one container.
+        limit: bytes that the container may take; None: no limit.
+    """
+    if limit is None:
+        return DEFAULT_HOST_TIER
+    budget = limit if memory.device_bytes is None else memory.device_bytes * num_ranks
+    on_cpu = int(memory.threshold * budget)
+    on_gpus = memory.host_kv + _GPU_WORKER_BYTES * num_ranks
+    taken = {"cpu": on_cpu, "cuda": on_gpus, "auto": max(on_cpu, on_gpus)}[device]
+    size = min(DEFAULT_HOST_TIER, (limit - taken) // 8)
+    return size if size >= _MIN_DEFAULT_HOST_TIER else 0
 
 
 class MemorySection(MemoryLimits, frozen=True, kw_only=True):

@@ -164,11 +164,12 @@ def serve(config: EngineConfig) -> Callable[..., contextlib.AbstractAsyncContext
         config: EngineConfig = config,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
         ready: bool = True,
+        uses_tiers: bool = False,
         program: str = sys.executable,
         **options: object,
     ) -> AsyncIterator[Engine]:
         command = [program, fake_worker.__file__, json.dumps(options)]
-        launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {})
+        launch = WorkerLaunch(lambda endpoint: [*command, "--endpoint", endpoint], {}, uses_tiers)
         engine = Engine(EngineApp(config, lambda _: launch, policy))
         await engine.connect()
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_common.config.engine import FileTierSection, HostTierSection, TiersSection
+from ullage_common.config.engine import FileTierSection, TiersSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_tiers import tiers as kv_tiers
 from ullage_engine.kv_tiers.tiers import KvTiers
@@ -52,8 +52,8 @@ def make_ready() -> Ready:
 async def tiers_of(folder: Path) -> list[str]:
     """The tiers that a worker gets whose engine keeps files in a folder."""
     file = FileTierSection(path=str(folder), size=8 << 20)
-    kv = KvTiers(TiersSection(host=HostTierSection(size=1 << 20), file=file), lambda *_: None)
-    kv.open()
+    kv = KvTiers(TiersSection(file=file), lambda *_: None)
+    kv.open(1 << 20)
     try:
         await kv.worker_ready(make_ready(), lambda _: None)
         return [tier.name for tier in kv.stats()]

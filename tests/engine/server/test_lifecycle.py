@@ -12,21 +12,35 @@ from typing import Any
 
 import grpc
 import msgspec
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, MemorySection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_engine.server import app
 from ullage_engine.server.app import AppError
 from ullage_engine.server.health import RestartPolicy
+from ullage_kv import arena
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Makes this be what the container may still take."""
+    monkeypatch.setattr(app, "free_bytes", lambda: num_bytes)
+    monkeypatch.setattr(arena, "free_bytes", lambda: num_bytes)
+
+
+def with_memory(config: EngineConfig, memory: dict[str, Any]) -> EngineConfig:
+    section = msgspec.convert(memory, MemorySection)
+    return msgspec.structs.replace(config, device="cpu", memory=section)
 
 
 def ask(max_tokens: int = 40) -> pb.GenerateRequest:
@@ -54,6 +68,63 @@ async def becomes(engine: Any, service: str, status: int) -> None:
             if response.status == status:
                 break
     call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "size"),
+    [
+        (200 << 20, {}, 24 << 20),
+        (100 << 20, {}, None),
+        (100 << 20, {"prefix_cache": False}, None),
+        (100 << 20, {"tiers": {"host": {"size": 8 << 20}}}, 8 << 20),
+    ],
+)
+def test_a_host_tier_that_nobody_asked_for_takes_what_there_is_room_for(
+    serve: Serve,
+    config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    given: dict[str, Any],
+    size: int | None,
+) -> None:
+    caplog.set_level("INFO", "ullage.engine")
+    set_free(monkeypatch, free)
+    tight = with_memory(config, {"device_bytes": 8 << 20, "threshold": 1.0} | given)
+
+    async def scenario() -> None:
+        async with serve(tight, uses_tiers=True):
+            [worker] = psutil.Process().children()
+            command = worker.cmdline()
+            assert ("--kv-arena" in command) == (size is not None)
+            if size is not None:
+                assert command[command.index("--kv-bytes") + 1] == str(size)
+            said = [vars(each) for each in caplog.records if "is not set" in each.message]
+            sizes = [] if given else [(size or 0, free)]
+            assert [(each["bytes"], each["free_bytes"]) for each in said] == sizes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "tiers", [{"host": {"size": 256 << 20}}, {"remote": {"peers": []}}, {"file": {"path": "/kv"}}]
+)
+def test_a_host_tier_that_was_asked_for_and_has_no_room_is_refused(
+    serve: Serve,
+    config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tiers: dict[str, Any],
+) -> None:
+    set_free(monkeypatch, 200 << 20)
+    asked = with_memory(config, {"tiers": tiers})
+
+    async def scenario() -> None:
+        words = r"memory\.tiers\.host\.size: 256 MiB of host memory are more than the 200 MiB"
+        with pytest.raises(AppError, match=words):
+            async with serve(asked, ready=False, uses_tiers=True) as engine:
+                await engine.running
+
+    asyncio.run(scenario())
 
 
 def test_alive_but_not_ready_while_loading(serve: Serve) -> None:

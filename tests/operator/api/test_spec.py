@@ -375,7 +375,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {
             "device": "CPU",
-            "memory": {"deviceBytes": "1Gi", "safetyReserve": 0},
+            "memory": {"deviceBytes": "1Gi", "safetyReserve": 0, "tiers": {"remote": {}}},
             "pools": {
                 "single": {
                     "gpus": 2,

@@ -19,15 +19,20 @@ from ullage_common.config.engine import (
     EngineConfig,
     FileTierSection,
     HostTierSection,
+    MemoryLimits,
     RemoteTierSection,
     TiersSection,
+    default_host_tier,
 )
 from ullage_common.wire.channels import Health, bind, new_server, open_channel
 from ullage_common.wire.tls import Certificates
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.overlay import lies_in
+from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import parse_bytes
+from ullage_operator.api.spec import Service, parse_stored
 from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.manifests.resources import tiers_line
 
 if TYPE_CHECKING:
     Authority = Any
@@ -78,7 +83,7 @@ def with_mount(mount: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_host_tier_is_there_by_default_and_nothing_below(make_plan: MakePlan) -> None:
     plan = make_plan()
-    assert engine(plan).memory.tiers == TiersSection(host=HostTierSection(size=256 << 20))
+    assert engine(plan).memory.tiers == TiersSection(host=HostTierSection(size=None))
     assert kv_volume(plan) is None
     off = engine(make_plan(memory={"tiers": {"host": {"size": 0}}}))
     assert off.memory.tiers.host.size == 0
@@ -220,6 +225,63 @@ def test_without_a_prefix_cache_no_host_tier_is_paid_for(make_plan: MakePlan) ->
     limits = {"resources": {"limits": {"memory": "4Gi"}}}
     tight = {"deviceBytes": "4Gi", "prefixCache": False}
     assert make_plan(device="CPU", memory=tight, pools={"single": limits})
+
+
+@pytest.mark.parametrize("limit", ["1500Mi", "1700Mi", "1", "4Gi"])
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
+    manifest: Callable[..., dict[str, Any]], device: str, limit: str
+) -> None:
+    """Services that were stored before there were tiers stay as valid as they were."""
+    given: dict[str, Any] = {"safetyReserve": "32Mi"}
+    given |= {"deviceBytes": "1500Mi"} if device == "CPU" and limit != "1" else {}
+
+    def read(**memory: Any) -> Service:
+        limits = {"limits": {"memory": limit}}
+        written = manifest(
+            device=device, memory=given | memory, pools={"single": {"resources": limits}}
+        )
+        stored, problems = complete(load_schema(), written)
+        assert not problems
+        return parse_stored(stored)
+
+    service = read()
+    room = {"1500Mi": 225, "1700Mi": 425, "1": 0, "4Gi": 2821}[limit]
+    room = {"1700Mi": 676, "1500Mi": 476, "1": 0, "4Gi": 3072}[limit] if device == "CUDA" else room
+    size = min(256, room // 8)
+    line = f"KV tiers: host memory {size} MiB of each pod" if size >= 16 else "KV tiers: none"
+    assert tiers_line(service, service.spec.pools["single"]) == line
+    if device == "CPU" and limit == "1700Mi":
+        for tiers in ({"host": {"size": "256Mi"}}, {"remote": {}}, {"file": {}}):
+            with pytest.raises(InvalidManifest, match="256Mi beside deviceBytes 1500Mi is more"):
+                read(tiers=tiers)
+
+
+@given(
+    share=st.floats(0.01, 1),
+    device=st.sampled_from(["cpu", "cuda", "auto"]),
+    limit=st.integers(0, 64 << 30),
+    budget=st.none() | st.integers(0, 64 << 30),
+    host_kv=st.integers(0, 8 << 30),
+    num_ranks=st.integers(1, 8),
+)
+def test_what_an_engine_is_given_by_default_is_a_small_part_of_what_is_left(
+    share: float,
+    device: Any,
+    limit: int,
+    budget: int | None,
+    host_kv: int,
+    num_ranks: int,
+) -> None:
+    memory = MemoryLimits(threshold=share, device_bytes=budget, host_kv=host_kv)
+    size = default_host_tier(memory, device, num_ranks, limit)
+    assert size == 0 or 16 << 20 <= size <= 256 << 20
+    on_cpu = share * (limit if budget is None else budget * num_ranks)
+    on_gpus = host_kv + (num_ranks << 30)
+    taken = max(on_cpu * (device != "cuda"), on_gpus * (device != "cpu"))
+    assert size == 0 or taken + 8 * size <= limit + 1
+    assert size >= 16 << 20 or limit - taken < (128 << 20) + 1
+    assert default_host_tier(memory, device, num_ranks, None) == 256 << 20
 
 
 def test_followers_have_no_files(make_plan: MakePlan) -> None:
