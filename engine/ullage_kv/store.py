@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class _Fetch:
 
     keys: Sequence[bytes]
     ends_at: float
-    """Monotonic time of its deadline."""
+    """Time of its deadline by the store's clock."""
     results: list[Result]
     refusal: Result | None = None
     """Result of all blocks in lower tiers that are not loaded yet, as there is no use in it; None:
@@ -76,13 +76,24 @@ class _Fetch:
 class Store:
     """Content-addressed blocks of one namespace and one size; safe to use from several threads."""
 
-    def __init__(self, arena: Arena, block_bytes: int, tiers: Sequence[LowerTier] = ()) -> None:
-        """`tiers`: those below host memory, the fastest first; the store closes them."""
+    def __init__(
+        self,
+        arena: Arena,
+        block_bytes: int,
+        tiers: Sequence[LowerTier] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            tiers: those below host memory, the fastest first; the store closes them.
+            clock: in seconds, by which a fetch divides its deadline among its parts.
+        """
         arena.cut(block_bytes)
         self.block_bytes = block_bytes
         self.arena = arena
         self.index = SlotIndex(arena.num_slots)
         self._tiers = list(tiers)
+        self._clock = clock
         self._counter = TierCounter()
         self._stored = Result(Status.STORED, HOST, block_bytes)
         self._own = self.index.lease()
@@ -152,7 +163,7 @@ class Store:
         deadline_s: float,
     ) -> list[Result]:
         """Copies from the slots that are pinned, and from those that are fetched and then are."""
-        fetch = _Fetch(keys, time.monotonic() + deadline_s, [MISS] * len(keys))
+        fetch = _Fetch(keys, self._clock() + deadline_s, [MISS] * len(keys))
         fetching = []
         if None in refs:
             self.look(keys).result()
@@ -261,7 +272,7 @@ class Store:
         when those have come; where nothing comes, because a tier is full, busy or does not answer,
         the others have the same result.
         """
-        fetch = _Fetch(keys, time.monotonic() + deadline_s, [MISS] * len(keys))
+        fetch = _Fetch(keys, self._clock() + deadline_s, [MISS] * len(keys))
         parts = iter(_parts(len(keys)))
         finished = [Future[None]() for _ in range(_PARTS_AT_ONCE)]
         for each in finished:
@@ -291,7 +302,7 @@ class Store:
         if not wanted:
             return done(None)
         places = [place for each in wanted.values() for place in each]
-        deadline_s = fetch.ends_at - time.monotonic()
+        deadline_s = fetch.ends_at - self._clock()
         if fetch.refusal is None and deadline_s <= 0:
             fetch.refusal = Result(Status.TIMEOUT, next(iter(wanted)))
         if fetch.refusal is not None:

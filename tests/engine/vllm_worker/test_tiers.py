@@ -42,7 +42,7 @@ class Device:
         self.slots: dict[int, object] = {}
         self.hits: list[tuple[str, int]] = []
         arena = Arena.create(NUM_SLOTS * 4096, available_bytes=1 << 30)
-        self.store = Store(arena, 4096, tiers)
+        self.store = Store(arena, 4096, tiers, clock=lambda: 0.0)
         self._arena = arena
         self._answers: list[KvGranted | KvFound] = []
         self.broker = KvBroker(
