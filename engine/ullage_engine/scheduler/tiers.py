@@ -13,9 +13,9 @@ sequences.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ullage_engine.kv_cache.prefix_cache import KvPolicy, PrefixCache
 from ullage_engine.protocol.messages import (
@@ -24,7 +24,6 @@ from ullage_engine.protocol.messages import (
     KvBlock,
     KvDamaged,
     KvFound,
-    KvOffer,
     KvRead,
     KvSlot,
     KvWanted,
@@ -32,21 +31,15 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.protocol.step_plan import Chunk, Moves
 from ullage_engine.scheduler.estimates import ThroughputEstimator
+from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.sequence import Sequence, Transfers
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
-_ANSWER_S = 15.0
-"""Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
-do: this is for faults of their own."""
 _WAIT_SHARE = 0.04
 """Share of the time to compute all that a sequence lacked that it waits for late loads."""
 _LEAST_WAIT_S = 0.02
 """Seconds that it waits for them at least."""
-_MAX_OFFERED = 4096
-"""Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
-_MAX_STORED = 64
-"""Blocks that are copied to the host before one step, so that it is not delayed for long."""
 
 
 @dataclass(slots=True)
@@ -66,8 +59,12 @@ class _Load:
     answer: KvFound | None = None
 
 
-_Offered = dict[bytes, tuple[int, bytes, bool]]
-"""Of each key the block, the key of its place in the cache, and whether it is a window block."""
+class _Place(NamedTuple):
+    """Where an offered block is in the cache."""
+
+    block: int
+    content_key: bytes
+    is_window: bool
 
 
 class TierTransfers:
@@ -94,12 +91,7 @@ class TierTransfers:
         """Wishes whose blocks are not placed yet, by number."""
         self._waiting: dict[Sequence, _Load] = {}
         """The same, by sequence."""
-        self._offers: deque[_Offered] = deque()
-        """Offers that are not answered, the oldest first."""
-        self._num_offered = 0
-        self._new_blocks: list[KvBlock] = []
-        self._new_offers: _Offered = {}
-        self._granted: deque[tuple[KvSlot, tuple[int, bytes, bool]]] = deque()
+        self._offers = BlockOffers[_Place]()
         self._ins: list[tuple[int, int]] = []
         self._arriving: dict[Sequence, KvRead] = {}
         self._kept = Transfers()
@@ -108,14 +100,13 @@ class TierTransfers:
     @property
     def has_moves(self) -> bool:
         """Whether there is something to copy or to report though nothing may be to compute."""
-        return bool(self._granted or self._ins or self._kept != Transfers())
+        return bool(self._offers.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
         """Returns what the server is to be told since the last call."""
-        if self._new_blocks:
-            self._outgoing.append(KvOffer(blocks=self._new_blocks))
-            self._offers.append(self._new_offers)
-            self._new_blocks, self._new_offers = [], {}
+        offer = self._offers.take_message()
+        if offer is not None:
+            self._outgoing.append(offer)
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
@@ -134,16 +125,14 @@ class TierTransfers:
             if not is_new or index < sequence.num_stored_blocks:
                 continue
             parent = keys[index - 1] if index else None
-            self._add(KvBlock(key, parent, is_kept), (block, key, False))
+            self._offers.add(KvBlock(key, parent, is_kept), _Place(block, key, is_window=False))
             if (window_block := self._cache.window_block(block)) is not None:
                 part = KvBlock(part_key(key, WINDOW_PART), key, is_kept)
-                self._add(part, (window_block, key, True))
+                self._offers.add(part, _Place(window_block, key, is_window=True))
 
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Takes the answer to the oldest offer."""
-        offered = self._offers.popleft()
-        self._num_offered -= len(offered)
-        self._granted += [(slot, offered[slot.key]) for slot in slots]
+        self._offers.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
         """Withdraws all that is stored of texts that begin with a sequence's first block, whose
@@ -154,15 +143,7 @@ class TierTransfers:
             if len(sequence.token_ids) < self._cache.block_tokens:
                 return
             chains = [self._keys(sequence, 1)[0][:CHAIN_BYTES]]
-        withdrawn = {
-            block.key
-            for block in self._new_blocks
-            if chains is None or block.key[:CHAIN_BYTES] in chains
-        }
-        self._new_blocks = [each for each in self._new_blocks if each.key not in withdrawn]
-        for key in withdrawn:
-            del self._new_offers[key]
-        self._num_offered -= len(withdrawn)
+        self._offers.withdraw(chains)
         self._outgoing.append(KvDamaged(chains=chains))
 
     # from all tiers ------------------------------------------------------------------------------
@@ -176,12 +157,12 @@ class TierTransfers:
         stored = end if is_again else min(end, sequence.request.num_stored_blocks)
         if stored <= held or sequence.num_computed != held * size or sequence in self._waiting:
             return
-        rest_wait_s = _ANSWER_S
+        rest_wait_s = ANSWER_S
         if self._throughput.prefill_tokens_per_second:
             recompute_s = self._throughput.seconds_until((stored - held) * size, 0)
-            rest_wait_s = min(_ANSWER_S, max(_LEAST_WAIT_S, _WAIT_SHARE * recompute_s))
+            rest_wait_s = min(ANSWER_S, max(_LEAST_WAIT_S, _WAIT_SHARE * recompute_s))
         keys = self._keys(sequence, end)[:end]
-        self._ask(sequence, held, keys, _ANSWER_S, rest_wait_s)
+        self._ask(sequence, held, keys, ANSWER_S, rest_wait_s)
 
     def _ask(
         self,
@@ -276,16 +257,10 @@ class TierTransfers:
         # What is computed now, or is all there is to do, is copied in first.
         is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
         is_waited_for = is_waited_for or not self._prefetch
-        outs, stored, dropped = list[tuple[int, int]](), list[KvSlot](), list[KvSlot]()
-        for _ in range(min(_MAX_STORED, len(self._granted))):
-            slot, (block, key, is_window) = self._granted.popleft()
-            if self._cache.content_key(block, is_window=is_window) == key:
-                outs.append((block, self._first_slot + slot.slot))
-                stored.append(slot)
-            else:
-                dropped.append(slot)
-        if dropped:
-            self._outgoing.append(KvWritten(stored=[], dropped=dropped))
+        granted = self._offers.take_granted(self._is_there)
+        if granted.dropped:
+            self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
+        outs = [(place.block, self._first_slot + slot.slot) for slot, place in granted.stored]
         moves = Moves(
             swap_out=outs,
             swap_in=self._ins if is_waited_for else [],
@@ -293,7 +268,7 @@ class TierTransfers:
         )
         read = tuple(self._arriving.values())
         self._ins, self._arriving = [], {}
-        return moves, Transfers(tuple(stored), read)
+        return moves, Transfers(tuple(slot for slot, _ in granted.stored), read)
 
     def keep(self, transfers: Transfers) -> None:
         """Keeps the copies of a plan that computes nothing, to be reported with later ones."""
@@ -310,11 +285,9 @@ class TierTransfers:
             self._outgoing.append(KvWritten(stored=list(transfers.stored)))
         self._outgoing += transfers.read
 
-    def _add(self, block: KvBlock, place: tuple[int, bytes, bool]) -> None:
-        if self._num_offered < _MAX_OFFERED:
-            self._num_offered += 1
-            self._new_blocks.append(block)
-            self._new_offers[block.key] = place
+    def _is_there(self, place: _Place) -> bool:
+        content_key = self._cache.content_key(place.block, is_window=place.is_window)
+        return content_key == place.content_key
 
     def _place(self, load: _Load, answer: KvFound) -> bool:
         sequence, size = load.sequence, self._cache.block_tokens

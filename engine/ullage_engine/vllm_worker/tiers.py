@@ -11,7 +11,6 @@ and lists of copies. vLLM calls it by `bindings.connector`, which copies.
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,21 +20,13 @@ from ullage_engine.protocol.messages import (
     FromKv,
     KvBlock,
     KvFound,
-    KvOffer,
     KvRead,
     KvSlot,
     KvWanted,
     KvWritten,
 )
+from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
 from ullage_kv.keys import extend_keys
-
-_ANSWER_S = 30.0
-"""Seconds after which an answer is not waited for any more. Servers answer sooner, whatever tiers
-do: this is for faults of their own."""
-_MAX_OFFERED = 4096
-"""Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
-_MAX_STORED = 64
-"""Blocks that are copied to the host after one step, so that the next is not delayed for long."""
 
 
 class TiersRefusedError(Exception):
@@ -113,14 +104,9 @@ class TierTransfers:
         self._requests: dict[str, _Request] = {}
         self._wishes: dict[int, _Wish] = {}
         """Those that still count, by number."""
-        self._offers: deque[dict[bytes, _Place]] = deque()
-        """Offers that are not answered, the oldest first."""
-        self._num_offered = 0
+        self._offers = BlockOffers[_Place]()
         self._offered_content: dict[int, object] = {}
         """What was in each block when it was last offered, or was loaded into it."""
-        self._new_blocks: list[KvBlock] = []
-        self._new_places: dict[bytes, _Place] = {}
-        self._granted: deque[tuple[KvSlot, _Place]] = deque()
         self._loads: list[tuple[int, int]] = []
         self._read: list[KvRead] = []
         self._steps: dict[int, _Reported] = {}
@@ -130,12 +116,12 @@ class TierTransfers:
     @property
     def has_granted(self) -> bool:
         """Whether blocks wait to be copied to slots."""
-        return bool(self._granted)
+        return self._offers.has_granted
 
     @property
     def has_moves(self) -> bool:
         """Whether there is something to copy or to report though nothing may be to compute."""
-        return bool(self._granted or self._steps)
+        return self._offers.has_granted or bool(self._steps)
 
     # requests ------------------------------------------------------------------------------------
 
@@ -158,18 +144,15 @@ class TierTransfers:
 
     def take_messages(self) -> list[FromKv]:
         """Returns what the server is to be told since the last call."""
-        if self._new_blocks:
-            self._outgoing.append(KvOffer(blocks=self._new_blocks))
-            self._offers.append(self._new_places)
-            self._new_blocks, self._new_places = [], {}
+        offer = self._offers.take_message()
+        if offer is not None:
+            self._outgoing.append(offer)
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Takes the answer to the oldest offer."""
-        places = self._offers.popleft()
-        self._num_offered -= len(places)
-        self._granted += [(slot, places[slot.key]) for slot in slots]
+        self._offers.on_granted(slots)
 
     def on_found(self, found: KvFound) -> None:
         """Takes the answer to a wish; one that nobody waits for is given back."""
@@ -195,7 +178,7 @@ class TierTransfers:
             # The device has more meanwhile, or has lost what the answer begins behind.
             state.may_ask = num_cached < wish.first
             self._drop_wish(state)
-        elif wish is not None and self._clock() - wish.asked_at > _ANSWER_S:
+        elif wish is not None and self._clock() - wish.asked_at > ANSWER_S:
             self._drop_wish(state)
         if state.wish is None and state.may_ask:
             self._ask(name, state, token_ids, num_cached)
@@ -229,34 +212,26 @@ class TierTransfers:
         for index in range(first, len(block_ids)):
             block = block_ids[index]
             content = self._content_of(block)
-            if self._offered_content.get(block) == content or self._num_offered >= _MAX_OFFERED:
+            if self._offered_content.get(block) == content:
                 continue
-            self._offered_content[block] = content
-            if keys[index] in self._new_places:
-                continue
-            self._num_offered += 1
             parent = keys[index - 1] if index else None
             is_kept = bool(state.request.session_id)
-            self._new_blocks.append(KvBlock(keys[index], parent, is_kept))
-            self._new_places[keys[index]] = _Place(block, content)
+            if self._offers.add(KvBlock(keys[index], parent, is_kept), _Place(block, content)):
+                self._offered_content[block] = content
 
     def plan(self) -> Copies:
         """Returns the copies of the step that is planned; each is returned once."""
-        stores, stored, dropped = list[tuple[int, int]](), list[KvSlot](), list[KvSlot]()
-        for _ in range(min(_MAX_STORED, len(self._granted))):
-            slot, place = self._granted.popleft()
-            if self._content_of(place.block) == place.content:
-                stores.append((place.block, slot.slot))
-                stored.append(slot)
-            else:
-                dropped.append(slot)
-        if dropped:
-            self._outgoing.append(KvWritten(stored=[], dropped=dropped))
+        granted = self._offers.take_granted(
+            lambda place: self._content_of(place.block) == place.content
+        )
+        if granted.dropped:
+            self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
+        stores = tuple((place.block, slot.slot) for slot, place in granted.stored)
         if not stores and not self._loads:
             return Copies(0)
         number = next(self._numbers)
-        self._steps[number] = _Reported(stored, self._read)
-        copies = Copies(number, tuple(self._loads), tuple(stores))
+        self._steps[number] = _Reported([slot for slot, _ in granted.stored], self._read)
+        copies = Copies(number, tuple(self._loads), stores)
         self._loads, self._read = [], []
         return copies
 
