@@ -354,7 +354,7 @@ class FileTier:
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         if self._is_closed or self._load_breaker.is_paused:
             return [False] * len(keys)
-        return [self._volume.index.contains(key) for key in keys]
+        return self._volume.index.contains_each(keys)
 
     def wants(self, keys: Sequence[bytes]) -> list[bool]:
         index = self._volume.index
@@ -362,7 +362,10 @@ class FileTier:
         index.touch(keys)
         if self._is_closed or self._save_breaker.is_paused or self._saves.is_full:
             return [False] * len(keys)
-        return [not index.contains(key) and key not in self._saving for key in keys]
+        held = index.contains_each(keys)
+        return [
+            not is_held and key not in self._saving for key, is_held in zip(keys, held, strict=True)
+        ]
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         self._volume.index.touch([transfer.key for transfer in transfers])

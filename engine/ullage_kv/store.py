@@ -205,15 +205,18 @@ class Store:
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
         """Finds out which lower tiers have blocks, where that must be asked for: afterwards
         `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a deadline at most."""
-        missing = [key for key in keys if not self.index.contains(key)]
-        if not missing or not self._tiers:
+        if not self._tiers:
+            return done(None)
+        are_here = self.index.contains_each(keys)
+        missing = [key for key, is_here in zip(keys, are_here, strict=True) if not is_here]
+        if not missing:
             return done(None)
         return _all_done([tier.look(missing) for tier in self._tiers])
 
     def contains(self, keys: Sequence[bytes]) -> list[str]:
         """Names for each block the highest tier that has it, as far as is known without waiting;
         empty: none."""
-        names = [HOST if self.index.contains(key) else "" for key in keys]
+        names = [HOST if is_here else "" for is_here in self.index.contains_each(keys)]
         for tier in self._tiers:
             missing = [place for place, name in enumerate(names) if not name]
             held = tier.holds([keys[place] for place in missing])
@@ -436,7 +439,8 @@ class Store:
         """Copies blocks to lower tiers that have come to be worth it, or are kept."""
         if self._tiers:
             least = 1 if are_kept else _USES_TO_COPY_DOWN
-            worth = [key for key in keys if self.index.num_uses(key) >= least]
+            uses = self.index.uses_of_each(keys)
+            worth = [key for key, num_uses in zip(keys, uses, strict=True) if num_uses >= least]
             num_blocks = max(1, min(_PART_BLOCKS, _SAVED_BYTES // self.block_bytes))
             for tier in self._tiers:
                 self._save(tier, worth, iter(_parts(len(worth), num_blocks)))

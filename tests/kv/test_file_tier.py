@@ -506,7 +506,7 @@ def test_saves_beyond_the_queue_are_dropped_and_counted(
     opened: Open, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_tier, "_MAX_QUEUED_BYTES", 5 * SLOT)
-    tier = opened()
+    tier = opened(num_blocks=16)
     faults.go.clear()
     hanging = file_tier.NUM_SAVING
     first = tier.save(transfers(keys_of(*range(100, 100 + hanging))))

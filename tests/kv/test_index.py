@@ -28,6 +28,7 @@ class Clock:
 
 NUM_SLOTS = 4
 CHAINS = [chain(a, b, c) for a in range(2) for b in range(2) for c in range(2)]
+KEYS = sorted({key for keys in CHAINS for key in keys})
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -124,7 +125,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(keys=st.sampled_from(CHAINS))
     def touch(self, keys: list[bytes]) -> None:
+        uses = self.index.uses_of_each(KEYS)
         self.index.touch(keys)
+        used = [
+            num_uses + (num_uses > 0 and key in keys)
+            for key, num_uses in zip(KEYS, uses, strict=True)
+        ]
+        assert self.index.uses_of_each(KEYS) == used
 
     @rule(lease=st.integers(1, 2), seconds=st.sampled_from([0.5, 2.0]))
     def replace_lease(self, lease: int, seconds: float) -> None:
@@ -136,7 +143,9 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def is_whole(self) -> None:
         self.index.check_integrity(self.leases)
-        for key in self.index.readable_keys():
+        readable = self.index.readable_keys()
+        assert self.index.contains_each(KEYS) == [key in readable for key in KEYS]
+        for key in readable:
             assert key in self.committed, "readable though nobody has written it"
         for lease in self.leases:
             for ref in lease.reserved:
