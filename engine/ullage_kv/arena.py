@@ -115,6 +115,12 @@ class Arena:
         _, _, granted = own.partition("ShmemPmdMapped:")
         return int(granted.split(maxsplit=1)[0]) << 10 if granted else 0
 
+    def drop_pages(self) -> None:
+        """Gives the memory back, of all processes that have attached, and keeps its path. What is
+        read later is 0, and what is written takes memory again."""
+        with contextlib.suppress(OSError):  # a kernel that cannot
+            self._mapping.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Gives the memory back. Views of slots must be gone, or the last of them does."""
         with contextlib.suppress(BufferError):

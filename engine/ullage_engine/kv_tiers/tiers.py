@@ -95,12 +95,22 @@ class KvTiers:
         assert self._arena is not None, "open comes first"
         profile = ready.profile
         if not ready.kv_space:
-            log.warning(
-                "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is kept "
-                "outside the device",
-                self._arena.num_bytes,
-                profile.block_bytes,
-            )
+            given, needed = self._arena.num_bytes, profile.block_bytes
+            if given < needed:
+                log.warning(
+                    "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is "
+                    "kept outside the device",
+                    given,
+                    needed,
+                )
+            else:
+                log.info(
+                    "memory.tiers: the worker keeps no KV outside its device, for what it logs; "
+                    "the %d bytes of the host tier are not used",
+                    given,
+                )
+            if self.store is None:  # which peers read
+                self._arena.drop_pages()
             return
         if self._space != ready.kv_space:
             store, self.store = self.store, None

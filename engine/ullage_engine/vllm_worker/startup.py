@@ -320,7 +320,10 @@ def _kv_space(
     except TiersRefusedError as error:
         log.info("memory.tiers: the model's KV stays on its device: %s", error)
         return b""
-    if block_bytes > profile.block_bytes or host_tier.num_bytes < profile.block_bytes:
+    if block_bytes > profile.block_bytes:
+        log.info("memory.tiers: the model's KV stays on its device: ranks keep more of a block")
+        return b""
+    if host_tier.num_bytes < profile.block_bytes:
         return b""
     model = config.model
     return namespace(

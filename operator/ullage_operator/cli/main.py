@@ -113,7 +113,7 @@ def pool_lines(service: Service, settings: Settings) -> list[str]:
         for name, pool in spec.pools.items()
     }
     lines = [f"pool {name}: engine {line} (image {image})" for name, line in expected.items()]
-    tiers = {name: tiers_line(service, pool) for name, pool in spec.pools.items()}
+    tiers = {name: tiers_line(service, pool, settings) for name, pool in spec.pools.items()}
     return [*lines, *(f"pool {name}: {line}" for name, line in tiers.items())]
 
 

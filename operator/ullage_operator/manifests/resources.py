@@ -55,9 +55,11 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
     return resources
 
 
-def tiers_line(service: Service, pool: PoolSpec) -> str:
+def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
     """Returns where the engines of a pool keep KV beside their devices, in a few words."""
-    tiers, host_bytes = pool.memory.tiers, _host_tier_bytes(service, pool)
+    tiers = pool.memory.tiers
+    vllm = is_vllm(service.spec, pool, settings)
+    host_bytes = _host_tier_bytes(service, pool, vllm=vllm)
     if not host_bytes:
         return "KV tiers: none"
     host = f"host memory {host_bytes // _MIB} MiB of each pod"
@@ -67,11 +69,12 @@ def tiers_line(service: Service, pool: PoolSpec) -> str:
     return f"KV tiers: {', '.join([host, *remote, *files])}"
 
 
-def _host_tier_bytes(service: Service, pool: PoolSpec) -> int:
-    """Returns the most memory that an engine takes for its host tier; without a prefix cache it has
-    no tiers."""
+def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
+    """Returns the most memory that an engine takes for its host tier; it has no tiers without a
+    prefix cache, nor with vLLM on several stages or nodes."""
     memory = pool.memory
-    if not memory.prefix_cache:
+    is_parted = pool.nodes > 1 or pool.parallelism.pipeline > 1
+    if not memory.prefix_cache or (vllm and is_parted):
         return 0
     asked = memory.tiers.asked_host_bytes
     if asked is not None:
@@ -140,7 +143,7 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown
     num_workers = pool.gpus_per_pod + pool.standby_worker
-    kv = pool.memory.host_kv + _host_tier_bytes(service, pool)
+    kv = pool.memory.host_kv + _host_tier_bytes(service, pool, vllm=vllm)
     total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
 

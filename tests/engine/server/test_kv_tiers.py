@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ullage_engine.kv_tiers import tiers as kv_tiers
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_kv import FileTier, FileTierError
+from ullage_kv.arena import Arena
 
 SPACE = bytes(32)
 STATE = WorkerState(
@@ -37,14 +39,14 @@ STATE = WorkerState(
 )
 
 
-def make_ready() -> Ready:
+def make_ready(space: bytes = SPACE) -> Ready:
     profile = MemoryProfile(block_tokens=16, groups=(CacheGroup(1024),))
     return Ready(
         profile=profile,
         max_model_len=64,
         vocab_size=9,
         dtype="float32",
-        kv_space=SPACE,
+        kv_space=space,
         state=STATE,
     )
 
@@ -59,6 +61,34 @@ async def tiers_of(folder: Path) -> list[str]:
         return [tier.name for tier in kv.stats()]
     finally:
         kv.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (1 << 20, "the worker keeps no KV outside its device, for what it logs; the 1048576 bytes"),
+        (8192, "8192 bytes hold no KV block of 16384 bytes"),
+    ],
+)
+def test_the_memory_of_a_worker_that_keeps_nothing_is_given_back(
+    caplog: pytest.LogCaptureFixture, num_bytes: int, words: str
+) -> None:
+    caplog.set_level("INFO", "ullage.engine")
+    kv = KvTiers(TiersSection(), lambda *_: None)
+    kv.open(num_bytes)
+    [_, path, _, _] = kv.worker_options
+    try:
+        for _ in range(2):
+            worker = Arena.attach(path, num_bytes)
+            worker.make_resident()
+            assert os.stat(path).st_blocks * 512 >= num_bytes
+            asyncio.run(kv.worker_ready(make_ready(space=b""), lambda _: None))
+            assert os.stat(path).st_blocks == 0
+            worker.close()
+    finally:
+        kv.close()
+    assert caplog.text.count(words) == 2
+    assert not kv.stats()
 
 
 def test_files_are_below_host_memory(tmp_path: Path) -> None:

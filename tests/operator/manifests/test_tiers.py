@@ -30,7 +30,7 @@ from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.overlay import lies_in
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import parse_bytes
-from ullage_operator.api.spec import Service, parse_stored
+from ullage_operator.api.spec import Service, Settings, parse_stored
 from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.resources import tiers_line
 
@@ -227,6 +227,25 @@ def test_without_a_prefix_cache_no_host_tier_is_paid_for(make_plan: MakePlan) ->
     assert make_plan(device="CPU", memory=tight, pools={"single": limits})
 
 
+@pytest.mark.parametrize(
+    ("pool", "paid"),
+    [
+        ({"parallelism": {"tensor": 2}}, 1 << 30),
+        ({"parallelism": {"pipeline": 2}}, 0),
+        ({"parallelism": {"tensor": 2}, "nodes": 2}, 0),
+    ],
+)
+def test_where_vllm_uses_no_tiers_none_is_paid_for(
+    make_plan: MakePlan, pool: dict[str, Any], paid: int
+) -> None:
+    def requested(size: str) -> int:
+        pools = {"single": {"gpus": 2} | pool}
+        memory = {"tiers": {"host": {"size": size}}}
+        return requested_bytes(make_plan(engine="VLLM", memory=memory, pools=pools))
+
+    assert requested("1Gi") - requested("0") == paid
+
+
 @pytest.mark.parametrize("limit", ["1500Mi", "1700Mi", "1", "4Gi"])
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
 def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
@@ -250,7 +269,7 @@ def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
     room = {"1700Mi": 676, "1500Mi": 476, "1": 0, "4Gi": 3072}[limit] if device == "CUDA" else room
     size = min(256, room // 8)
     line = f"KV tiers: host memory {size} MiB of each pod" if size >= 16 else "KV tiers: none"
-    assert tiers_line(service, service.spec.pools["single"]) == line
+    assert tiers_line(service, service.spec.pools["single"], Settings()) == line
     if device == "CPU" and limit == "1700Mi":
         for tiers in ({"host": {"size": "256Mi"}}, {"remote": {}}, {"file": {}}):
             with pytest.raises(InvalidManifest, match="256Mi beside deviceBytes 1500Mi is more"):
