@@ -159,14 +159,14 @@ class Peer:
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
-            left = _left_s(ends_at)
+            timeout_s = _left_s(ends_at)
             answer = stub.Lookup(
                 pb.LookupRequest(
                     geometry=self._own.geometry,
                     keys=[transfers[place].key for place in places],
-                    lease_ms=max(1, int(left * 1000)),
+                    lease_ms=max(1, int(timeout_s * 1000)),
                 ),
-                timeout=left,
+                timeout=timeout_s,
             )
             try:
                 here = self._take_answer(answer, len(places))
@@ -197,13 +197,13 @@ class Peer:
 
     def _write(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
         stub = self._connect()
-        left = _left_s(ends_at)
+        timeout_s = _left_s(ends_at)
         blocks = [pb.NewBlock(key=each.key, parent=each.parent or b"") for each in transfers]
         answer = stub.Reserve(
             pb.ReserveRequest(
-                geometry=self._own.geometry, blocks=blocks, lease_ms=max(1, int(left * 1000))
+                geometry=self._own.geometry, blocks=blocks, lease_ms=max(1, int(timeout_s * 1000))
             ),
-            timeout=left,
+            timeout=timeout_s,
         )
         is_committed = False
         try:

@@ -448,8 +448,8 @@ class RemoteTier:
             host = target.rpartition(":")[0]
             server_name = self._server_name or ("" if is_address(host) else host)
             for address in current:
-                known = self._peers.get(address) or peers.get(address)
-                peers[address] = known or Peer(address, server_name, self._own)
+                peer = self._peers.get(address) or peers.get(address)
+                peers[address] = peer or Peer(address, server_name, self._own)
         with self._lock:
             before = self._peers
             self._peers = {} if self._closing.is_set() else peers
