@@ -265,11 +265,14 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             num_operations += 1
             self.rig.exchange(self.num_answers)
             self.begin_plans()
-            if self.left and not self.rig.computed:
-                # What waits for tiers is computed when they have answered.
+            for _ in range(3):
+                # What waits for tiers is computed when they have answered, twice where they have
+                # some of it at once and load the rest.
+                if not self.left or self.rig.computed:
+                    break
                 self.rig.exchange()
                 self.begin_plans()
-                assert self.rig.computed, "work and nothing planned"
+            assert self.rig.computed or not self.left, "work and nothing planned"
             self.rig.end()
             self.hear()
 
