@@ -419,6 +419,10 @@ class Store:
         )
         return [host, *(tier.stats() for tier in self._tiers)]
 
+    def check_integrity(self, leases: Sequence[Lease]) -> None:
+        """Asserts that slots are reserved and pinned by these leases and by the store alone."""
+        self.index.check_integrity([self._own, *leases])
+
     def close(self) -> None:
         """Ends all tiers; the memory is its owner's."""
         for tier in self._tiers:

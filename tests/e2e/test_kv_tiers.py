@@ -117,6 +117,7 @@ def test_a_session_survives_its_engine(
     engine.start_again()
     engine.wait_serving()
     second_prompt = [*prompt, *first, 7]
+    # Its worker has computed nothing, so its speed is unknown: everything there is is waited for.
     second, usage = ask(engine, second_prompt, session="s")
     assert second == expected(second_prompt)
     assert tiers_of(usage)["file"] >= NUM_STORED
@@ -153,6 +154,7 @@ def test_engines_share_a_prefix_over_the_network(
     ask(source, prompt)
     until(lambda: metric(source, "ullage_kv_tier_blocks", "host") >= NUM_STORED // 16)
     longer = [*prompt, 9]
+    # Its worker has computed nothing, so its speed is unknown: everything there is is waited for.
     answer, usage = ask(reader, longer)
     assert answer == expected(longer)
     assert tiers_of(usage) == {"remote": NUM_STORED}

@@ -6,13 +6,13 @@ only lower tiers have of its beginning is loaded to shared memory, as far as tha
 computing it (`cost`).
 """
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
 from ullage_engine.protocol.messages import (
@@ -32,11 +32,14 @@ from ullage_kv import Block, Result, Status, Store, block_keys, part_key
 from ullage_kv.index import SlotRef
 from ullage_kv.store import DEADLINE_S, HOST
 
+log = logging.getLogger("ullage.engine.kv")
+
 _MAX_ARRIVALS = 8192
 """Requests whose tiers are remembered until they start."""
 
-_Results = Future[list[Result]]
-"""What is to become of each block of a fetch."""
+_FIRST_PART = 8
+"""Share of a load, one of so many, that is loaded before the rest of it to learn what loads of
+different sizes take; smaller loads are not divided."""
 
 
 class TierHits(NamedTuple):
@@ -96,6 +99,7 @@ class KvBroker:
         computes_beside_loads: bool = True,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
+        not_loaded: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """
         Args:
@@ -108,6 +112,7 @@ class KvBroker:
                 answer only.
             deadline_s: seconds that a load may take.
             clock: in seconds.
+            not_loaded: counts on, as `not_loaded` below.
         """
         self._store = store
         self._format = block_format
@@ -118,7 +123,7 @@ class KvBroker:
         self._computes_beside_loads = computes_beside_loads
         self._deadline_s = deadline_s
         self._clock = clock
-        self.not_loaded = Counter[tuple[str, str]]()
+        self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
         """Blocks that requests did not begin with though a lower tier had them, by tier and reason:
         `slower` to load than to compute, or `unused`, as they came late or the request ended."""
         self._speeds: dict[str, LoadSpeed] = {}
@@ -163,12 +168,25 @@ class KvBroker:
         num_here = _num_in_host(tiers)
         start_s = self._compute().start_s
         first = self._first_to_load(keys, tiers, num_here, start_s)
-        for tier in tiers[num_here:first]:
-            self.not_loaded[tier, "slower"] += tier != HOST
+        self._note_slower(request_id, tiers[num_here:first])
         if first == len(keys):
             return num_here
         self._load(keys, first, self._longest_load_s(len(keys) - num_here, start_s))
         return len(keys)
+
+    def _note_slower(self, request_id: str, tiers: list[str]) -> None:
+        for tier, count in Counter(tier for tier in tiers if tier != HOST).items():
+            self.not_loaded[tier, "slower"] += count
+            speed = self._speed(tier)
+            facts = {
+                "request_id": request_id,
+                "tier": tier,
+                "blocks": count,
+                "load_latency_s": round(speed.latency_s, 6),
+                "load_bytes_per_s": round(speed.bytes_per_s),
+                "prefill_tokens_per_s": round(self._compute().tokens_per_s, 1),
+            }
+            log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, tiers: list[str]) -> _Beginning:
         beginning = self._beginnings[request_id] = _Beginning(tiers, [])
@@ -182,13 +200,16 @@ class KvBroker:
         """Returns the index of the first of the blocks from `first` on that are loaded, as all
         behind it are: those that are there before they could be computed; the number of all where
         there are none. `start_s`: seconds until the computation can begin."""
+        compute = self._compute()
+        if not compute.tokens_per_s:
+            return first
         windows = self._last_windows(keys)
         seconds = seconds_to_load(
             self._needed(keys[first:], tiers[first:]),
             self._load_s,
             self._needed(windows, self._store.contains(windows)),
         )
-        block_s = self._compute().seconds(self._format.block_tokens)
+        block_s = compute.seconds(self._format.block_tokens)
         if self._computes_beside_loads:
             return first + split(seconds, block_s, start_s)
         num_lacking = len(keys) - first
@@ -212,14 +233,20 @@ class KvBroker:
         return needed
 
     def _load_s(self, tier: str, num_blocks: int) -> float:
-        return self._speed(tier).load_s(num_blocks * self._store.block_bytes)
+        speed = self._speed(tier)
+        seconds = speed.load_s(num_blocks * self._store.block_bytes)
+        return seconds + speed.latency_s if self._num_first(tier, num_blocks) else seconds
+
+    def _num_first(self, tier: str, num_blocks: int) -> int:
+        """Returns how many blocks of a load are loaded before the rest of it; 0: it is one load."""
+        return num_blocks // _FIRST_PART if self._speed(tier).is_of_one_size else 0
 
     def _speed(self, tier: str) -> LoadSpeed:
         if tier not in self._speeds:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
 
-    def _load(self, keys: list[bytes], first: int, longest_s: float) -> list[_Results]:
+    def _load(self, keys: list[bytes], first: int, longest_s: float) -> list[Future[Any]]:
         """Begins to load blocks from `first` on that only lower tiers have, and what else whoever
         goes on behind them reads; what that takes is measured."""
         keys = [*keys[first:], *self._last_windows(keys)]
@@ -231,22 +258,44 @@ class KvBroker:
                 loading.append(key)
             elif tier not in ("", HOST):
                 new.setdefault(tier, []).append(key)
-        fetches = [self._store.fetch(loading, longest_s)] if loading else []
-        for tier, its_keys in new.items():
-            due = self._clock() + self._load_s(tier, len(its_keys))
-            number = self._speed(tier).begin(len(its_keys) * self._store.block_bytes)
-            self._due |= dict.fromkeys(its_keys, due)
-            fetched = self._store.fetch(its_keys, longest_s)
-            finish = partial(self._loaded, tier, number, its_keys, fetched)
-            _when_done([fetched], partial(self._call_soon, finish))
-            fetches.append(fetched)
-        return fetches
+        fetches: list[Future[Any]] = []
+        if loading:
+            fetches.append(self._store.fetch(loading, longest_s))
+        return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
-    def _loaded(self, tier: str, number: int, keys: list[bytes], fetched: _Results) -> None:
-        num_hits = sum(each.status is Status.HIT for each in fetched.result())
-        self._speed(tier).finish(number, num_hits * self._store.block_bytes)
-        for key in keys:
-            self._due.pop(key, None)
+    def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
+        ends_at, num_first = self._clock() + longest_s, self._num_first(tier, len(keys))
+        due = self._clock() + self._load_s(tier, len(keys))
+        self._due |= dict.fromkeys(keys, due)
+        if not num_first:
+            return self._fetch(tier, keys, longest_s)
+        everything = Future[None]()
+
+        def load_rest() -> None:
+            rest = self._fetch(tier, keys[num_first:], ends_at - self._clock(), keys[num_first - 1])
+            rest.add_done_callback(lambda _: everything.set_result(None))
+
+        first = self._fetch(tier, keys[:num_first], longest_s)
+        first.add_done_callback(lambda _: self._call_soon(load_rest))
+        return everything
+
+    def _fetch(
+        self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
+    ) -> "Future[list[Result]]":
+        """Fetches new blocks of one tier and measures what that takes. `before`: the block that
+        they continue, which came before."""
+        number = self._speed(tier).begin(len(keys) * self._store.block_bytes)
+        fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)
+
+        def finish() -> None:
+            results = fetched.result()[-len(keys) :]
+            num_hits = sum(each.status is Status.HIT for each in results)
+            self._speed(tier).finish(number, num_hits * self._store.block_bytes)
+            for key in keys:
+                self._due.pop(key, None)
+
+        fetched.add_done_callback(lambda _: self._call_soon(finish))
+        return fetched
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
         """Returns the keys of the window blocks that whoever goes on behind these blocks reads."""
@@ -288,7 +337,7 @@ class KvBroker:
         assert len(self._lease.reserved) == len(self._reserved), "reservations lost or doubled"
         pins = Counter(ref for pinned in self._pinned.values() for ref in pinned.refs)
         assert pins == self._lease.pinned, "pins lost or doubled"
-        self._store.index.check_integrity([self._lease])
+        self._store.check_integrity([self._lease])
 
     def _grant(self, offer: KvOffer) -> list[KvSlot]:
         blocks = [Block(each.key, each.parent, each.is_kept) for each in offer.blocks]
@@ -341,7 +390,7 @@ class KvBroker:
         else:
             looking.add_done_callback(lambda _: self._call_soon(load))
 
-    def _load_rest(self, wanted: KvWanted) -> list[_Results]:
+    def _load_rest(self, wanted: KvWanted) -> list[Future[Any]]:
         """Begins to load what a request waits for: what it was told of, or what is there sooner
         than it could be computed."""
         tiers = self._store.lookup_prefix(wanted.keys)
@@ -414,8 +463,9 @@ class KvBroker:
             self._lease.unpin(ref)
         # The last ones are read: the first ones may have been computed meanwhile.
         num_late = len(pinned.tiers) - num_blocks
-        for tier in pinned.tiers[:num_late]:
-            self.not_loaded[tier, "unused"] += tier != HOST
+        for tier, count in Counter(pinned.tiers[:num_late]).items():
+            if tier != HOST:
+                self.not_loaded[tier, "unused"] += count
         if not num_blocks:
             return
         size = self._store.block_bytes
@@ -432,11 +482,11 @@ def _num_in_host(tiers: list[str]) -> int:
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))
 
 
-def _when_done(futures: list[_Results], then: Callable[[], object]) -> None:
+def _when_done(futures: list[Future[Any]], then: Callable[[], object]) -> None:
     """Calls a function once, when all futures are done, in the thread of the last one."""
     lock, num_pending = threading.Lock(), len(futures)
 
-    def count(_: _Results) -> None:
+    def count(_: "Future[Any]") -> None:
         nonlocal num_pending
         with lock:
             num_pending -= 1

@@ -24,6 +24,11 @@ _WEIGHT = 0.5
 starting values."""
 _MAX_RATIO = 1e4
 """Bound of how much longer or shorter than predicted one load is taken to have been."""
+_SIZES_FACTOR = 4.0
+"""How much larger than the smallest the largest of some loads is at least whose times tell latency
+and bandwidth apart."""
+_SIZES_FADE = 1.15
+"""How much nearer both come to the newest load with each."""
 
 
 class LoadSpeed:
@@ -36,6 +41,8 @@ class LoadSpeed:
         self._latency_s = START_LATENCY_S
         self._byte_s = 1 / START_BYTES_PER_S
         self._is_measured = False
+        self._smallest, self._largest = math.inf, 0.0
+        """Sizes of recent loads, bytes, which fade towards the newest."""
         self._measured_at = clock()
         self._done_at = clock()
         self._next_number = 0
@@ -51,6 +58,12 @@ class LoadSpeed:
     def bytes_per_s(self) -> float:
         """Bandwidth, bytes a second."""
         return 1 / self._recovered(self._byte_s, 1 / START_BYTES_PER_S)
+
+    @property
+    def is_of_one_size(self) -> bool:
+        """Whether recent loads were much of one size, so that only their sum of latency and
+        transfer is known."""
+        return self._largest < _SIZES_FACTOR * self._smallest
 
     def load_s(self, num_bytes: int) -> float:
         """Predicts the seconds from now to the end of a load that begins now, behind those that are
@@ -69,13 +82,18 @@ class LoadSpeed:
     def finish(self, number: int, num_loaded: int) -> None:
         """Notes that a load has ended and has brought so many bytes."""
         now = self._clock()
-        _, began_at = self._under_way.pop(number)
+        num_bytes, began_at = self._under_way.pop(number)
         # Loads follow one another: what it waited for others says nothing of its own speed.
         seconds = max(0.0, now - max(began_at, self._done_at))
         self._done_at = now
         latency_s, byte_s = self._latency_s, self._byte_s
         predicted = latency_s + num_loaded * byte_s
-        ratio = min(max(seconds / predicted, 1 / _MAX_RATIO), _MAX_RATIO)
+        # What fails at once, such as at a tier that is busy, is not quick.
+        least = 1 / _MAX_RATIO if num_loaded >= num_bytes else 1.0
+        ratio = min(max(seconds / predicted, least), _MAX_RATIO)
+        if num_loaded:
+            self._smallest = min(num_loaded, self._smallest * _SIZES_FADE)
+            self._largest = max(num_loaded, self._largest / _SIZES_FADE)
         weight = _WEIGHT if self._is_measured else 1.0
         # Each estimate answers for the error by its share of what was predicted.
         own, rest = latency_s / predicted, 1 - latency_s / predicted

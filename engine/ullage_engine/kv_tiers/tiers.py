@@ -61,6 +61,9 @@ class KvTiers:
         self.not_loaded = Counter[tuple[str, str]]()
         """As `KvBroker.not_loaded`, of all workers."""
         self._broker: KvBroker | None = None
+        """That of the store, for one worker after the other."""
+        self._post: Callable[[KvGranted | KvFound], None] | None = None
+        """Sends messages to the worker; None: there is none."""
         self.store: Store | None = None
         """None: no worker was ready yet."""
 
@@ -119,36 +122,45 @@ class KvTiers:
             tiers = await self._lower_tiers(ready.kv_space, profile.block_bytes)
             self._space = ready.kv_space
             self.store = Store(self._arena, profile.block_bytes, tiers)
-        assert self.store is not None
-        loop = asyncio.get_running_loop()
-        self._broker = KvBroker(
-            self.store,
+            self._broker = self._make_broker(self.store, ready)
+        self._post = post
+
+    def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
+        """Makes what answers all workers that have blocks like this one's."""
+
+        def post(message: KvGranted | KvFound) -> None:
+            if self._post is not None:
+                self._post(message)
+
+        profile = ready.profile
+        return KvBroker(
+            store,
             BlockFormat(ready.kv_space, profile.block_tokens, profile.window_tokens),
             post,
             self._on_hits,
-            loop.call_soon_threadsafe,
+            asyncio.get_running_loop().call_soon_threadsafe,
             self._compute,
             computes_beside_loads=ready.computes_beside_loads,
             deadline_s=self._deadline_s,
+            not_loaded=self.not_loaded,
         )
-        self._broker.not_loaded = self.not_loaded
 
     def worker_lost(self) -> None:
         """Gives back what the worker held; call it when its process has ended."""
         if self._broker is not None:
             self._broker.worker_lost()
-        self._broker = None
+        self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Begins to fetch what samples of one prompt can begin with, and tells the worker of it."""
-        if self._broker is None:
+        """Begins to load what samples of one prompt can begin with, and tells the worker of it."""
+        if self._broker is None or self._post is None:
             return list(requests)
         num_blocks = self._broker.arrived(requests[0])
         return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
 
     def on_message(self, message: FromKv) -> None:
         """Does what the worker says or asks."""
-        if self._broker is not None:
+        if self._broker is not None and self._post is not None:
             self._broker.on_message(message)
 
     def stats(self) -> list[TierStats]:

@@ -147,7 +147,7 @@ class EngineApp:
         kv = KvTiers(
             memory.tiers, self._note_hits, self._own_certificate, self._compute_speed, wait_s
         )
-        self._metrics.watch_tiers(kv.stats)
+        self._metrics.watch_tiers(kv.stats, kv.not_loaded.copy)
         if kv.service is not None:
             self._metrics.watch_peers(kv.service.stats)
         self._engine_status.tiers = kv.stats

@@ -207,9 +207,16 @@ class EngineMetrics:
             counter.inc(max(0.0, count - seen))
         self._seen = counts
 
-    def watch_tiers(self, stats: Callable[[], list[TierStats]]) -> None:
-        """Exports the figures of tiers outside the device, read when they are asked for."""
-        self._native.register(_TierCollector(stats, self._labels))
+    def watch_tiers(
+        self,
+        stats: Callable[[], list[TierStats]],
+        not_loaded: Callable[[], Mapping[tuple[str, str], int]],
+    ) -> None:
+        """Exports the figures of tiers outside the device, read when they are asked for.
+
+        `not_loaded`: returns the blocks that requests did not begin with, by tier and reason.
+        """
+        self._native.register(_TierCollector(stats, not_loaded, self._labels))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
         """Exports what other engines read and write here, read when it is asked for."""
@@ -293,8 +300,14 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
 class _TierCollector(Collector):
     """A collector of the tiers' own figures, each with the tier as a label."""
 
-    def __init__(self, stats: Callable[[], list[TierStats]], labels: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], list[TierStats]],
+        not_loaded: Callable[[], Mapping[tuple[str, str], int]],
+        labels: Mapping[str, str],
+    ) -> None:
         self._stats = stats
+        self._not_loaded = not_loaded
         self._names = [*labels, "tier"]
         self._values = list(labels.values())
 
@@ -329,6 +342,14 @@ class _TierCollector(Collector):
                 failures.add_metric([*self._values, tier.name, status], count)
         yield info
         yield failures
+        not_loaded = CounterMetricFamily(
+            "ullage_kv_tier_not_loaded",
+            "Blocks that a tier had and requests did not begin with",
+            labels=[*self._names, "reason"],
+        )
+        for (tier_name, reason), count in self._not_loaded().items():
+            not_loaded.add_metric([*self._values, tier_name, reason], count)
+        yield not_loaded
 
 
 _PEER_GAUGES: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (

@@ -156,6 +156,33 @@ def test_a_tier_that_failed_is_tried_again_after_a_while() -> None:
     assert speed.load_s(1_000_000) < 0.03
 
 
+@given(st.floats(0, 1), st.integers(0, 999_999))
+def test_what_fails_at_once_is_not_quick(seconds: float, num_loaded: int) -> None:
+    clock = Clock()
+    speed = LoadSpeed(clock)
+    load(speed, clock, 1_000_000, 1.0)
+    before = speed.load_s(1_000_000)
+    number = speed.begin(1_000_000)
+    clock.now += seconds
+    speed.finish(number, num_loaded)
+    assert speed.load_s(1_000_000) >= before - 1e-9
+
+
+@given(st.integers(1000, 10**9), st.integers(2, 3))
+def test_loads_of_one_size_are_seen_as_such(num_bytes: int, factor: int) -> None:
+    clock = Clock()
+    speed = LoadSpeed(clock)
+    for _ in range(3):
+        load(speed, clock, num_bytes, 1.0)
+        load(speed, clock, factor * num_bytes, 1.0)
+        assert speed.is_of_one_size
+    load(speed, clock, 8 * num_bytes, 1.0)
+    assert not speed.is_of_one_size
+    for _ in range(12):
+        load(speed, clock, 8 * num_bytes, 1.0)
+    assert speed.is_of_one_size, "the others have faded"
+
+
 def test_a_tier_that_is_faster_than_the_starting_values_stays_so() -> None:
     clock = Clock()
     speed = LoadSpeed(clock)

@@ -119,7 +119,8 @@ class AskedTier:
             ref = lease.pin(key)
             assert ref is not None
             slot = (address(memory) - address(arena.memory)) // arena.slot_bytes
-            self.reader.device.slots[slot] = list(self.source.device.slots[ref.slot])
+            into = self.reader.scheduler.tiers._first_slot + slot
+            self.reader.device.slots[into] = list(self.source.device.slots[ref.slot])
         lease.close()
         return done([Result(Status.HIT, self.name, 4096) for _ in transfers])
 
@@ -287,19 +288,68 @@ def test_what_is_copied_while_it_is_withdrawn_is_stored_by_nobody(
     answer(rig, "again", TEXT)
 
 
+class SlowTier(AskedTier):
+    """Loads that end by the clock of the rig that reads, one behind the other."""
+
+    block_s = 0.0
+    free_at = 0.0
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.sizes: list[int] = []
+        """Blocks of each load."""
+        self.under_way: list[tuple[float, Any, Any]] = []
+
+    def load(self, transfers: Any, deadline_s: float) -> "Future[list[Result]]":
+        now, future = self.reader.now, Future[list[Result]]()
+        self.sizes.append(len(transfers))
+        self.free_at = max(now, self.free_at) + len(transfers) * self.block_s
+        self.under_way.append((min(self.free_at, now + deadline_s), transfers, future))
+        return future
+
+    def remove_chains(self, chains: Any) -> None:
+        """Nothing goes."""
+
+    def tick(self, *, fails: bool = False) -> None:
+        """Ends what is due; loads of tiers that hang end by their deadline."""
+        due = [each for each in self.under_way if each[0] <= self.reader.now]
+        self.under_way = [each for each in self.under_way if each not in due]
+        for _, transfers, future in due:
+            if fails or self.block_s >= 1:
+                future.set_result([Result(Status.TIMEOUT, self.name) for _ in transfers])
+            else:
+                future.set_result(super().load(transfers, 5.0).result())
+
+    def finish(self) -> None:
+        """Ends all loads, and those that they lead to."""
+        while self.under_way:
+            self.reader.now = max(self.reader.now, self.under_way[0][0])
+            self.tick()
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
 @pytest.mark.parametrize("seed", range(3))
-def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: int) -> None:
+@pytest.mark.parametrize("has_lower", [False, True], ids=["", "slow tier"])
+def test_dense_traffic(
+    new_rig: Callable[..., Any], kind: dict[str, int], seed: int, has_lower: bool
+) -> None:
     draw = random.Random(seed)
-    rig = new_rig(
+    documents = [[1000 * n + at for at in range(120)] for n in range(3)]
+    source = new_rig(**kind, tier_slots=60)
+    for document in documents:
+        answer(source, f"d{document[0]}", document)
+        settle(source)
+    tier = SlowTier(source)
+    rig = tier.reader = new_rig(
         **kind,
+        lower_tiers=[tier] if has_lower else [],
+        prefill_rate=20.0,
         blocks=18,
         max_sequences=4,
         prompt_tokens=48,
         expected=8,
         policy=KvPolicy(session_blocks=6, session_idle=5.0, host_slots=draw.choice([0, 12])),
     )
-    documents = [[1000 * n + at for at in range(120)] for n in range(3)]
     contexts: dict[str, list[int]] = {}
 
     def submit(name: str, token_ids: list[int], *, resumed: bool = False) -> None:
@@ -325,9 +375,14 @@ def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: 
             pass
         rig.end()
         check()
+        rig.now += draw.choice([0.0, 0.005, 0.05])
+        tier.block_s = draw.choice([0.0, 0.001, 0.01])
+        tier.tick(fails=draw.random() < 0.1)
         event = draw.random()
         if event < 0.1:
             forget(rig)
+            if has_lower:
+                rig.store.remove_chains(None)
         elif event < 0.15 and not rig.computed:
             rig.scheduler.preempt_newest()
         elif event < 0.2 and contexts:
@@ -338,39 +393,18 @@ def test_dense_traffic(new_rig: Callable[..., Any], kind: dict[str, int], seed: 
             for name, token_ids in waiting.items():
                 submit(name, token_ids, resumed=True)
         rig.broker.check_integrity()
+    while contexts:
+        rig.now += 0.01
+        tier.tick()
+        rig.step()
+        check()
+    tier.finish()
     settle(rig)
-    check()
-    assert not contexts
-    assert sum(hits.num_blocks for _, hits in rig.tier_hits) > 8
-
-
-class SlowTier(AskedTier):
-    """Loads that end by the clock of the rig that reads, one behind the other."""
-
-    block_s = 0.0
-    free_at = 0.0
-
-    def __init__(self, source: Any) -> None:
-        super().__init__(source)
-        self.under_way: list[tuple[float, Any, Any]] = []
-
-    def load(self, transfers: Any, deadline_s: float) -> "Future[list[Result]]":
-        now, future = self.reader.now, Future[list[Result]]()
-        self.free_at = max(now, self.free_at) + len(transfers) * self.block_s
-        self.under_way.append((min(self.free_at, now + deadline_s), transfers, future))
-        return future
-
-    def remove_chains(self, chains: Any) -> None:
-        """Nothing goes."""
-
-    def tick(self) -> None:
-        due = [each for each in self.under_way if each[0] <= self.reader.now]
-        self.under_way = [each for each in self.under_way if each not in due]
-        for _, transfers, future in due:
-            if self.block_s < 1:
-                future.set_result(super().load(transfers, 5.0).result())
-            else:
-                future.set_result([Result(Status.TIMEOUT, self.name) for _ in transfers])
+    assert not rig.broker._pinned
+    assert not rig.broker._due
+    num_blocks = sum(hits.num_blocks for _, hits in rig.tier_hits)
+    num_remote = sum(hits.num_blocks for _, hits in rig.tier_hits if hits.tier == "remote")
+    assert num_remote > 3 if has_lower else num_blocks > 8
 
 
 @pytest.mark.parametrize("block_s", [0.0016, 0.016, 0.16, 1000.0])
@@ -399,9 +433,7 @@ def test_no_load_makes_the_first_token_later_than_computing(
             rig.end()
         assert rig.tokens(name) == source.undisturbed(text, 0, 1)
         seconds: float = rig.now - began_at
-        while tier.under_way:
-            rig.now = tier.under_way[0][0]
-            tier.tick()
+        tier.finish()
         settle(rig)
         forget(rig)
         rig.store.remove_chains(None)
@@ -411,3 +443,100 @@ def test_no_load_makes_the_first_token_later_than_computing(
     assert max(times) <= 0.645 * 1.05
     if block_s < 0.01:
         assert times[-1] < 0.645 / 3
+
+
+def begin_with_rest(new_rig: Callable[..., Any], kind: dict[str, int]) -> tuple[Any, SlowTier]:
+    """A rig whose request `r` has asked for blocks that are still being loaded."""
+    shape = {**kind, "blocks": 64, "max_model_len": 1000, "tier_slots": 140, "prefill_rate": 1000.0}
+    source = new_rig(**shape)
+    answer(source, "first", LONG_TEXT)
+    settle(source)
+    tier = SlowTier(source)
+    tier.block_s = 0.016
+    rig = tier.reader = new_rig(**shape, lower_tiers=[tier])
+    rig.submit(rig.request("r", LONG_TEXT, 8))
+    for _ in range(3):
+        rig.step()
+    assert any(load.sequence.request_id == "r" for load in rig.scheduler.tiers._loads.values())
+    assert tier.under_way, "the rest is being loaded"
+    return rig, tier
+
+
+LONG_TEXT = list(range(1000, 1645))
+EVENTS: dict[str, Callable[[Any], object]] = {
+    "cancelled": lambda rig: rig.scheduler.cancel("r"),
+    "preempted": lambda rig: rig.scheduler.preempt_newest(),
+    "lost": lambda rig: rig.lose_worker(),
+}
+
+
+@pytest.mark.parametrize("has_come", [False, True], ids=["loading", "loaded"])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "window", "conv", "in-flight"])
+def test_what_is_loaded_for_a_request_that_stops_is_given_back(
+    new_rig: Callable[..., Any], kind: dict[str, int], event: str, has_come: bool
+) -> None:
+    rig, tier = begin_with_rest(new_rig, kind)
+    if has_come:
+        tier.finish()
+        for message in rig.scheduler.tiers.take_messages():
+            rig.broker.on_message(message)
+    while rig.computed:
+        rig.end()
+    EVENTS[event](rig)
+    tier.finish()
+    settle(rig)
+    if event == "lost":
+        rig.submit(rig.request("r", LONG_TEXT, 8))
+        tier.finish()
+        settle(rig)
+    if event != "cancelled":
+        assert rig.tokens("r") == rig.undisturbed(LONG_TEXT, 0, 8)
+    assert not rig.broker._pinned
+    assert not rig.broker._lease.pinned
+    assert not rig.broker._due
+
+
+def test_loads_of_one_size_are_divided(new_rig: Callable[..., Any]) -> None:
+    rig, tier = begin_with_rest(new_rig, {})
+    tier.finish()
+    settle(rig)
+    first, rest = tier.sizes
+    assert first == (first + rest) // 8
+    assert not rig.broker._speed("remote").is_of_one_size
+
+
+def test_what_is_known_of_tiers_outlives_the_worker(new_rig: Callable[..., Any]) -> None:
+    rig, tier = begin_with_rest(new_rig, {})
+    tier.block_s = 1000.0
+    rig.lose_worker()
+    rig.now += 60
+    tier.tick(fails=True)
+    tier.tick(fails=True)
+    num_loads, before = len(tier.sizes), rig.broker.not_loaded["remote", "slower"]
+    rig.submit(rig.request("r", LONG_TEXT, 8))
+    assert len(tier.sizes) == num_loads
+    assert rig.broker.not_loaded["remote", "slower"] - before == len(LONG_TEXT) // 16
+    settle(rig)
+    assert rig.tokens("r") == rig.undisturbed(LONG_TEXT, 0, 8)
+
+
+def test_everything_is_loaded_where_the_speed_of_computing_is_unknown(
+    new_rig: Callable[..., Any],
+) -> None:
+    source = new_rig()
+    answer(source, "first", TEXT)
+    settle(source)
+    tier = SlowTier(source)
+    tier.block_s = 0.1
+    rig = tier.reader = new_rig(lower_tiers=[tier])
+    rig.submit(rig.request("r", TEXT, 8))
+    rig.exchange()
+    assert not rig.scheduler.schedule().chunks, "it waits for the answer"
+    rig.exchange()
+    assert not rig.scheduler.schedule().chunks, "it waits for the load"
+    rig.exchange()
+    tier.finish()
+    settle(rig)
+    assert rig.tokens("r") == rig.undisturbed(TEXT, 0, 8)
+    assert [(hits.tier, hits.num_blocks) for _, hits in rig.tier_hits] == [("remote", 6)]

@@ -21,6 +21,7 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -269,3 +270,16 @@ def test_what_peers_read_and_write_is_exported() -> None:
         "ullage_kv_peers_written_bytes_total": 250,
         "ullage_kv_peers_expired_leases_total": 5,
     }
+
+
+def test_what_tiers_had_and_nobody_began_with_is_exported() -> None:
+    metrics, not_loaded = EngineMetrics("smollm2-135m"), {("file", "slower"): 3}
+    metrics.watch_tiers(lambda: [TierStats("host", "memory", hits=2)], lambda: not_loaded)
+    not_loaded["remote", "unused"] = 1
+    text = generate_latest(metrics.registry).decode()
+    lines = [line for line in text.splitlines() if line.startswith("ullage_kv_tier_")]
+    assert any('tier="host"' in line and line.startswith("ullage_kv_tier_hits") for line in lines)
+    counted = [line for line in lines if line.startswith("ullage_kv_tier_not_loaded_total")]
+    assert len(counted) == 2
+    assert any('tier="file"' in each and 'reason="slower"' in each for each in counted)
+    assert any('tier="remote"' in each and each.endswith(" 1.0") for each in counted)
