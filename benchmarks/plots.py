@@ -1,12 +1,14 @@
-"""Figures of benchmarks as SVG, lines over time; readable on light and dark pages."""
+"""Figures of benchmarks as SVG, lines or bars; readable on light and dark pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 COLORS = ("#3b82c4", "#d9822b", "#3f9c5a", "#a05cc0")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 760, 150, 60, 20, 34, 44
+BARS_LEFT = 110
 MOST_POINTS = 400
 
 
@@ -57,6 +59,25 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
         stroke = f'fill="none" stroke="{color}" stroke-width="1.5"'
         body.append(f'<polyline points="{points}" {stroke}/>')
     return body
+
+
+def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> None:
+    """Panels of named bars below one another, each with a scale of its own from 0."""
+    body: list[str] = []
+    top = float(TOP)
+    for title, bars in panels:
+        body.append(_text(BARS_LEFT, top - 8, title, "start"))
+        most = max(bars.values(), default=0.0) or 1.0
+        for (name, value), color in zip(bars.items(), cycle(COLORS), strict=False):
+            width = value / most * (WIDTH - BARS_LEFT - 3 * RIGHT)
+            body.append(
+                f'<rect x="{BARS_LEFT}" y="{top}" width="{width:.1f}" height="16" fill="{color}"/>'
+            )
+            body.append(_text(BARS_LEFT - 6, top + 13, name, "end"))
+            body.append(_text(BARS_LEFT + width + 6, top + 13, f"{value:.4g}", "start"))
+            top += 22
+        top += GAP - 6
+    _write(path, top - GAP + 20, body)
 
 
 def _text(x: float, y: float, text: str, anchor: str, color: str = "#888") -> str:

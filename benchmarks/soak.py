@@ -33,13 +33,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plots import Line, Panel, draw
-from tiers_up import DEVICE_MIB, Answer, Service, ask, service_up
+from tiers_up import DEVICE_MIB, TOKEN_BYTES, Answer, Service, ask, service_up
 
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
-TOKEN_BYTES = 23_040
-"""KV of one token of SmolLM2-135M in bfloat16."""
 HOST_SHARE, FILE_SHARE = 1.5, 3.0
 """Sizes of the tiers, as shares of the device's KV."""
 LONGEST_SHARE = 0.5

@@ -27,6 +27,8 @@ from serve import start
 
 STOP_S = 60.0
 DEVICE_MIB = 1500
+TOKEN_BYTES = 23_040
+"""KV of one token of SmolLM2-135M in bfloat16."""
 FIGURE = re.compile(r"^(ullage_\w+)\{(.*)\} (\S+)$", re.M)
 TIER = re.compile(r'tier="(\w+)"')
 
@@ -70,6 +72,7 @@ async def service_up(
     folder: Path,
     max_kv: str,
     tiers: dict[str, Any],
+    is_deterministic: bool = False,
 ) -> AsyncIterator[Service]:
     """A service that is ready, with limits that no request of a benchmark meets; SIGTERM ends it.
 
@@ -77,7 +80,7 @@ async def service_up(
         SystemExit: it does not start, or does not stop within a minute.
     """
     path = folder / "service.yaml"
-    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers)))
+    path.write_text(yaml.safe_dump(_manifest(max_kv, tiers, is_deterministic)))
     state_file = folder / "state.json"
     state_file.unlink(missing_ok=True)
     starting = asyncio.ensure_future(asyncio.to_thread(start, path, state_file))
@@ -98,7 +101,7 @@ def _ended(process: subprocess.Popen[bytes]) -> None:
         raise SystemExit(f"error: ullage up did not stop within {STOP_S:g} s") from None
 
 
-def _manifest(max_kv: str, tiers: dict[str, Any]) -> dict[str, Any]:
+def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dict[str, Any]:
     return {
         "apiVersion": "serving.ullage.dev/v1alpha1",
         "kind": "LLMService",
@@ -109,8 +112,10 @@ def _manifest(max_kv: str, tiers: dict[str, Any]) -> dict[str, Any]:
                 "name": "smollm2",
                 "maxModelLen": 8192,
                 "dtype": "BFloat16",
+                "deterministic": is_deterministic,
             },
             "device": "CPU",
+            "streaming": {"coalesceTokens": 1},
             "router": {"replicas": 1},
             "pools": {"single": {"gpus": 1, "replicas": 1, "memory": {"maxKV": max_kv}}},
             "memory": {"deviceBytes": f"{DEVICE_MIB}Mi", "safetyReserve": "32Mi", "tiers": tiers},
@@ -167,4 +172,6 @@ async def ask(
     usage = finished.usage
     answer.prompt_tokens, answer.cached_tokens = usage.prompt_tokens, usage.cached_tokens
     answer.cached_by_tier = {each.tier: each.tokens for each in usage.cached_by_tier}
+    if usage.cached_tokens and not usage.cached_by_tier:
+        answer.cached_by_tier = {"device": usage.cached_tokens}
     return answer
