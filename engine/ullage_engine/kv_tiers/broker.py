@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
@@ -67,12 +68,15 @@ class BlockFormat(NamedTuple):
         return first // self.block_tokens
 
 
-class _Beginning(NamedTuple):
+@dataclass(slots=True)
+class _Beginning:
     """What a request can begin with."""
 
     tiers: list[str]
     """The tier that had each block."""
-    hits: list[TierHits]
+    first: int = 0
+    """Index of the first block that is loaded; those before it are here or computed."""
+    hits: list[TierHits] = field(default_factory=list)
     """What it has begun with so far."""
 
 
@@ -139,12 +143,14 @@ class KvBroker:
         it; returns its number of blocks, or of all that it has where that is being asked."""
         kv, salt = self._format, request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
+        # Later on the backlog has this request, too.
+        starts_at = self._clock() + self._compute().start_s
         looking = self._look(keys)
         if looking.done():
-            return self._begin(request.request_id, keys)
+            return self._begin(request.request_id, keys, starts_at)
 
         def begin() -> None:
-            self._begin(request.request_id, keys)
+            self._begin(request.request_id, keys, starts_at)
 
         looking.add_done_callback(lambda _: self._call_soon(begin))
         return len(keys)
@@ -156,7 +162,7 @@ class KvBroker:
             return self._store.look(keys)
         return self._store.look([*keys, *[part_key(key, WINDOW_PART) for key in keys]])
 
-    def _begin(self, request_id: str, keys: list[bytes]) -> int:
+    def _begin(self, request_id: str, keys: list[bytes], starts_at: float) -> int:
         """Begins to load blocks that tiers have of a beginning; returns the number of those that
         the request can begin with."""
         tiers = self._store.lookup_prefix(keys)
@@ -164,10 +170,10 @@ class KvBroker:
             return 0
         keys = keys[: len(tiers)]
         self._store.touch(keys)
-        self._remember(request_id, tiers)
+        beginning = self._remember(request_id, tiers)
         num_here = _num_in_host(tiers)
-        start_s = self._compute().start_s
-        first = self._first_to_load(keys, tiers, num_here, start_s)
+        start_s = max(0.0, starts_at - self._clock())
+        first = beginning.first = self._first_to_load(keys, tiers, num_here, start_s)
         self._note_slower(request_id, tiers[num_here:first])
         if first == len(keys):
             return num_here
@@ -189,7 +195,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, tiers: list[str]) -> _Beginning:
-        beginning = self._beginnings[request_id] = _Beginning(tiers, [])
+        beginning = self._beginnings[request_id] = _Beginning(tiers)
         while len(self._beginnings) > _MAX_ARRIVALS:
             self._beginnings.popitem(last=False)
         return beginning
@@ -362,6 +368,7 @@ class KvBroker:
             more_from = here
         elif here < end:
             first = self._first_to_load(wanted.keys[:end], tiers, here, 0.0)
+            self._beginnings[wanted.request_id].first = first
             if first < end:
                 self._load(wanted.keys[:end], first, self._deadline_s)
                 more_from = first
@@ -377,6 +384,14 @@ class KvBroker:
 
         def load() -> None:
             if lease is not self._lease:
+                return
+            beginning = self._beginnings.get(wanted.request_id)
+            if wanted.is_rest and beginning is not None and beginning.first > wanted.first:
+                # It was asked for before tiers were looked at; what is before that is computed.
+                refs, windows = self._pin_beginning(wanted)
+                first = max(beginning.first, wanted.first + len(refs))
+                more_from = first if first < len(beginning.tiers) else None
+                self._answer(wanted, refs, windows, asked_at, more_from)
                 return
             pending = [future for future in self._load_rest(wanted) if not future.done()]
             if pending:
@@ -412,7 +427,7 @@ class KvBroker:
         asked_at: float,
         more_from: int | None = None,
     ) -> None:
-        beginning = self._beginnings.get(wanted.request_id) or _Beginning([], [])
+        beginning = self._beginnings.get(wanted.request_id) or _Beginning([])
         tiers = [*beginning.tiers[wanted.first :], *[HOST] * len(refs)][: len(refs)]
         self._pinned[wanted.number] = _Pinned(
             wanted.request_id, [*refs, *windows], tiers, asked_at, beginning

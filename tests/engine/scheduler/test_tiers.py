@@ -540,3 +540,30 @@ def test_everything_is_loaded_where_the_speed_of_computing_is_unknown(
     settle(rig)
     assert rig.tokens("r") == rig.undisturbed(TEXT, 0, 8)
     assert [(hits.tier, hits.num_blocks) for _, hits in rig.tier_hits] == [("remote", 6)]
+
+
+@pytest.mark.parametrize("block_s", [0.004, 0.9])
+def test_what_is_slower_is_not_waited_for_when_it_is_known_late(
+    new_rig: Callable[..., Any], block_s: float
+) -> None:
+    rig, tier = begin_with_rest(new_rig, {})
+    tier.finish()
+    settle(rig)
+    forget(rig)
+    rig.store.remove_chains(None)
+    tier.sizes.clear()
+    tier.block_s = block_s
+    rig.broker._speed("remote")._byte_s = block_s / 4096
+    look = Future[None]()
+    tier.look = lambda keys: look  # type: ignore[method-assign]
+    rig.submit(rig.request("again", LONG_TEXT, 1))
+    rig.exchange()
+    assert not rig.scheduler.schedule().chunks, "it waits for the look"
+    rig.exchange()
+    assert not rig.scheduler.schedule().chunks, "and asks for the rest"
+    rig.exchange()
+    look.set_result(None)
+    rig.exchange()
+    assert rig.scheduler.schedule().chunks, "it computes what is not loaded"
+    assert bool(tier.sizes) is (block_s < 0.016)
+    assert sum(tier.sizes) < len(LONG_TEXT) // 16
