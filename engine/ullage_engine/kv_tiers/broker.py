@@ -7,6 +7,7 @@ computing it (`cost`).
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -176,9 +177,18 @@ class KvBroker:
         first = beginning.first = self._first_to_load(keys, tiers, num_here, start_s)
         self._note_slower(request_id, tiers[num_here:first])
         if first == len(keys):
+            self._measure(keys[num_here:], tiers[num_here:])
             return num_here
         self._load(keys, first, self._longest_load_s(len(keys) - num_here, start_s))
         return len(keys)
+
+    def _measure(self, keys: list[bytes], tiers: list[str]) -> None:
+        """Loads a few of the blocks that are computed, from tiers whose speed is not known or was
+        not seen for long; nobody waits for them."""
+        for tier in {*tiers} - {HOST}:
+            if self._speed(tier).is_to_measure:
+                of_tier = [key for key, own in zip(keys, tiers, strict=True) if own == tier]
+                self._fetch(tier, of_tier[-_FIRST_PART:], self._deadline_s)
 
     def _note_slower(self, request_id: str, tiers: list[str]) -> None:
         for tier, count in Counter(tier for tier in tiers if tier != HOST).items():
@@ -212,7 +222,7 @@ class KvBroker:
         windows = self._last_windows(keys)
         seconds = seconds_to_load(
             self._needed(keys[first:], tiers[first:]),
-            self._load_s,
+            self._predict,
             self._needed(windows, self._store.contains(windows)),
         )
         block_s = compute.seconds(self._format.block_tokens)
@@ -238,10 +248,17 @@ class KvBroker:
                 needed.append(Needed("" if tier == HOST else tier))
         return needed
 
-    def _load_s(self, tier: str, num_blocks: int) -> float:
-        speed = self._speed(tier)
-        seconds = speed.load_s(num_blocks * self._store.block_bytes)
-        return seconds + speed.latency_s if self._num_first(tier, num_blocks) else seconds
+    def _predict(self, tier: str) -> Callable[[int], float]:
+        """Returns what predicts the seconds to load so many blocks of a tier from now on."""
+        speed, block_bytes = self._speed(tier), self._store.block_bytes
+        time_of, latency_s = speed.predict(), speed.latency_s
+        least = _FIRST_PART if speed.is_of_one_size else math.inf
+
+        def seconds(num_blocks: int) -> float:
+            own = time_of.seconds(num_blocks * block_bytes)
+            return own + latency_s if num_blocks >= least else own
+
+        return seconds
 
     def _num_first(self, tier: str, num_blocks: int) -> int:
         """Returns how many blocks of a load are loaded before the rest of it; 0: it is one load."""
@@ -271,7 +288,7 @@ class KvBroker:
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
         ends_at, num_first = self._clock() + longest_s, self._num_first(tier, len(keys))
-        due = self._clock() + self._load_s(tier, len(keys))
+        due = self._clock() + self._predict(tier)(len(keys))
         self._due |= dict.fromkeys(keys, due)
         if not num_first:
             return self._fetch(tier, keys, longest_s)

@@ -13,9 +13,8 @@ START_LATENCY_S = 0.01
 """Seconds until the first byte of a load, of tiers that nothing was loaded from yet."""
 START_BYTES_PER_S = 100e6
 """Bandwidth of tiers that nothing was loaded from yet: a slow network's."""
-RECOVERY_S = 30.0
-"""Seconds in which a tier that is slower than the starting values and left alone comes half-way
-back to them, so that it is tried again."""
+PROBE_S = 30.0
+"""Seconds after which the speed of a tier that nothing was loaded from is measured again."""
 
 _UNMEASURED_S = 1e9
 """Seconds that computing takes whose speed is not measured: any load is quicker."""
@@ -31,6 +30,19 @@ _SIZES_FADE = 1.15
 """How much nearer both come to the newest load with each."""
 
 
+class LoadTime(NamedTuple):
+    """What loads of one tier are predicted to take that begin now."""
+
+    start_s: float
+    """Seconds until the first byte."""
+    byte_s: float
+    """Seconds a byte."""
+
+    def seconds(self, num_bytes: int) -> float:
+        """Predicts the seconds from now to the end of a load."""
+        return self.start_s + num_bytes * self.byte_s
+
+
 class LoadSpeed:
     """Latency and bandwidth of one tier's loads, estimated from those that were done; for one
     thread."""
@@ -38,26 +50,28 @@ class LoadSpeed:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
         self._clock = clock
-        self._latency_s = START_LATENCY_S
+        self.latency_s = START_LATENCY_S
+        """Seconds until the first byte of a load."""
         self._byte_s = 1 / START_BYTES_PER_S
         self._is_measured = False
         self._smallest, self._largest = math.inf, 0.0
         """Sizes of recent loads, bytes, which fade towards the newest."""
-        self._measured_at = clock()
         self._done_at = clock()
         self._next_number = 0
         self._under_way: dict[int, tuple[int, float]] = {}
         """Bytes of the loads under way and when they began, by number, the oldest first."""
 
     @property
-    def latency_s(self) -> float:
-        """Seconds until the first byte of a load."""
-        return self._recovered(self._latency_s, START_LATENCY_S)
-
-    @property
     def bytes_per_s(self) -> float:
         """Bandwidth, bytes a second."""
-        return 1 / self._recovered(self._byte_s, 1 / START_BYTES_PER_S)
+        return 1 / self._byte_s
+
+    @property
+    def is_to_measure(self) -> bool:
+        """Whether nothing was loaded for so long, or ever, that what is known may be wrong: what is
+        said to be slow is loaded by nobody, and would be said to be slow for ever."""
+        is_known = self._is_measured and self._clock() - self._done_at < PROBE_S
+        return not is_known and not self._under_way
 
     @property
     def is_of_one_size(self) -> bool:
@@ -65,16 +79,13 @@ class LoadSpeed:
         transfer is known."""
         return self._largest < _SIZES_FACTOR * self._smallest
 
-    def load_s(self, num_bytes: int) -> float:
-        """Predicts the seconds from now to the end of a load that begins now, behind those that are
-        under way. Of one that is late it predicts that it takes as long again as it is late."""
-        return self._queue_s() + self._own_s(num_bytes)
+    def predict(self) -> LoadTime:
+        """Predicts what a load takes that begins now, behind those that are under way. Of one that
+        is late it predicts that it takes as long again as it is late."""
+        return LoadTime(self._queue_s() + self.latency_s, self._byte_s)
 
     def begin(self, num_bytes: int) -> int:
         """Notes that a load begins; returns its number."""
-        if not self._under_way:
-            self._latency_s, self._byte_s = self.latency_s, 1 / self.bytes_per_s
-            self._measured_at = self._clock()
         self._next_number += 1
         self._under_way[self._next_number] = (num_bytes, self._clock())
         return self._next_number
@@ -86,7 +97,7 @@ class LoadSpeed:
         # Loads follow one another: what it waited for others says nothing of its own speed.
         seconds = max(0.0, now - max(began_at, self._done_at))
         self._done_at = now
-        latency_s, byte_s = self._latency_s, self._byte_s
+        latency_s, byte_s = self.latency_s, self._byte_s
         predicted = latency_s + num_loaded * byte_s
         # What fails at once, such as at a tier that is busy, is not quick.
         least = 1 / _MAX_RATIO if num_loaded >= num_bytes else 1.0
@@ -98,12 +109,9 @@ class LoadSpeed:
         # Each estimate answers for the error by its share of what was predicted.
         own, rest = latency_s / predicted, 1 - latency_s / predicted
         weight /= own**2 + rest**2
-        self._latency_s = latency_s * ratio ** (weight * own)
+        self.latency_s = latency_s * ratio ** (weight * own)
         self._byte_s = byte_s * ratio ** (weight * rest)
-        self._is_measured, self._measured_at = True, now
-
-    def _own_s(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
+        self._is_measured = True
 
     def _queue_s(self) -> float:
         """Predicts the seconds until all loads under way have ended."""
@@ -111,15 +119,9 @@ class LoadSpeed:
             return 0.0
         _, oldest_at = next(iter(self._under_way.values()))
         elapsed = self._clock() - max(oldest_at, self._done_at)
-        remaining = sum(self._own_s(num_bytes) for num_bytes, _ in self._under_way.values())
+        num_bytes = sum(num_bytes for num_bytes, _ in self._under_way.values())
+        remaining = len(self._under_way) * self.latency_s + num_bytes * self._byte_s
         return abs(remaining - elapsed)
-
-    def _recovered(self, measured: float, start: float) -> float:
-        """Returns what an estimate has come to since the newest measurement; less is better."""
-        if measured <= start or self._under_way:
-            return measured
-        idle_s = max(0.0, self._clock() - self._measured_at)
-        return start + (measured - start) * math.exp2(-idle_s / RECOVERY_S)
 
 
 class ComputeSpeed(NamedTuple):
@@ -150,26 +152,32 @@ class Needed(NamedTuple):
 
 
 def seconds_to_load(
-    blocks: Sequence[Needed], load_s: Callable[[str, int], float], extra: Sequence[Needed] = ()
+    blocks: Sequence[Needed],
+    predict: Callable[[str], Callable[[int], float]],
+    extra: Sequence[Needed] = (),
 ) -> list[float]:
     """Predicts for each block the seconds until it and all behind it are here.
 
     Args:
         blocks: those that a request lacks, in their order.
-        load_s: gives the seconds that so many blocks of a tier take to load.
+        predict: gives for a tier what gives the seconds that so many of its blocks take to load;
+            it is called once a tier.
         extra: blocks without which the others are of no use.
 
     Returns:
         The seconds of each block, never more than those of the one before; then 0.0, of none.
     """
     counts: dict[str, int] = {}
+    tiers = dict[str, Callable[[int], float]]()
     latest = 0.0
     seconds = []
     for block in [*extra, *reversed(blocks)]:
         latest = max(latest, block.ready_s)
         if block.tier:
-            counts[block.tier] = counts.get(block.tier, 0) + 1
-            latest = max(latest, load_s(block.tier, counts[block.tier]))
+            if block.tier not in tiers:
+                tiers[block.tier], counts[block.tier] = predict(block.tier), 0
+            counts[block.tier] += 1
+            latest = max(latest, tiers[block.tier](counts[block.tier]))
         seconds.append(latest)
     return [*reversed(seconds[len(extra) :]), 0.0]
 

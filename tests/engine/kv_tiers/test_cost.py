@@ -1,6 +1,7 @@
 """What loads are predicted to take, and which blocks are loaded rather than computed."""
 
 import math
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,11 +24,11 @@ SECONDS = st.floats(0, 10)
 
 
 def loads(blocks: list[Needed], speeds: dict[str, tuple[float, float]]) -> list[float]:
-    def load_s(tier: str, num_blocks: int) -> float:
+    def predict(tier: str) -> Callable[[int], float]:
         latency_s, block_s = speeds[tier]
-        return latency_s + num_blocks * block_s
+        return lambda num_blocks: latency_s + num_blocks * block_s
 
-    return seconds_to_load(blocks, load_s)
+    return seconds_to_load(blocks, predict)
 
 
 @given(BLOCKS, SPEEDS, SECONDS, SECONDS)
@@ -72,7 +73,7 @@ def test_less_to_load_takes_no_longer(
 
 def test_what_is_needed_beside_the_last_blocks_is_loaded_with_any() -> None:
     blocks = [Needed("file")] * 4
-    load_s = seconds_to_load(blocks, lambda _, count: float(count), [Needed("file")] * 2)
+    load_s = seconds_to_load(blocks, lambda _: float, [Needed("file")] * 2)
     assert load_s == [6, 5, 4, 3, 0]
     assert split(load_s, 1.0) == 3
     assert split(load_s, 0.5) == 4, "nothing is loaded"
@@ -107,20 +108,20 @@ def test_the_prediction_comes_to_what_loads_take(
         num_bytes = size * 100_000
         load(speed, clock, num_bytes, latency_s + num_bytes / bytes_per_s)
     expected = latency_s + 50_000_000 / bytes_per_s
-    assert math.isclose(speed.load_s(50_000_000), expected, rel_tol=0.02)
+    assert math.isclose(speed.predict().seconds(50_000_000), expected, rel_tol=0.02)
 
 
 def test_loads_wait_for_those_before_them() -> None:
     clock = Clock()
     speed = LoadSpeed(clock)
-    one = speed.load_s(1_000_000)
+    one = speed.predict().seconds(1_000_000)
     number = speed.begin(1_000_000)
-    assert math.isclose(speed.load_s(1_000_000), 2 * one)
+    assert math.isclose(speed.predict().seconds(1_000_000), 2 * one)
     clock.now += one / 2
-    assert math.isclose(speed.load_s(1_000_000), 1.5 * one)
+    assert math.isclose(speed.predict().seconds(1_000_000), 1.5 * one)
     clock.now += one / 2
     speed.finish(number, 1_000_000)
-    assert math.isclose(speed.load_s(1_000_000), one)
+    assert math.isclose(speed.predict().seconds(1_000_000), one)
 
 
 def test_loads_at_a_time_are_measured_one_behind_the_other() -> None:
@@ -130,7 +131,7 @@ def test_loads_at_a_time_are_measured_one_behind_the_other() -> None:
     for number in numbers:
         clock.now += 0.5
         speed.finish(number, 1_000_000)
-    assert math.isclose(speed.load_s(1_000_000), 0.5, rel_tol=0.05)
+    assert math.isclose(speed.predict().seconds(1_000_000), 0.5, rel_tol=0.05)
 
 
 @given(st.floats(0.1, 3600))
@@ -140,20 +141,24 @@ def test_a_load_that_hangs_makes_others_wait(seconds: float) -> None:
     speed.begin(1)
     own = speed.latency_s
     clock.now += seconds
-    assert speed.load_s(1) >= seconds - own
+    assert speed.predict().seconds(1) >= seconds - own
 
 
-def test_a_tier_that_failed_is_tried_again_after_a_while() -> None:
+def test_what_was_not_loaded_from_for_long_is_to_be_measured() -> None:
     clock = Clock()
     speed = LoadSpeed(clock)
+    assert speed.is_to_measure, "it never was"
     number = speed.begin(1_000_000)
+    assert not speed.is_to_measure, "it is about to be"
     clock.now += 5
     speed.finish(number, 0)
-    assert speed.load_s(1_000_000) > 4
-    clock.now += cost.RECOVERY_S
-    assert 2 < speed.load_s(1_000_000) < 3
-    clock.now += 20 * cost.RECOVERY_S
-    assert speed.load_s(1_000_000) < 0.03
+    assert speed.predict().seconds(1_000_000) > 4
+    assert not speed.is_to_measure
+    clock.now += cost.PROBE_S
+    assert speed.is_to_measure
+    load(speed, clock, 1_000_000, 0.002)
+    assert not speed.is_to_measure
+    assert speed.predict().seconds(1_000_000) < 0.5
 
 
 @given(st.floats(0, 1), st.integers(0, 999_999))
@@ -161,11 +166,11 @@ def test_what_fails_at_once_is_not_quick(seconds: float, num_loaded: int) -> Non
     clock = Clock()
     speed = LoadSpeed(clock)
     load(speed, clock, 1_000_000, 1.0)
-    before = speed.load_s(1_000_000)
+    before = speed.predict().seconds(1_000_000)
     number = speed.begin(1_000_000)
     clock.now += seconds
     speed.finish(number, num_loaded)
-    assert speed.load_s(1_000_000) >= before - 1e-9
+    assert speed.predict().seconds(1_000_000) >= before - 1e-9
 
 
 @given(st.integers(1000, 10**9), st.integers(2, 3))
@@ -181,13 +186,3 @@ def test_loads_of_one_size_are_seen_as_such(num_bytes: int, factor: int) -> None
     for _ in range(12):
         load(speed, clock, 8 * num_bytes, 1.0)
     assert speed.is_of_one_size, "the others have faded"
-
-
-def test_a_tier_that_is_faster_than_the_starting_values_stays_so() -> None:
-    clock = Clock()
-    speed = LoadSpeed(clock)
-    for _ in range(5):
-        load(speed, clock, 100_000_000, 0.02)
-    before = speed.load_s(100_000_000)
-    clock.now += 1000 * cost.RECOVERY_S
-    assert speed.load_s(100_000_000) == before < 0.03
