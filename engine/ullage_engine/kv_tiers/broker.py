@@ -3,11 +3,10 @@
 The worker copies blocks between the device and slots of shared memory. Which slots, this says: what
 the worker reserves and pins is under one lease, which ends with it. When a request arrives, what
 only lower tiers have of its beginning is loaded to shared memory, as far as that is quicker than
-computing it (`cost`).
+computing it (`loads`).
 """
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -16,7 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
+from ullage_engine.kv_tiers.cost import ComputeSpeed
+from ullage_engine.kv_tiers.loads import Loads
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
     EngineRequest,
@@ -36,12 +36,9 @@ from ullage_kv.store import DEADLINE_S, HOST
 
 log = logging.getLogger("ullage.engine.kv")
 
-_MAX_ARRIVALS = 8192
-"""Requests whose tiers are remembered until they start."""
-
-_FIRST_PART = 8
-"""Share of a load, one of so many, that is loaded before the rest of it to learn what loads of
-different sizes take; smaller loads are not divided."""
+_PREFETCH_SHARE = 0.5
+"""Share of host memory that blocks take, at most, that are loaded for requests which have not
+begun: those of one would evict those of others, which are loaded again then."""
 
 
 class TierHits(NamedTuple):
@@ -50,7 +47,7 @@ class TierHits(NamedTuple):
     tier: str
     num_blocks: int
     seconds: float
-    """Seconds that the request waited for the blocks of all tiers."""
+    """Seconds from when the blocks of all tiers were asked for until they were on the device."""
 
 
 class BlockFormat(NamedTuple):
@@ -73,10 +70,14 @@ class BlockFormat(NamedTuple):
 class _Beginning:
     """What a request can begin with."""
 
-    tiers: list[str]
-    """The tier that had each block."""
+    looking: Future[None]
+    """Done when it is known which tiers have its blocks."""
+    tiers: list[str] | None = None
+    """The tier that had each block when the first ones were to be loaded; None: none were yet."""
     first: int = 0
     """Index of the first block that is loaded; those before it are here or computed."""
+    num_prefetched: int = 0
+    """Number of blocks that are loaded before the request begins."""
     hits: list[TierHits] = field(default_factory=list)
     """What it has begun with so far."""
 
@@ -104,6 +105,7 @@ class KvBroker:
         computes_beside_loads: bool = True,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
+        has_begun: Callable[[str], bool] = lambda _: False,
         not_loaded: Counter[tuple[str, str]] | None = None,
     ) -> None:
         """
@@ -117,6 +119,7 @@ class KvBroker:
                 answer only.
             deadline_s: seconds that a load may take.
             clock: in seconds.
+            has_begun: whether a request, by its id, has a token of this worker, or has ended.
             not_loaded: counts on, as `not_loaded` below.
         """
         self._store = store
@@ -126,18 +129,26 @@ class KvBroker:
         self._call_soon = call_soon
         self._compute = compute
         self._computes_beside_loads = computes_beside_loads
-        self._deadline_s = deadline_s
         self._clock = clock
+        self._has_begun = has_begun
         self.not_loaded = Counter[tuple[str, str]]() if not_loaded is None else not_loaded
         """Blocks that requests did not begin with though a lower tier had them, by tier and reason:
         `slower` to load than to compute, or `unused`, as they came late or the request ended."""
-        self._speeds: dict[str, LoadSpeed] = {}
-        self._due: dict[bytes, float] = {}
-        """Times at which the blocks that are being loaded are predicted to be here."""
+        self._loads = Loads(
+            store,
+            call_soon,
+            compute,
+            block_format.block_tokens,
+            are_waited_for=not computes_beside_loads,
+            deadline_s=deadline_s,
+            clock=clock,
+        )
         self._lease = store.index.lease()
         self._reserved: dict[KvSlot, Block] = {}
         self._pinned: dict[int, _Pinned] = {}
         self._beginnings: OrderedDict[str, _Beginning] = OrderedDict()
+        self._num_prefetched = 0
+        """Blocks that were loaded, or are being loaded, for all of them."""
 
     def arrived(self, request: EngineRequest) -> int:
         """Begins to load what a request can begin with, as far as that is quicker than computing
@@ -146,14 +157,18 @@ class KvBroker:
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
         # Later on the backlog has this request, too.
         starts_at = self._clock() + self._compute().start_s
-        looking = self._look(keys)
-        if looking.done():
-            return self._begin(request.request_id, keys, starts_at)
+        name = request.request_id
+        self._forget(name)
+        self._forget_begun()
+        beginning = self._remember(name, keys)
+        if beginning.looking.done():
+            return self._prefetch(name, beginning, keys, starts_at)
 
         def begin() -> None:
-            self._begin(request.request_id, keys, starts_at)
+            if self._beginnings.get(name) is beginning and beginning.tiers is None:
+                self._prefetch(name, beginning, keys, starts_at)
 
-        looking.add_done_callback(lambda _: self._call_soon(begin))
+        beginning.looking.add_done_callback(lambda _: self._call_soon(begin))
         return len(keys)
 
     def _look(self, keys: list[bytes]) -> "Future[None]":
@@ -163,37 +178,80 @@ class KvBroker:
             return self._store.look(keys)
         return self._store.look([*keys, *[part_key(key, WINDOW_PART) for key in keys]])
 
-    def _begin(self, request_id: str, keys: list[bytes], starts_at: float) -> int:
+    def _prefetch(
+        self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
+    ) -> int:
         """Begins to load blocks that tiers have of a beginning; returns the number of those that
         the request can begin with."""
-        tiers = self._store.lookup_prefix(keys)
+        tiers = self._lookup(keys)
         if not tiers:
+            self._forget(request_id)
             return 0
-        keys = keys[: len(tiers)]
-        self._store.touch(keys)
-        beginning = self._remember(request_id, tiers)
         num_here = _num_in_host(tiers)
-        start_s = max(0.0, starts_at - self._clock())
-        first = beginning.first = self._first_to_load(keys, tiers, num_here, start_s)
-        self._note_slower(request_id, tiers[num_here:first])
-        if first == len(keys):
-            self._measure(keys[num_here:], tiers[num_here:])
+        most = int(_PREFETCH_SHARE * self._store.index.num_slots) - self._num_prefetched
+        if self._num_prefetched and len(tiers) - num_here > most:
+            return len(tiers)  # What is loaded is decided when it is asked for.
+        self._decide(request_id, beginning, keys, tiers, starts_at=starts_at)
+        first = beginning.first
+        if first == len(tiers):
             return num_here
-        self._load(keys, first, self._longest_load_s(len(keys) - num_here, start_s))
-        return len(keys)
+        beginning.num_prefetched = len(tiers) - first
+        self._num_prefetched += beginning.num_prefetched
+        longest_s = self._loads.longest_s(len(tiers) - num_here, starts_at - self._clock())
+        self._load(keys[: len(tiers)], first, longest_s)
+        return len(tiers)
 
-    def _measure(self, keys: list[bytes], tiers: list[str]) -> None:
-        """Loads a few of the blocks that are computed, from tiers whose speed is not known or was
-        not seen for long; nobody waits for them."""
-        for tier in {*tiers} - {HOST}:
-            if self._speed(tier).is_to_measure:
-                of_tier = [key for key, own in zip(keys, tiers, strict=True) if own == tier]
-                self._fetch(tier, of_tier[-_FIRST_PART:], self._deadline_s)
+    def _lookup(self, keys: list[bytes]) -> list[str]:
+        """Names the tiers of the first blocks, up to the last one that the next token can be
+        computed behind: whose last windows some tier has, too."""
+        tiers = self._store.lookup_prefix(keys)
+        if not self._format.window_tokens:
+            return tiers
+        windows = self._store.contains([part_key(key, WINDOW_PART) for key in keys[: len(tiers)]])
+        end, first = len(tiers), self._format.first_window_block(len(tiers))
+        while "" in windows[first:end]:
+            # Whatever ends behind that one and not behind this reads that one, too.
+            end = max(index for index in range(first, end) if not windows[index])
+            first = self._format.first_window_block(end)
+        return tiers[:end]
+
+    def _decide(
+        self,
+        request_id: str,
+        beginning: _Beginning,
+        keys: list[bytes],
+        tiers: list[str],
+        num_here: int | None = None,
+        starts_at: float = 0.0,
+    ) -> None:
+        """Decides for the first time, or again as time goes by, which blocks of a beginning are
+        loaded: `beginning.first` and those behind it.
+
+        Args:
+            keys: those of its blocks; more of them are of no use.
+            tiers: those that have them.
+            num_here: how many of the first blocks are computed, or need not be; None: those that
+                are in host memory.
+            starts_at: time from which on the others can be computed.
+        """
+        keys = keys[: len(tiers)]
+        if num_here is None:
+            num_here = _num_in_host(tiers)
+        start_s = max(0.0, starts_at - self._clock())
+        windows = self._last_windows(keys)
+        beginning.first = self._loads.first(keys, tiers, num_here, windows, start_s)
+        if beginning.tiers is not None:
+            return
+        beginning.tiers = tiers
+        self._store.touch([*keys, *windows])
+        self._note_slower(request_id, tiers[num_here : beginning.first])
+        if beginning.first == len(keys):
+            self._loads.measure(keys[num_here:], tiers[num_here:])
 
     def _note_slower(self, request_id: str, tiers: list[str]) -> None:
         for tier, count in Counter(tier for tier in tiers if tier != HOST).items():
             self.not_loaded[tier, "slower"] += count
-            speed = self._speed(tier)
+            speed = self._loads.speed(tier)
             facts = {
                 "request_id": request_id,
                 "tier": tier,
@@ -204,121 +262,29 @@ class KvBroker:
             }
             log.info("computed rather than loaded", extra=facts)
 
-    def _remember(self, request_id: str, tiers: list[str]) -> _Beginning:
-        beginning = self._beginnings[request_id] = _Beginning(tiers)
-        while len(self._beginnings) > _MAX_ARRIVALS:
-            self._beginnings.popitem(last=False)
+    def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
+        """Returns what is known of a request's beginning, or begins to find it out."""
+        beginning = self._beginnings.get(request_id)
+        if beginning is None:
+            beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
         return beginning
 
-    def _first_to_load(
-        self, keys: list[bytes], tiers: list[str], first: int, start_s: float
-    ) -> int:
-        """Returns the index of the first of the blocks from `first` on that are loaded, as all
-        behind it are: those that are there before they could be computed; the number of all where
-        there are none. `start_s`: seconds until the computation can begin."""
-        compute = self._compute()
-        if not compute.tokens_per_s:
-            return first
-        windows = self._last_windows(keys)
-        seconds = seconds_to_load(
-            self._needed(keys[first:], tiers[first:]),
-            self._predict,
-            self._needed(windows, self._store.contains(windows)),
-        )
-        block_s = compute.seconds(self._format.block_tokens)
-        if self._computes_beside_loads:
-            return first + split(seconds, block_s, start_s)
-        num_lacking = len(keys) - first
-        return first if seconds[0] <= start_s + num_lacking * block_s else len(keys)
+    def _forget(self, request_id: str) -> None:
+        beginning = self._beginnings.pop(request_id, None)
+        if beginning is not None:
+            self._num_prefetched -= beginning.num_prefetched
 
-    def _longest_load_s(self, num_lacking: int, start_s: float) -> float:
-        """Returns after how many seconds loads are given up: a request that waits for them waits
-        no longer than it takes to compute its blocks."""
-        if self._computes_beside_loads:
-            return self._deadline_s
-        compute_s = self._compute().seconds(num_lacking * self._format.block_tokens)
-        return min(self._deadline_s, start_s + compute_s)
+    def _forget_begun(self) -> None:
+        """Forgets the oldest beginnings, as far as they are used: not all requests ask for them."""
+        while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
+            self._forget(oldest)
 
-    def _needed(self, keys: list[bytes], tiers: list[str]) -> list[Needed]:
-        now, needed = self._clock(), []
-        for key, tier in zip(keys, tiers, strict=True):
-            if key in self._due:
-                needed.append(Needed(ready_s=max(0.0, self._due[key] - now)))
-            else:
-                needed.append(Needed("" if tier == HOST else tier))
-        return needed
-
-    def _predict(self, tier: str) -> Callable[[int], float]:
-        """Returns what predicts the seconds to load so many blocks of a tier from now on."""
-        speed, block_bytes = self._speed(tier), self._store.block_bytes
-        time_of, latency_s = speed.predict(), speed.latency_s
-        least = _FIRST_PART if speed.is_of_one_size else math.inf
-
-        def seconds(num_blocks: int) -> float:
-            own = time_of.seconds(num_blocks * block_bytes)
-            return own + latency_s if num_blocks >= least else own
-
-        return seconds
-
-    def _num_first(self, tier: str, num_blocks: int) -> int:
-        """Returns how many blocks of a load are loaded before the rest of it; 0: it is one load."""
-        return num_blocks // _FIRST_PART if self._speed(tier).is_of_one_size else 0
-
-    def _speed(self, tier: str) -> LoadSpeed:
-        if tier not in self._speeds:
-            self._speeds[tier] = LoadSpeed(self._clock)
-        return self._speeds[tier]
-
-    def _load(self, keys: list[bytes], first: int, longest_s: float) -> list[Future[Any]]:
-        """Begins to load blocks from `first` on that only lower tiers have, and what else whoever
-        goes on behind them reads; what that takes is measured."""
-        keys = [*keys[first:], *self._last_windows(keys)]
-        tiers = self._store.contains(keys)
-        new: dict[str, list[bytes]] = {}
-        loading = []
-        for key, tier in zip(keys, tiers, strict=True):
-            if key in self._due:
-                loading.append(key)
-            elif tier not in ("", HOST):
-                new.setdefault(tier, []).append(key)
-        fetches: list[Future[Any]] = []
-        if loading:
-            fetches.append(self._store.fetch(loading, longest_s))
-        return fetches + [self._load_from(*each, longest_s) for each in new.items()]
-
-    def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        ends_at, num_first = self._clock() + longest_s, self._num_first(tier, len(keys))
-        due = self._clock() + self._predict(tier)(len(keys))
-        self._due |= dict.fromkeys(keys, due)
-        if not num_first:
-            return self._fetch(tier, keys, longest_s)
-        everything = Future[None]()
-
-        def load_rest() -> None:
-            rest = self._fetch(tier, keys[num_first:], ends_at - self._clock(), keys[num_first - 1])
-            rest.add_done_callback(lambda _: everything.set_result(None))
-
-        first = self._fetch(tier, keys[:num_first], longest_s)
-        first.add_done_callback(lambda _: self._call_soon(load_rest))
-        return everything
-
-    def _fetch(
-        self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
-    ) -> "Future[list[Result]]":
-        """Fetches new blocks of one tier and measures what that takes. `before`: the block that
-        they continue, which came before."""
-        number = self._speed(tier).begin(len(keys) * self._store.block_bytes)
-        fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)
-
-        def finish() -> None:
-            results = fetched.result()[-len(keys) :]
-            num_hits = sum(each.status is Status.HIT for each in results)
-            self._speed(tier).finish(number, num_hits * self._store.block_bytes)
-            for key in keys:
-                self._due.pop(key, None)
-
-        fetched.add_done_callback(lambda _: self._call_soon(finish))
-        return fetched
+    def _load(
+        self, keys: list[bytes], first: int, longest_s: float | None = None
+    ) -> list[Future[Any]]:
+        """Begins to load blocks from `first` on, and what else whoever goes on behind the last of
+        them reads."""
+        return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
         """Returns the keys of the window blocks that whoever goes on behind these blocks reads."""
@@ -354,6 +320,7 @@ class KvBroker:
         self._lease = self._store.index.lease()
         self._reserved, self._pinned = {}, {}
         self._beginnings.clear()
+        self._num_prefetched = 0
 
     def check_integrity(self) -> None:
         """Asserts that the store holds slots only for what is not answered."""
@@ -374,83 +341,79 @@ class KvBroker:
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
         """Answers with what is in shared memory, and says from where on more is coming."""
-        looking = self._look(wanted.keys)
-        tiers = self._store.lookup_prefix(wanted.keys)
-        if wanted.request_id not in self._beginnings and looking.done():
-            self._remember(wanted.request_id, tiers)
+        name, keys = wanted.request_id, wanted.keys
+        beginning = self._remember(name, keys)
+        tiers = self._lookup(keys) if beginning.looking.done() else []
         refs, windows = self._pin_beginning(wanted)
-        here, end = wanted.first + len(refs), len(tiers)
-        more_from = None
-        if not looking.done():
+        here, more_from = wanted.first + len(refs), None
+        if not beginning.looking.done():
             more_from = here
-        elif here < end:
-            first = self._first_to_load(wanted.keys[:end], tiers, here, 0.0)
-            self._beginnings[wanted.request_id].first = first
-            if first < end:
-                self._load(wanted.keys[:end], first, self._deadline_s)
-                more_from = first
-        self._answer(wanted, refs, windows, self._clock(), more_from)
+        elif here < len(tiers):
+            self._decide(name, beginning, keys, tiers, here)
+            if beginning.first < len(tiers):
+                self._load(keys[: len(tiers)], beginning.first)
+                more_from = beginning.first
+        self._answer(wanted, beginning, refs, windows, self._clock(), more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> None:
         """Answers when all that is wanted is in shared memory, or does not come."""
         asked_at, lease = self._clock(), self._lease
+        beginning = self._remember(wanted.request_id, wanted.keys)
 
-        def answer() -> None:
-            if lease is self._lease:  # else the worker that asked is gone
-                self._answer(wanted, *self._pin_beginning(wanted), asked_at)
+        def answer(first: int = 0, end: int = 0) -> None:
+            if lease is not self._lease:
+                return  # The worker that asked is gone.
+            refs, windows = self._pin_beginning(wanted)
+            first = max(first, wanted.first + len(refs))
+            more_from = first if first < end else None
+            self._answer(wanted, beginning, refs, windows, asked_at, more_from)
 
         def load() -> None:
             if lease is not self._lease:
                 return
-            beginning = self._beginnings.get(wanted.request_id)
-            if wanted.is_rest and beginning is not None and beginning.first > wanted.first:
+            tiers = self._lookup(wanted.keys)
+            if beginning.tiers is None or not wanted.is_rest:
+                here = wanted.first if wanted.is_rest else None
+                self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
+            if wanted.is_rest and beginning.first > wanted.first:
                 # It was asked for before tiers were looked at; what is before that is computed.
-                refs, windows = self._pin_beginning(wanted)
-                first = max(beginning.first, wanted.first + len(refs))
-                more_from = first if first < len(beginning.tiers) else None
-                self._answer(wanted, refs, windows, asked_at, more_from)
+                answer(beginning.first, len(tiers))
                 return
-            pending = [future for future in self._load_rest(wanted) if not future.done()]
+            loads = self._load_wanted(wanted, beginning.first, tiers)
+            pending = [each for each in loads if not each.done()]
             if pending:
                 _when_done(pending, lambda: self._call_soon(answer))
             else:
                 answer()
 
-        looking = self._look(wanted.keys)
-        if looking.done():
+        if beginning.looking.done():
             load()
         else:
-            looking.add_done_callback(lambda _: self._call_soon(load))
+            beginning.looking.add_done_callback(lambda _: self._call_soon(load))
 
-    def _load_rest(self, wanted: KvWanted) -> list[Future[Any]]:
-        """Begins to load what a request waits for: what it was told of, or what is there sooner
-        than it could be computed."""
-        tiers = self._store.lookup_prefix(wanted.keys)
-        if wanted.request_id not in self._beginnings:
-            self._remember(wanted.request_id, tiers)
-        if wanted.is_rest:
-            return self._load(wanted.keys, wanted.first, self._deadline_s)
-        keys, num_here = wanted.keys[: len(tiers)], _num_in_host(tiers)
-        first = self._first_to_load(keys, tiers, num_here, 0.0)
-        if first == len(keys):
-            return []
-        return self._load(keys, first, self._longest_load_s(len(keys) - num_here, 0.0))
+    def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
+        """Begins to load the blocks from `first` on that tiers have, for which a request waits."""
+        keys = wanted.keys[: len(tiers)]
+        longest_s = None
+        if not wanted.is_rest:
+            longest_s = self._loads.longest_s(len(keys) - _num_in_host(tiers), 0.0)
+        return self._load(keys, first, longest_s) if first < len(keys) else []
 
     def _answer(
         self,
         wanted: KvWanted,
+        beginning: _Beginning,
         refs: list[SlotRef],
         windows: list[SlotRef],
         asked_at: float,
-        more_from: int | None = None,
+        more_from: int | None,
     ) -> None:
-        beginning = self._beginnings.get(wanted.request_id) or _Beginning([])
-        tiers = [*beginning.tiers[wanted.first :], *[HOST] * len(refs)][: len(refs)]
+        tiers = [*(beginning.tiers or [])[wanted.first :], *[HOST] * len(refs)][: len(refs)]
         self._pinned[wanted.number] = _Pinned(
             wanted.request_id, [*refs, *windows], tiers, asked_at, beginning
         )
         if more_from is None:
-            self._beginnings.pop(wanted.request_id, None)
+            self._forget(wanted.request_id)
         self._post(
             KvFound(
                 number=wanted.number,

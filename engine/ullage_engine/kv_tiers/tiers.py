@@ -41,12 +41,14 @@ class KvTiers:
         material: Callable[[], Material | None] = lambda: None,
         compute: Callable[[], ComputeSpeed] = ComputeSpeed,
         deadline_s: float = DEADLINE_S,
+        has_begun: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """
         Args:
             on_hits: gets a request's id and what it began with.
             compute: returns how fast prompts are computed at present.
             deadline_s: seconds that a load from lower tiers may take, at most.
+            has_begun: whether a request, by its id, has a token of this worker, or has ended.
             material: returns the newest certificate to show to peers; None: they speak plaintext.
         """
         self._section = section
@@ -56,6 +58,7 @@ class KvTiers:
         """What peers read from and write to; None: there are none."""
         self._on_hits = on_hits
         self._compute = compute
+        self._has_begun = has_begun
         self._arena: Arena | None = None
         self._space = b""
         self.not_loaded = Counter[tuple[str, str]]()
@@ -142,6 +145,7 @@ class KvTiers:
             self._compute,
             computes_beside_loads=ready.computes_beside_loads,
             deadline_s=self._deadline_s,
+            has_begun=self._has_begun,
             not_loaded=self.not_loaded,
         )
 

@@ -145,7 +145,12 @@ class EngineApp:
         # A worker that waits for tiers does no step, and must not be taken for one that hangs.
         wait_s = self._config.limits.step_deadline / 4
         kv = KvTiers(
-            memory.tiers, self._note_hits, self._own_certificate, self._compute_speed, wait_s
+            memory.tiers,
+            self._note_hits,
+            self._own_certificate,
+            self._compute_speed,
+            wait_s,
+            self._has_begun,
         )
         self._metrics.watch_tiers(kv.stats, kv.not_loaded.copy)
         if kv.service is not None:
@@ -190,6 +195,10 @@ class EngineApp:
         if state is None:
             return ComputeSpeed()
         return ComputeSpeed(state.prefill_tokens_per_second, state.prefill_backlog_tokens)
+
+    def _has_begun(self, request_id: str) -> bool:
+        entry = self._journal.get(request_id)
+        return entry is None or entry.is_over or entry.has_begun
 
     def _note_hits(self, request_id: str, hits: list[TierHits]) -> None:
         entry, ready = self._journal.get(request_id), self._engine_status.ready

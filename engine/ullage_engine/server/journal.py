@@ -114,6 +114,11 @@ class JournalEntry:
         return self.finish is not None or self.failure is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a token has come since it was sent to the newest worker."""
+        return not self.stalled_resumes and len(self.output_ids) > self.num_restored
+
+    @property
     def preemptions(self) -> int:
         return self._preemptions_before + self._preemptions_now
 

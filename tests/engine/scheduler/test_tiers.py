@@ -401,7 +401,7 @@ def test_dense_traffic(
     tier.finish()
     settle(rig)
     assert not rig.broker._pinned
-    assert not rig.broker._due
+    assert not rig.broker._loads.num_under_way
     num_blocks = sum(hits.num_blocks for _, hits in rig.tier_hits)
     num_remote = sum(hits.num_blocks for _, hits in rig.tier_hits if hits.tier == "remote")
     assert num_remote > 3 if has_lower else num_blocks > 8
@@ -494,7 +494,7 @@ def test_what_is_loaded_for_a_request_that_stops_is_given_back(
         assert rig.tokens("r") == rig.undisturbed(LONG_TEXT, 0, 8)
     assert not rig.broker._pinned
     assert not rig.broker._lease.pinned
-    assert not rig.broker._due
+    assert not rig.broker._loads.num_under_way
 
 
 def test_loads_of_one_size_are_divided(new_rig: Callable[..., Any]) -> None:
@@ -503,7 +503,7 @@ def test_loads_of_one_size_are_divided(new_rig: Callable[..., Any]) -> None:
     settle(rig)
     first, rest = tier.sizes
     assert first == (first + rest) // 8
-    assert not rig.broker._speed("remote").is_of_one_size
+    assert not rig.broker._loads.speed("remote").is_of_one_size
 
 
 def test_what_is_known_of_tiers_outlives_the_worker(new_rig: Callable[..., Any]) -> None:
@@ -553,7 +553,7 @@ def test_what_is_slower_is_not_waited_for_when_it_is_known_late(
     rig.store.remove_chains(None)
     tier.sizes.clear()
     tier.block_s = block_s
-    rig.broker._speed("remote")._byte_s = block_s / 4096
+    rig.broker._loads.speed("remote")._byte_s = block_s / 4096
     look = Future[None]()
     tier.look = lambda keys: look  # type: ignore[method-assign]
     rig.submit(rig.request("again", LONG_TEXT, 1))

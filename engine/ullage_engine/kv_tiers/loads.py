@@ -1,0 +1,187 @@
+"""Loads of blocks from tiers below host memory, and which of them are worth it.
+
+Of the blocks that a request lacks the first ones are computed and the last ones loaded, as many as
+are there before they could be computed. What loads take is measured with each of them (`cost`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
+from ullage_kv import Result, Status, Store
+from ullage_kv.store import HOST
+
+_FIRST_PART = 8
+"""Share of a load, one of so many, that is loaded before the rest of it to learn what loads of
+different sizes take; smaller loads are not divided."""
+
+
+class Loads:
+    """Begins loads, and predicts when they end; one thread uses it."""
+
+    def __init__(
+        self,
+        store: Store,
+        call_soon: Callable[[Callable[[], None]], object],
+        compute: Callable[[], ComputeSpeed],
+        block_tokens: int,
+        *,
+        are_waited_for: bool,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            call_soon: runs a function in the thread that uses this, from any thread.
+            compute: returns how fast prompts are computed at present.
+            are_waited_for: whether nothing of a request is computed while its blocks are loaded.
+            deadline_s: seconds that a load may take.
+            clock: in seconds.
+        """
+        self._store = store
+        self._call_soon = call_soon
+        self._compute = compute
+        self._block_tokens = block_tokens
+        self._are_waited_for = are_waited_for
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._speeds: dict[str, LoadSpeed] = {}
+        self._due: dict[bytes, float] = {}
+        """Times at which the blocks that are being loaded are predicted to be here."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of blocks that are being loaded."""
+        return len(self._due)
+
+    def speed(self, tier: str) -> LoadSpeed:
+        """Returns what is known of a tier's loads."""
+        if tier not in self._speeds:
+            self._speeds[tier] = LoadSpeed(self._clock)
+        return self._speeds[tier]
+
+    def first(
+        self,
+        keys: Sequence[bytes],
+        tiers: Sequence[str],
+        num_here: int,
+        windows: Sequence[bytes],
+        start_s: float,
+    ) -> int:
+        """Returns the index of the first block that is loaded, as all behind it are: those that are
+        there before they could be computed.
+
+        Args:
+            keys: those of a beginning.
+            tiers: those that have them.
+            num_here: how many of the first ones are not needed.
+            windows: keys of other blocks without which they are of no use.
+            start_s: seconds until the computation can begin.
+
+        Returns:
+            `num_here` or more; the number of all where none is worth loading.
+        """
+        compute = self._compute()
+        if not compute.tokens_per_s:
+            return num_here
+        seconds = seconds_to_load(
+            self._needed(keys[num_here:], tiers[num_here:]),
+            self._predict,
+            self._needed(windows, self._store.contains(windows)),
+        )
+        block_s = compute.seconds(self._block_tokens)
+        if not self._are_waited_for:
+            return num_here + split(seconds, block_s, start_s)
+        all_s = start_s + (len(keys) - num_here) * block_s
+        return num_here if seconds[0] <= all_s else len(keys)
+
+    def longest_s(self, num_lacking: int, start_s: float) -> float:
+        """Returns after how many seconds loads are given up: a request that waits for them waits
+        no longer than it takes to compute the blocks that it lacks."""
+        if not self._are_waited_for:
+            return self._deadline_s
+        compute_s = self._compute().seconds(num_lacking * self._block_tokens)
+        return min(self._deadline_s, start_s + compute_s)
+
+    def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
+        """Begins to load those blocks that only lower tiers have; returns what is done when they
+        are here, or do not come within so many seconds."""
+        if longest_s is None:
+            longest_s = self._deadline_s
+        new: dict[str, list[bytes]] = {}
+        loading = []
+        for key, tier in zip(keys, self._store.contains(keys), strict=True):
+            if key in self._due:
+                loading.append(key)
+            elif tier not in ("", HOST):
+                new.setdefault(tier, []).append(key)
+        fetches: list[Future[Any]] = []
+        if loading:
+            fetches.append(self._store.fetch(loading, longest_s))
+        return fetches + [self._load_from(*each, longest_s) for each in new.items()]
+
+    def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
+        """Loads a few of the blocks that are computed, from tiers whose speed is not known or was
+        not seen for long; nobody waits for them."""
+        for tier in {*tiers} - {HOST}:
+            if self.speed(tier).is_to_measure:
+                of_tier = [key for key, own in zip(keys, tiers, strict=True) if own == tier]
+                self._fetch(tier, of_tier[-_FIRST_PART:], self._deadline_s)
+
+    def _needed(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Needed]:
+        now, needed = self._clock(), []
+        for key, tier in zip(keys, tiers, strict=True):
+            if key in self._due:
+                needed.append(Needed(ready_s=max(0.0, self._due[key] - now)))
+            else:
+                needed.append(Needed("" if tier == HOST else tier))
+        return needed
+
+    def _predict(self, tier: str) -> Callable[[int], float]:
+        """Returns what predicts the seconds to load so many blocks of a tier from now on."""
+        speed, block_bytes = self.speed(tier), self._store.block_bytes
+        time_of, latency_s = speed.predict(), speed.latency_s
+        least = _FIRST_PART if speed.is_of_one_size else math.inf
+
+        def seconds(num_blocks: int) -> float:
+            own = time_of.seconds(num_blocks * block_bytes)
+            return own + latency_s if num_blocks >= least else own
+
+        return seconds
+
+    def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
+        """Begins a load, its first part before the others where all loads had one size."""
+        ends_at = self._clock() + longest_s
+        self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
+        num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
+        if not num_first:
+            return self._fetch(tier, keys, longest_s)
+        everything = Future[None]()
+
+        def load_rest() -> None:
+            rest = self._fetch(tier, keys[num_first:], ends_at - self._clock(), keys[num_first - 1])
+            rest.add_done_callback(lambda _: everything.set_result(None))
+
+        first = self._fetch(tier, keys[:num_first], longest_s)
+        first.add_done_callback(lambda _: self._call_soon(load_rest))
+        return everything
+
+    def _fetch(
+        self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
+    ) -> "Future[list[Result]]":
+        """Fetches new blocks of one tier and measures what that takes. `before`: the block that
+        they continue, which came before."""
+        number = self.speed(tier).begin(len(keys) * self._store.block_bytes)
+        fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)
+
+        def finish() -> None:
+            results = fetched.result()[-len(keys) :]
+            num_hits = sum(each.status is Status.HIT for each in results)
+            self.speed(tier).finish(number, num_hits * self._store.block_bytes)
+            for key in keys:
+                self._due.pop(key, None)
+
+        fetched.add_done_callback(lambda _: self._call_soon(finish))
+        return fetched
