@@ -74,17 +74,33 @@ _DEFAULT_DECODE_SPEED = 20.0
 
 _STEP_WEIGHT = 0.05
 """Share of the newest step in the average of its batch size: steps with prompts are far longer."""
+_PREFILL_HALF_LIFE = 4096
+"""Prompt tokens after which a step counts half as much in the prefill speed."""
+_LEAST_PROMPT_SHARE = 0.1
+"""Share of a step with decodes that its prompt tokens take at least: times of steps vary."""
 
 
 class ThroughputEstimator:
-    """Moving averages of decode and prefill speed, tokens a second; 0 until measured."""
+    """Moving averages of decode and prefill speed, tokens a second; 0 until measured.
+
+    The prefill speed is that of chunks as large as those that most prompt tokens come in: it is
+    fitted to the seconds of steps by least squares, so a step weighs as the square of its prompt
+    tokens. A chunk of a few tokens takes hardly less than one of some hundred, and says nothing of
+    how long a long prompt takes. Beside decodes, a prompt takes what the step takes longer than one
+    of these decodes alone.
+    """
 
     def __init__(self) -> None:
         self.decode_tokens_per_second = 0.0
         """Decode speed of one running sequence."""
         self.prefill_tokens_per_second = 0.0
-        self._step_seconds: list[float] = []
-        """Average seconds of a step by the bits of its number of decodes; 0 where none was."""
+        self._steps = _SecondsBySize()
+        """All steps with decodes."""
+        self._decode_steps = _SecondsBySize()
+        """Those without prompts."""
+        self._tokens_squared = self._token_seconds = 0.0
+        """Decayed sums over the steps with prompts, of their prompt tokens times these tokens, and
+        times the seconds that these took."""
 
     def observe(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
         """Counts one step that took `seconds`."""
@@ -94,37 +110,69 @@ class ThroughputEstimator:
         is_first = self.decode_tokens_per_second == 0.0
         if num_decodes and not (is_first and num_prompt_tokens):
             self.decode_tokens_per_second = _average(self.decode_tokens_per_second, 1.0 / seconds)
-            self._observe_step(num_decodes.bit_length() - 1, seconds, num_prompt_tokens > 0)
+            if not num_prompt_tokens or self._steps.has(num_decodes):
+                self._steps.observe(num_decodes, seconds)
         if num_prompt_tokens:
-            self.prefill_tokens_per_second = _average(
-                self.prefill_tokens_per_second, num_prompt_tokens / seconds
-            )
+            if num_decodes:
+                least = _LEAST_PROMPT_SHARE * seconds
+                seconds = max(least, seconds - self._decode_steps.predict(num_decodes))
+            self._observe_prompts(seconds, num_prompt_tokens)
+        elif num_decodes:
+            self._decode_steps.observe(num_decodes, seconds)
 
     @property
     def step_seconds(self) -> list[float]:
         """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on, up to the largest
         batch so far; never fewer for a larger batch. A size that never ran is taken to be as slow
         as the next larger one that did."""
-        steps: list[float] = []
-        bound = float("inf")
-        for seconds in reversed(self._step_seconds):
-            bound = min(bound, seconds or bound)
-            steps.append(bound)
-        return steps[::-1]
+        return self._steps.all()
 
-    def _observe_step(self, bucket: int, seconds: float, has_prompts: bool) -> None:
-        steps = self._step_seconds
-        old = steps[bucket] if bucket < len(steps) else 0.0
-        if old == 0.0 and has_prompts:
-            return
-        steps.extend([0.0] * (bucket + 1 - len(steps)))
-        steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
+    def _observe_prompts(self, seconds: float, num_tokens: int) -> None:
+        rest = 2.0 ** (-num_tokens / _PREFILL_HALF_LIFE)
+        self._tokens_squared = rest * self._tokens_squared + num_tokens * num_tokens
+        self._token_seconds = rest * self._token_seconds + num_tokens * seconds
+        self.prefill_tokens_per_second = self._tokens_squared / self._token_seconds
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Predicts the seconds to compute a prompt and produce an output."""
         decode = self.decode_tokens_per_second or _DEFAULT_DECODE_SPEED
         prefill = self.prefill_tokens_per_second or _DEFAULT_DECODE_SPEED * 16
         return num_prompt_tokens / prefill + num_output_tokens / decode
+
+
+class _SecondsBySize:
+    """Average seconds of steps by the bits of their number of decodes."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        """0 where no step was."""
+
+    def has(self, num_decodes: int) -> bool:
+        """Whether a step with about so many decodes was observed."""
+        bucket = num_decodes.bit_length() - 1
+        return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
+
+    def observe(self, num_decodes: int, seconds: float) -> None:
+        bucket, steps = num_decodes.bit_length() - 1, self._seconds
+        steps.extend([0.0] * (bucket + 1 - len(steps)))
+        old = steps[bucket]
+        steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
+
+    def predict(self, num_decodes: int) -> float:
+        """Returns the seconds of a step with so many decodes, or of the largest that was observed;
+        0 where none was."""
+        steps = self.all()
+        return steps[min(num_decodes.bit_length(), len(steps)) - 1] if steps else 0.0
+
+    def all(self) -> list[float]:
+        """Returns the seconds of all sizes up to the largest that was observed, never fewer for a
+        larger one; those of a size that was not are those of the next larger one."""
+        steps: list[float] = []
+        bound = float("inf")
+        for seconds in reversed(self._seconds):
+            bound = min(bound, seconds or bound)
+            steps.append(bound)
+        return steps[::-1]
 
 
 def _average(old: float, new: float) -> float:

@@ -84,3 +84,55 @@ def test_a_step_beside_a_prompt_is_no_first_measurement_of_decodes() -> None:
     assert estimator.step_seconds == [0.02]
     estimator.observe(2.0, num_decodes=1, num_prompt_tokens=512)
     assert estimator.step_seconds[0] > 0.02
+
+
+def test_short_chunks_say_nothing_of_how_fast_long_prompts_are() -> None:
+    throughput = ThroughputEstimator()
+    for _ in range(5):
+        throughput.observe(2048 / 20_000, num_decodes=0, num_prompt_tokens=2048)
+    for num_decodes in (0, 4):
+        for _ in range(20):
+            throughput.observe(0.012, num_decodes=num_decodes, num_prompt_tokens=12)
+    assert throughput.prefill_tokens_per_second == pytest.approx(20_000, rel=0.01)
+    assert throughput.seconds_until(4096, 0) == pytest.approx(4096 / 20_000, rel=0.01)
+
+
+def test_prompts_take_what_a_step_takes_longer_than_its_decodes() -> None:
+    throughput = ThroughputEstimator()
+    throughput.observe(0.25, num_decodes=4, num_prompt_tokens=100)
+    assert throughput.prefill_tokens_per_second == 400.0, "as nothing is known of decodes"
+    for num_decodes, seconds in ((4, 0.05), (32, 0.1)):
+        throughput.observe(seconds, num_decodes=num_decodes, num_prompt_tokens=0)
+    for _ in range(500):
+        throughput.observe(0.25, num_decodes=4, num_prompt_tokens=100)
+    # Steps with prompts do not count as the time of decodes, however many there are.
+    assert throughput.prefill_tokens_per_second == pytest.approx(500.0, rel=0.01)
+    for num_decodes in (9, 100):  # taken to be as slow as the nearest size that was measured
+        for _ in range(500):
+            throughput.observe(0.3, num_decodes=num_decodes, num_prompt_tokens=100)
+        assert throughput.prefill_tokens_per_second == pytest.approx(500.0, rel=0.01)
+    for _ in range(500):
+        throughput.observe(0.05, num_decodes=4, num_prompt_tokens=100)
+    assert throughput.prefill_tokens_per_second == pytest.approx(20_000, rel=0.01)
+
+
+CHUNKS = st.tuples(st.integers(1, 8192), st.floats(1e-3, 10.0))
+
+
+@given(before=st.lists(CHUNKS, max_size=50), chunk=CHUNKS)
+@settings(max_examples=60, deadline=None)
+def test_the_prefill_speed_is_among_those_seen_and_comes_to_the_newest(
+    before: list[tuple[int, float]], chunk: tuple[int, float]
+) -> None:
+    throughput = ThroughputEstimator()
+    for num_tokens, seconds in [*before, chunk]:
+        throughput.observe(seconds, num_decodes=0, num_prompt_tokens=num_tokens)
+    speeds = [num_tokens / seconds for num_tokens, seconds in [*before, chunk]]
+    speed = throughput.prefill_tokens_per_second
+    assert min(speeds) * 0.999 <= speed <= max(speeds) * 1.001
+    num_tokens, seconds = chunk
+    for _ in range(60 * 4096 // num_tokens if num_tokens > 100 else 0):
+        throughput.observe(seconds, num_decodes=0, num_prompt_tokens=num_tokens)
+    if num_tokens > 100:
+        speed = throughput.prefill_tokens_per_second
+        assert speed == pytest.approx(num_tokens / seconds, rel=0.01)
