@@ -6,11 +6,12 @@ that only a lower tier has are fetched back to host memory before they are read.
 """
 
 import contextlib
+import heapq
 import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +56,9 @@ class Block(NamedTuple):
 class _Load(NamedTuple):
     """Blocks that one tier is loading to reserved slots."""
 
+    tier: str
+    ends_at: float
+    """Time of its deadline by the store's clock."""
     keys: list[bytes]
     refs: list[SlotRef]
     results: "Future[list[Result]]"
@@ -98,6 +102,7 @@ class Store:
         self._stored = Result(Status.STORED, HOST, block_bytes)
         self._own = self.index.lease()
         self._lock = threading.Lock()
+        self._alarms = _Alarms(clock)
         self._fetching: dict[bytes, tuple[_Load, int]] = {}
         """The load that each block will come with, and its place in that. A block enters and leaves
         together with the reservation of its slot, under the lock."""
@@ -166,7 +171,7 @@ class Store:
         fetch = _Fetch(keys, self._clock() + deadline_s, [MISS] * len(keys))
         fetching = []
         if None in refs:
-            self.look(keys).result()
+            wait([self.look(keys)], max(0.0, deadline_s))
             fetching = [(part, self._begin(fetch, part)) for part in _parts(len(keys))]
         self._copy(views, refs, self._counter.reading)
         results = [Result(Status.HIT, HOST, self.block_bytes)] * len(keys)
@@ -207,8 +212,8 @@ class Store:
         `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a deadline at most."""
         if not self._tiers:
             return done(None)
-        are_here = self.index.contains_each(keys)
-        missing = [key for key, is_here in zip(keys, are_here, strict=True) if not is_here]
+        in_host = self.index.contains_each(keys)
+        missing = [key for key, is_here in zip(keys, in_host, strict=True) if not is_here]
         if not missing:
             return done(None)
         return _all_done([tier.look(missing) for tier in self._tiers])
@@ -270,10 +275,11 @@ class Store:
     ) -> "Future[list[Result]]":
         """Brings blocks to host memory that only lower tiers have; returns at once.
 
-        Each result is HIT, with the tier that had the block, or why it is not there. What is being
-        fetched already is not fetched twice. Of many blocks the first are begun at once, and others
-        when those have come; where nothing comes, because a tier is full, busy or does not answer,
-        the others have the same result.
+        Each result is HIT, with the tier that had the block, or why it is not there; all are there
+        when `deadline_s` seconds have passed. What is being fetched already is not fetched twice,
+        and goes on where this deadline is sooner than its own. Of many blocks the first are begun
+        at once, and others when those have come; where nothing comes, because a tier is full, busy
+        or does not answer, the others have the same result.
         """
         fetch = _Fetch(keys, self._clock() + deadline_s, [MISS] * len(keys))
         parts = iter(_parts(len(keys)))
@@ -314,28 +320,37 @@ class Store:
             return done(None)
         arriving: list[tuple[int, _Load, int]] = []
         for tier in self._tiers:
-            load = self._reserve(fetch, wanted.get(tier.name, ()), arriving)
+            load = self._reserve(fetch, tier, wanted.get(tier.name, ()), arriving)
             if load.keys:
                 self._load(tier, load, deadline_s)
-        loads = {id(load): load.results for _, load, _ in arriving}
+        loads = {id(load): load for _, load, _ in arriving}
+        ended = _all_done([load.results for load in loads.values()])
+        if any(load.ends_at > fetch.ends_at for load in loads.values()):  # begun by others
+            self._alarms.finish_at(fetch.ends_at, ended)
         arrived = Future[None]()
 
         def take_results(_: "Future[None]") -> None:
             for place, load, number in arriving:
-                fetch.results[place] = load.results.result()[number]
+                late = Result(Status.TIMEOUT, load.tier)
+                is_done = load.results.done()
+                fetch.results[place] = load.results.result()[number] if is_done else late
             if all(fetch.results[place].status in _REFUSALS for place in places):
                 fetch.refusal = fetch.results[places[-1]]
             arrived.set_result(None)
 
-        _all_done(list(loads.values())).add_done_callback(take_results)
+        ended.add_done_callback(take_results)
         return arrived
 
     def _reserve(
-        self, fetch: _Fetch, places: Sequence[int], arriving: list[tuple[int, _Load, int]]
+        self,
+        fetch: _Fetch,
+        tier: LowerTier,
+        places: Sequence[int],
+        arriving: list[tuple[int, _Load, int]],
     ) -> _Load:
         """Reserves slots for blocks that one tier is to load, and adds to `arriving` where their
         results will be, and those of what is being loaded already."""
-        load = _Load([], [], Future())
+        load = _Load(tier.name, fetch.ends_at, [], [], Future())
         with self._lock:
             for place in places:
                 key = fetch.keys[place]
@@ -427,14 +442,15 @@ class Store:
         """Ends all tiers; the memory is its owner's."""
         for tier in self._tiers:
             tier.close()
+        self._alarms.close()
         self._own.close()
 
-    def _copy_down_if(self, blocks: Sequence[Block], are_here: Sequence[bool]) -> None:
+    def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
         """Copies those blocks down that are here and worth it."""
         for is_kept in (False, True):
             chosen = [
                 block.key
-                for block in itertools.compress(blocks, are_here)
+                for block in itertools.compress(blocks, in_host)
                 if block.is_kept is is_kept
             ]
             self._copy_down(chosen, are_kept=is_kept)
@@ -527,8 +543,56 @@ def _all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
 
     def count(_: "Future[Any]") -> None:
         if next(countdown) == len(futures):
-            together.set_result(None)
+            _finish(together)
 
     for future in futures:
         future.add_done_callback(count)
     return together
+
+
+def _finish(future: "Future[None]") -> None:
+    with contextlib.suppress(InvalidStateError):  # an alarm was sooner
+        future.set_result(None)
+
+
+class _Alarms:
+    """Ends futures at given times, in one thread that runs once there was one to end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Future[None]]] = []
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def finish_at(self, at: float, future: "Future[None]") -> None:
+        """Gives a future its result at a time by the clock, unless it has one by then."""
+        with self._changed:
+            heapq.heappush(self._due, (at, next(self._numbers), future))
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._work, name="kv-alarms", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while (future := self._next()) is not None:
+            _finish(future)
+
+    def _next(self) -> "Future[None] | None":
+        """Waits for the next future that is due; None: it is closed."""
+        with self._changed:
+            while not self._is_closed:
+                wait_s = self._due[0][0] - self._clock() if self._due else None
+                if wait_s is not None and wait_s <= 0:
+                    return heapq.heappop(self._due)[2]
+                self._changed.wait(wait_s)
+        return None
+
+    def close(self) -> None:
+        """Ends nothing any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()

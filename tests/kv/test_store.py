@@ -237,6 +237,37 @@ def test_two_who_ask_wait_for_one_load(store: Store, tier: DictTier) -> None:
     assert tier.num_loads == 2
 
 
+def test_who_joins_a_load_waits_no_longer_than_its_own_deadline(
+    store: Store, tier: DictTier
+) -> None:
+    keys = keys_of(1, 2)
+    tier.blocks = {key: bytes(block_of(7)) for key in keys}
+    tier.go.clear()
+    first = store.fetch(keys, 3600.0)
+    late = [Result(Status.TIMEOUT, "file")] * 2
+    for _ in range(2):
+        assert store.fetch(keys, 0.01).result(60) == late
+    assert store.get_batch(keys, [bytearray(SIZE) for _ in keys], 0.01) == late
+    longer = store.fetch(keys, 1800.0)
+    assert not first.done() and not longer.done()
+    tier.go.set()
+    assert statuses([*first.result(60), *longer.result(60)]) == [Status.HIT] * 4
+    assert tier.num_loads == 2 and store.contains(keys) == ["host"] * 2
+
+
+def test_a_look_up_takes_no_longer_than_a_deadline(store: Store, tier: DictTier) -> None:
+    keys, asked = keys_of(1), Future[None]()
+    tier.blocks = {keys[0]: bytes(block_of(7))}
+    tier.look = lambda keys: asked  # type: ignore[method-assign]
+    reading = threading.Thread(target=store.get_batch, args=(keys, [bytearray(SIZE)], 0.01))
+    reading.start()
+    reading.join(60)
+    is_late = reading.is_alive()
+    asked.set_result(None)
+    reading.join(60)
+    assert not is_late
+
+
 def test_where_nothing_comes_the_rest_is_not_asked_for(arena: Arena, tier: DictTier) -> None:
     keys = keys_of(*range(1000))
     tier.blocks = dict.fromkeys(keys, bytes(SIZE))
