@@ -45,7 +45,7 @@ class SlotRef(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """The answer to one wish for a slot to write to."""
+    """What became of the reservation of a slot to write to."""
 
     status: Status
     """STORED: write to the slot, then commit. EXISTS, BUSY or FULL: there is no slot."""

@@ -159,7 +159,7 @@ class Peer:
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
-            timeout_s = _left_s(ends_at)
+            timeout_s = _remaining_s(ends_at)
             answer = stub.Lookup(
                 pb.LookupRequest(
                     geometry=self._own.geometry,
@@ -177,7 +177,7 @@ class Peer:
                     return
                 keys = [transfers[place].key for place in pinned]
                 request = pb.ReadRequest(lease=answer.lease, keys=keys)
-                arriving.take(pinned, stub.Read(request, timeout=_left_s(ends_at)))
+                arriving.take(pinned, stub.Read(request, timeout=_remaining_s(ends_at)))
             finally:
                 released = _end_lease(stub.Release, pb.ReleaseRequest(lease=answer.lease))
             if places and released is not None:
@@ -197,7 +197,7 @@ class Peer:
 
     def _write(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
         stub = self._connect()
-        timeout_s = _left_s(ends_at)
+        timeout_s = _remaining_s(ends_at)
         blocks = [pb.NewBlock(key=each.key, parent=each.parent or b"") for each in transfers]
         answer = stub.Reserve(
             pb.ReserveRequest(
@@ -218,10 +218,10 @@ class Peer:
             if not reserved:
                 return
             self.free_blocks = max(0, self.free_blocks - len(reserved))
-            stub.Write(_chunks(answer.lease, transfers, reserved), timeout=_left_s(ends_at))
+            stub.Write(_chunks(answer.lease, transfers, reserved), timeout=_remaining_s(ends_at))
             written = [_written(number, transfers[number]) for number in reserved]
             request = pb.CommitRequest(lease=answer.lease, blocks=written)
-            committed = stub.Commit(request, timeout=_left_s(ends_at))
+            committed = stub.Commit(request, timeout=_remaining_s(ends_at))
             is_committed = True
             for number, outcome in zip(reserved, committed.outcomes, strict=False):
                 status = _COMMITTED.get(outcome, Status.CORRUPT)
@@ -359,7 +359,7 @@ def _written(number: int, transfer: Transfer) -> pb.WrittenBlock:
     return pb.WrittenBlock(block=number, checksum=xxhash.xxh3_128_digest(transfer.memory))
 
 
-def _left_s(ends_at: float) -> float:
+def _remaining_s(ends_at: float) -> float:
     return max(0.0, ends_at - time.monotonic())
 
 

@@ -31,7 +31,7 @@ from ullage_kv.tier import TierCounter, TierStats, Transfer, done
 MAX_HINTS = 1 << 16
 """Most blocks whose peers are remembered."""
 HINT_S = 30.0
-"""Seconds for which a peer's word that it has a block counts."""
+"""Seconds for which it counts that a peer has said to have a block."""
 LOOK_SHARE = 4
 """A look-up, for which a request waits, may take the deadline divided by this."""
 RESOLVE_S = 5.0
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Which peer is said to have which block: bounded, and each word only for a while."""
+    """Which peer is said to have which block: bounded, and each for a while only."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class RemoteTier:
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
-        """Whether nothing of peers is read any more."""
+        """Whether nothing of peers is read for now."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._num_loads = self._num_looks = 0
@@ -242,10 +242,25 @@ class RemoteTier:
                 self._removed.popitem(last=False)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Never reads blocks of these chains again, of which peers may have copies."""
+        """Never reads blocks of these chains again, of which peers may have copies; None: reads
+        nothing until `trust` is called."""
         with self._lock:
-            self._is_distrusted = self._is_distrusted or chains is None
+            is_new = chains is None and not self._is_distrusted
+            self._is_distrusted = self._is_distrusted or is_new
             self._removed_chains.update(chains or ())
+        if is_new:
+            log.error(
+                "KV may be damaged: nothing is read from peers or copied to them until another "
+                "worker is served"
+            )
+
+    def trust(self) -> None:
+        """Reads from peers again after all chains were removed, as when whoever damaged them is
+        gone. Chains and blocks that were removed by name are not read again."""
+        with self._lock:
+            was_distrusted, self._is_distrusted = self._is_distrusted, False
+        if was_distrusted:
+            log.info("peers are read again")
 
     def _is_removed(self, key: bytes) -> bool:
         is_of_chain = self._is_distrusted or key[:CHAIN_BYTES] in self._removed_chains
@@ -298,8 +313,8 @@ class RemoteTier:
             read = peer.read([transfers[place] for place in places], ends_at)
             for place, result in zip(places, read, strict=True):
                 results[place] = result
-            lost = [transfers[place].key for place in places if results[place].status in _NOT_THERE]
-            self._hints.learn(peer.address, lost, [False] * len(lost))
+            gone = [transfers[place].key for place in places if results[place].status in _NOT_THERE]
+            self._hints.learn(peer.address, gone, [False] * len(gone))
             missing = [place for place in missing if results[place].status is not Status.HIT]
 
     def _best_peer(
@@ -458,7 +473,8 @@ class RemoteTier:
 
     def stats(self) -> TierStats:
         queued = self._num_loads + len(self._queued)
-        return self._counter.stats(self.name, "gRPC", queued=queued)
+        backend = "gRPC, distrusted" if self._is_distrusted else "gRPC"
+        return self._counter.stats(self.name, backend, queued=queued)
 
     def close(self) -> None:
         with self._lock:

@@ -117,6 +117,24 @@ def test_what_is_removed_is_not_read_from_peers_either(peer: KvPeer, start_tier:
     assert tier.holds(keys) == [False]
 
 
+def test_peers_are_not_read_while_all_is_distrusted(
+    peer: KvPeer, start_tier: StartTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(1, 2)
+    peer.put(keys)
+    tier = start_tier(peer.address)
+    tier.remove(keys[1:])
+    assert tier.stats().backend == "gRPC"
+    for _ in range(2):
+        tier.remove_chains(None)
+    assert statuses(load(tier, keys)) == [Status.MISS] * 2
+    assert tier.stats().backend == "gRPC, distrusted"
+    assert caplog.text.count("KV may be damaged") == 1
+    tier.trust()
+    assert statuses(load(tier, keys)) == [Status.HIT, Status.MISS]
+    assert tier.stats().backend == "gRPC"
+
+
 def test_a_store_copies_what_it_keeps_to_a_peer_and_finds_it_there(
     peer: KvPeer, start_tier: StartTier
 ) -> None:

@@ -59,6 +59,7 @@ class KvTiers:
         self._on_hits = on_hits
         self._compute = compute
         self._has_begun = has_begun
+        self._remote: RemoteTier | None = None
         self._arena: Arena | None = None
         self._space = b""
         self.not_loaded = Counter[tuple[str, str]]()
@@ -126,6 +127,8 @@ class KvTiers:
             self._space = ready.kv_space
             self.store = Store(self._arena, profile.block_bytes, tiers)
             self._broker = self._make_broker(self.store, ready)
+        elif self._remote is not None:
+            self._remote.trust()  # what the worker before may have damaged is not in peers for ever
         self._post = post
 
     def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
@@ -181,18 +184,17 @@ class KvTiers:
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
             assert self.service is not None
-            tiers.append(
-                RemoteTier(
-                    remote.peers,
-                    space,
-                    block_bytes,
-                    instance=self.service.instance,
-                    deadline_s=remote.deadline,
-                    copies=remote.copy,
-                    server_name=remote.server_name or "",
-                    material=self._material,
-                )
+            self._remote = RemoteTier(
+                remote.peers,
+                space,
+                block_bytes,
+                instance=self.service.instance,
+                deadline_s=remote.deadline,
+                copies=remote.copy,
+                server_name=remote.server_name or "",
+                material=self._material,
             )
+            tiers.append(self._remote)
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:

@@ -431,7 +431,7 @@ class KvWanted(Message, frozen=True, kw_only=True):
     """Blocks that a sequence can begin with; answered by `KvFound`."""
 
     number: int
-    """Number of the wish, unique in this worker."""
+    """Number of the query, unique in this worker."""
     request_id: str
     first: int
     """Index in the sequence of the first block that is wanted."""

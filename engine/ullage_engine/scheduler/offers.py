@@ -8,7 +8,7 @@ from ullage_engine.protocol.messages import KvBlock, KvOffer, KvSlot
 from ullage_kv.keys import CHAIN_BYTES
 
 ANSWER_S = 15.0
-"""Seconds after which an answer to a wish is not waited for any more. Servers answer sooner,
+"""Seconds after which an answer to a query is not waited for any more. Servers answer sooner,
 whatever tiers do: this is for faults of their own."""
 _MAX_OFFERED = 4096
 """Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""

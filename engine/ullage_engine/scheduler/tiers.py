@@ -7,7 +7,7 @@ waits for the answer while others are computed, and begins behind them. Where th
 are still being loaded it computes those before, goes on behind the loaded ones when they are there,
 and waits for them only for a small part of the time that computing them takes.
 
-The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
+The tiers are the server's: what is here are queries and answers (`ullage_engine.protocol.messages`)
 and the copies between slots and blocks. Slots of the host tier count behind those of swapped
 sequences.
 """
@@ -43,7 +43,7 @@ _LEAST_WAIT_S = 0.02
 
 
 @dataclass(slots=True)
-class _Load:
+class _Query:
     number: int
     sequence: Sequence
     first: int
@@ -52,7 +52,7 @@ class _Load:
     max_wait_s: float
     """Seconds that the sequence waits when it has computed the blocks before."""
     rest_wait_s: float
-    """The same of blocks that are still to be loaded."""
+    """Seconds that it waits, then, for blocks that are still to be loaded."""
     waits_since: float | None = None
     is_late: bool = False
     """Whether the sequence goes on without; it takes what comes as far as it is not computed."""
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 
 
 class TierTransfers:
-    """The wishes and answers about KV outside the device, and the copies that they lead to."""
+    """The queries and answers about KV outside the device, and the copies that they lead to."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class TierTransfers:
         self._throughput = throughput
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._loads: dict[int, _Load] = {}
-        """Wishes whose blocks are not placed yet, by number."""
-        self._waiting: dict[Sequence, _Load] = {}
-        """The same, by sequence."""
+        self._queries: dict[int, _Query] = {}
+        """Those whose blocks are not placed yet, by number."""
+        self._waiting: dict[Sequence, _Query] = {}
+        """Those queries, by sequence."""
         self._offers = BlockOffers[_Place]()
         self._ins: list[tuple[int, int]] = []
         self._arriving: dict[Sequence, KvRead] = {}
@@ -174,11 +174,11 @@ class TierTransfers:
         *,
         is_rest: bool = False,
     ) -> None:
-        load = _Load(next(self._numbers), sequence, first, keys, max_wait_s, rest_wait_s)
-        self._loads[load.number] = self._waiting[sequence] = load
+        query = _Query(next(self._numbers), sequence, first, keys, max_wait_s, rest_wait_s)
+        self._queries[query.number] = self._waiting[sequence] = query
         self._outgoing.append(
             KvWanted(
-                number=load.number,
+                number=query.number,
                 request_id=sequence.request_id,
                 first=first,
                 keys=keys,
@@ -187,29 +187,29 @@ class TierTransfers:
         )
 
     def on_found(self, answer: KvFound) -> None:
-        """Takes the answer to a wish; one that nobody waits for is given back."""
-        load = self._loads.get(answer.number)
-        if load is None:
+        """Takes the answer to a query; one that nobody waits for is given back."""
+        query = self._queries.get(answer.number)
+        if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
         else:
-            load.answer = answer
+            query.answer = answer
 
     def is_waiting(self, sequence: Sequence) -> bool:
         """Whether the sequence is not computed because an answer is still to come."""
-        load = self._waiting.get(sequence)
-        if load is None or load.is_late or sequence.num_computed < self._position(load):
+        query = self._waiting.get(sequence)
+        if query is None or query.is_late or sequence.num_computed < self._position(query):
             return False
         now = self._clock()
-        if load.waits_since is None:
-            load.waits_since = now
-        load.is_late = now - load.waits_since > load.max_wait_s
-        return not load.is_late
+        if query.waits_since is None:
+            query.waits_since = now
+        query.is_late = now - query.waits_since > query.max_wait_s
+        return not query.is_late
 
     def end(self, sequence: Sequence) -> int:
         """Position that the sequence is computed up to: behind it KV is being loaded, or its
         tokens end there."""
-        load, end = self._waiting.get(sequence), len(sequence.token_ids)
-        return end if load is None or load.is_late else min(end, self._position(load))
+        query, end = self._waiting.get(sequence), len(sequence.token_ids)
+        return end if query is None or query.is_late else min(end, self._position(query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether the sequence's KV is still to be copied in."""
@@ -217,30 +217,30 @@ class TierTransfers:
 
     def place(self, in_flight: Container[Sequence]) -> None:
         """Gives blocks to the sequences whose answers have come, other than those in flight."""
-        for load in list(self._loads.values()):
-            answer, sequence = load.answer, load.sequence
+        for query in list(self._queries.values()):
+            answer, sequence = query.answer, query.sequence
             if answer is None or sequence in in_flight:
                 continue
-            if answer.slots and sequence.num_computed < self._position(load):
+            if answer.slots and sequence.num_computed < self._position(query):
                 continue  # It is still computing what is before.
-            del self._loads[load.number], self._waiting[sequence]
-            if not self._place(load, answer):
-                self._outgoing.append(KvRead(number=load.number, num_blocks=0))
+            del self._queries[query.number], self._waiting[sequence]
+            if not self._place(query, answer):
+                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
             first = answer.more_from
             if first is not None and first * self._cache.block_tokens >= sequence.num_computed:
-                wait_s = load.rest_wait_s
-                self._ask(sequence, first, load.keys, wait_s, wait_s, is_rest=True)
+                wait_s = query.rest_wait_s
+                self._ask(sequence, first, query.keys, wait_s, wait_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
         """Lets go of what a sequence waits for that is preempted or ends.
 
         Returns True if its last blocks are without their KV, which was still to be copied in.
         """
-        load = self._waiting.pop(sequence, None)
-        if load is not None:
-            del self._loads[load.number]
-            if load.answer is not None:
-                self._outgoing.append(KvRead(number=load.number, num_blocks=0))
+        query = self._waiting.pop(sequence, None)
+        if query is not None:
+            del self._queries[query.number]
+            if query.answer is not None:
+                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
         read = self._arriving.pop(sequence, None)
         if read is not None:
             blocks = set(sequence.held_blocks)
@@ -289,9 +289,9 @@ class TierTransfers:
         content_key = self._cache.content_key(place.block, is_window=place.is_window)
         return content_key == place.content_key
 
-    def _place(self, load: _Load, answer: KvFound) -> bool:
-        sequence, size = load.sequence, self._cache.block_tokens
-        held, end = len(sequence.block_ids), load.first + len(answer.slots)
+    def _place(self, query: _Query, answer: KvFound) -> bool:
+        sequence, size = query.sequence, self._cache.block_tokens
+        held, end = len(sequence.block_ids), query.first + len(answer.slots)
         # The first block that is loaded may be computed in part, and is then overwritten.
         first = sequence.num_computed // size
         is_shared = any(self._cache.is_shared(block) for block in sequence.block_ids[first:])
@@ -303,7 +303,7 @@ class TierTransfers:
         if blocks is None:
             return False
         table = sequence.block_ids + blocks[:num_new]
-        slots = answer.slots[first - load.first :] + answer.window_slots
+        slots = answer.slots[first - query.first :] + answer.window_slots
         into = table[first:] + blocks[num_new:]
         self._ins += [(self._first_slot + slot, to) for slot, to in zip(slots, into, strict=True)]
         sequence.block_ids = table
@@ -312,11 +312,11 @@ class TierTransfers:
             self._reservations.replace_windows(sequence, first_window, blocks[num_new:])
         sequence.num_computed = end * size
         sequence.num_stored_blocks = end
-        self._arriving[sequence] = KvRead(number=load.number, num_blocks=end - first)
+        self._arriving[sequence] = KvRead(number=query.number, num_blocks=end - first)
         return True
 
-    def _position(self, load: _Load) -> int:
-        return load.first * self._cache.block_tokens
+    def _position(self, query: _Query) -> int:
+        return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
         """Returns the sequence's keys, at least those of its first `end` blocks."""

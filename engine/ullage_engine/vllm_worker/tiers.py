@@ -5,7 +5,7 @@ Offers are answered by slots; the blocks that are still cached then are copied a
 A request that vLLM is about to start asks for the blocks that tiers have beyond those that it has,
 is passed over while the answer is to come, and starts with the step that copies them in.
 
-The tiers are the server's: what is here are wishes and answers (`ullage_engine.protocol.messages`)
+The tiers are the server's: what is here are queries and answers (`ullage_engine.protocol.messages`)
 and lists of copies. vLLM calls it by `bindings.connector`, which copies.
 """
 
@@ -54,12 +54,12 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Wish:
+class _Query:
     number: int
     first: int
     """Index of the first block that is wanted."""
     asked_at: float
-    found: KvFound | None = None
+    answer: KvFound | None = None
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Request:
     num_offered: int = 0
     """Leading blocks that were looked at for offers."""
     num_loaded: int = 0
-    wish: _Wish | None = None
+    query: _Query | None = None
     may_ask: bool = True
 
 
@@ -81,7 +81,7 @@ class _Reported(NamedTuple):
 
 
 class TierTransfers:
-    """The wishes and answers about KV outside the device, and the copies that they lead to."""
+    """The queries and answers about KV outside the device, and the copies that they lead to."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TierTransfers:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
-        self._wishes: dict[int, _Wish] = {}
+        self._queries: dict[int, _Query] = {}
         """Those that still count, by number."""
         self._offers = BlockOffers[_Place]()
         self._offered_content: dict[int, object] = {}
@@ -133,7 +133,7 @@ class TierTransfers:
         """Lets go of what a request waits for that has ended; an unknown one is no error."""
         state = self._requests.pop(name, None)
         if state is not None:
-            self._drop_wish(state)
+            self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
         """Returns how many tokens a request has begun with from tiers."""
@@ -154,13 +154,13 @@ class TierTransfers:
         """Takes the answer to the oldest offer."""
         self._offers.on_granted(slots)
 
-    def on_found(self, found: KvFound) -> None:
-        """Takes the answer to a wish; one that nobody waits for is given back."""
-        wish = self._wishes.get(found.number)
-        if wish is None:
-            self._outgoing.append(KvRead(number=found.number, num_blocks=0))
+    def on_found(self, answer: KvFound) -> None:
+        """Takes the answer to a query; one that nobody waits for is given back."""
+        query = self._queries.get(answer.number)
+        if query is None:
+            self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
         else:
-            wish.found = found
+            query.answer = answer
 
     # what vLLM asks ------------------------------------------------------------------------------
 
@@ -170,36 +170,36 @@ class TierTransfers:
         state = self._requests.get(name)
         if state is None:
             return 0
-        wish = state.wish
-        if wish is not None and wish.found is not None:
-            num_blocks = wish.first + len(wish.found.slots) - num_cached
-            if num_cached >= wish.first and num_blocks > 0:
+        query = state.query
+        if query is not None and query.answer is not None:
+            num_blocks = query.first + len(query.answer.slots) - num_cached
+            if num_cached >= query.first and num_blocks > 0:
                 return num_blocks
             # The device has more meanwhile, or has lost what the answer begins behind.
-            state.may_ask = num_cached < wish.first
-            self._drop_wish(state)
-        elif wish is not None and self._clock() - wish.asked_at > ANSWER_S:
-            self._drop_wish(state)
-        if state.wish is None and state.may_ask:
+            state.may_ask = num_cached < query.first
+            self._drop_query(state)
+        elif query is not None and self._clock() - query.asked_at > ANSWER_S:
+            self._drop_query(state)
+        if state.query is None and state.may_ask:
             self._ask(name, state, token_ids, num_cached)
-        return 0 if state.wish is None else None
+        return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
         """Loads the blocks that `num_matched` has returned: those behind the cached ones of the
         request's `block_ids`."""
         state = self._requests[name]
-        wish = state.wish
-        assert wish is not None
-        assert wish.found is not None, "loaded before it was found"
-        end = wish.first + len(wish.found.slots)
+        query = state.query
+        assert query is not None
+        assert query.answer is not None, "loaded before it was found"
+        end = query.first + len(query.answer.slots)
         first = end - num_blocks
-        slots = wish.found.slots[first - wish.first :]
+        slots = query.answer.slots[first - query.first :]
         self._loads += zip(slots, block_ids[first:end], strict=True)
         for block in block_ids[first:end]:
             self._offered_content[block] = self._content_of(block)
-        self._read.append(KvRead(number=wish.number, num_blocks=num_blocks))
-        del self._wishes[wish.number]
-        state.wish, state.num_loaded = None, num_blocks
+        self._read.append(KvRead(number=query.number, num_blocks=num_blocks))
+        del self._queries[query.number]
+        state.query, state.num_loaded = None, num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Offers the leading blocks of a request that vLLM caches, and that are computed at the end
@@ -251,23 +251,23 @@ class TierTransfers:
         is_again = len(request.token_ids) > request.num_prompt_tokens
         if num_cached >= (end if is_again else min(end, request.num_stored_blocks)):
             return
-        wish = _Wish(next(self._numbers), num_cached, self._clock())
-        state.wish = self._wishes[wish.number] = wish
+        query = _Query(next(self._numbers), num_cached, self._clock())
+        state.query = self._queries[query.number] = query
         self._outgoing.append(
             KvWanted(
-                number=wish.number,
+                number=query.number,
                 request_id=request.request_id,
                 first=num_cached,
                 keys=self._keys(state, token_ids, end)[:end],
             )
         )
 
-    def _drop_wish(self, state: _Request) -> None:
-        wish, state.wish = state.wish, None
-        if wish is not None:
-            del self._wishes[wish.number]
-            if wish.found is not None:
-                self._outgoing.append(KvRead(number=wish.number, num_blocks=0))
+    def _drop_query(self, state: _Request) -> None:
+        query, state.query = state.query, None
+        if query is not None:
+            del self._queries[query.number]
+            if query.answer is not None:
+                self._outgoing.append(KvRead(number=query.number, num_blocks=0))
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
         """Returns the request's keys, at least those of its first `end` blocks."""

@@ -111,7 +111,7 @@ class KvTransfers(Protocol):
         """Takes the answer to the oldest offer."""
 
     def on_found(self, found: KvFound) -> None:
-        """Takes the answer to a wish."""
+        """Takes the answer to a query."""
 
 
 class WorkerEngine(Protocol):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ullage_common.config.engine import FileTierSection, TiersSection
+from ullage_common.config.engine import FileTierSection, RemoteTierSection, TiersSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_tiers import tiers as kv_tiers
 from ullage_engine.kv_tiers.tiers import KvTiers
-from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.messages import KvDamaged, Ready, WorkerState
 from ullage_kv import FileTier, FileTierError
 from ullage_kv.arena import Arena
 
@@ -131,3 +131,28 @@ def test_a_mount_that_hangs_is_done_without_and_closed_when_it_answers(
     assert asyncio.run(tiers_of(tmp_path)) == ["host"], "and nothing waits for its thread"
     answers.set()
     assert closed.wait(60)
+
+
+def test_peers_that_a_worker_made_distrusted_are_trusted_by_the_next_one() -> None:
+    async def scenario() -> list[str]:
+        kv = KvTiers(
+            TiersSection(remote=RemoteTierSection(peers=("127.0.0.1:1",))), lambda *_: None
+        )
+        kv.open(1 << 20)
+        backends = []
+
+        async def ready(*, is_damaged: bool = False) -> None:
+            await kv.worker_ready(make_ready(), lambda _: None)
+            if is_damaged:
+                kv.on_message(KvDamaged(chains=None))
+            backends.append(kv.stats()[1].backend)
+
+        try:
+            await ready(is_damaged=True)
+            kv.worker_lost()
+            await ready()
+        finally:
+            kv.close()
+        return backends
+
+    assert asyncio.run(scenario()) == ["gRPC, distrusted", "gRPC"]
