@@ -63,6 +63,15 @@ class Calls(NamedTuple):
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
 
 
+class Entry(NamedTuple):
+    """What the table says of a block."""
+
+    slot: int
+    key: bytes
+    parent: bytes | None
+    digest: bytes
+
+
 class StoredBlock(NamedTuple):
     """A block that an earlier process has left in a slot."""
 
@@ -158,19 +167,20 @@ class SlotFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return digest
 
-    def enter(self, slot: int, key: bytes, parent: bytes | None, digest: bytes) -> None:
-        """Writes the entry of a block, by which it is read here and found by later processes.
+    def enter(self, entries: Sequence[Entry]) -> None:
+        """Writes entries, by which blocks are read here and found by later processes.
 
         Raises:
             OSError: of the file system.
         """
         with self._lock:
-            if (earlier := self._slots.get(key)) is not None:
-                self._clear(earlier)
-            entry = _ENTRY.pack(key, parent or bytes(KEY_BYTES), digest, next(self._sequence))
-            self._write_entry(slot, entry + _check(entry, slot))
-            self._keys[slot], self._slots[key] = key, slot
-            self._digests[slot] = digest
+            for slot, key, parent, digest in entries:
+                if (earlier := self._slots.get(key)) is not None:
+                    self._clear(earlier)
+                entry = _ENTRY.pack(key, parent or bytes(KEY_BYTES), digest, next(self._sequence))
+                self._write_entry(slot, entry + _check(entry, slot))
+                self._keys[slot], self._slots[key] = key, slot
+                self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
         """Returns a slot's bytes as whole pages, as far as possible of the memory itself."""

@@ -6,31 +6,23 @@ up at any moment, and writes to nobody's memory when the mount comes back. What 
 when it was given up is not entered in the table.
 """
 
-import contextlib
-import heapq
-import itertools
 import logging
-import mmap
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from ullage_kv.breaker import Breaker
-from ullage_kv.file_io import FULL_ERRORS, Calls, FileTierError, Leftovers, SlotFile
-from ullage_kv.index import SlotIndex
+from ullage_kv.file_io import FULL_ERRORS, Calls, Entry, FileTierError, Leftovers, SlotFile
+from ullage_kv.file_queue import NAME, Batch, Deadlines, Job, Lane
+from ullage_kv.index import SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer, done
 
 log = logging.getLogger(__name__)
 
-NAME = "file"
 NUM_LOADING, NUM_SAVING = 4, 4
 """Threads: while some copy and take checksums, the device must have enough to do."""
 _MAX_QUEUED_BYTES = 64 << 20
@@ -45,239 +37,9 @@ _LOOK_S = 1.0
 _TRIM_S = 60.0
 """Seconds between two looks for folders without an engine, and between two tries to grow on a
 device that is full."""
-
-_Work = Callable[[int, memoryview, Callable[[], None]], None]
-"""What a thread does for the transfer at a place of a batch, with memory of its own of a slot's
-size. It calls the third argument when the next in the queue may begin."""
-
-
-class _Batch:
-    """What becomes of each transfer of one call: the first result counts."""
-
-    def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
-        self.future = Future[list[Result]]()
-        self.future.set_running_or_notify_cancel()
-        self._on_done = on_done
-        self._lock = threading.Lock()
-        self._results: list[Result | None] = [None] * num_transfers
-        self._num_open = num_transfers
-        self._copying = set[int]()
-        self._expired: Result | None = None
-        if not num_transfers:
-            self.future.set_result([])
-
-    def is_open(self, place: int) -> bool:
-        """Whether the transfer has no result yet."""
-        return self._results[place] is None and self._expired is None
-
-    def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
-        """Copies to the transfer's memory; False: its owner has it back already."""
-        with self._lock:
-            if not self.is_open(place):
-                return False
-            self._copying.add(place)
-        try:
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-        finally:
-            with self._lock:
-                self._copying.discard(place)
-                expired = self._expired
-        if expired is not None:
-            self.finish(place, expired)
-        return expired is None
-
-    def finish(self, place: int, result: Result) -> None:
-        """Sets the result of one transfer, unless it has one."""
-        with self._lock:
-            if self._results[place] is not None:
-                return
-            self._results[place] = result
-            self._num_open -= 1
-            is_done = not self._num_open
-        if is_done:
-            results = [each for each in self._results if each is not None]
-            self._on_done(results)
-            self.future.set_result(results)
-
-    def expire(self, result: Result) -> bool:
-        """Ends what is under way with this result; False: nothing was."""
-        with self._lock:
-            if not self._num_open:
-                return False
-            self._expired = result
-            places = [
-                place
-                for place, earlier in enumerate(self._results)
-                if earlier is None and place not in self._copying
-            ]
-        for place in places:
-            self.finish(place, result)
-        return True
-
-
-class _Deadlines:
-    """Ends batches whose time is over. A thread of its own, as all others may hang."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._heap: list[tuple[float, int, _Batch, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="file-deadlines", daemon=True)
-        self._thread.start()
-
-    def add(self, batch: _Batch, deadline_s: float, on_expired: Callable[[], None]) -> None:
-        """`on_expired` is called when that has ended something."""
-        at = time.monotonic() + deadline_s
-        with self._condition:
-            heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
-            if self._heap[0][2] is batch:
-                self._condition.notify()
-
-    def close(self) -> None:
-        """Ends all batches."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify()
-        self._thread.join()
-        for _, _, batch, _ in self._heap:
-            batch.expire(Result(Status.UNAVAILABLE, NAME))
-
-    def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            ended, on_expired = batch
-            if ended.expire(Result(Status.TIMEOUT, NAME)):
-                on_expired()
-
-    def _next(self) -> tuple[_Batch, Callable[[], None]] | None:
-        with self._condition:
-            while not self._is_closed:
-                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
-                if wait_s is not None and wait_s <= 0:
-                    _, _, batch, on_expired = heapq.heappop(self._heap)
-                    return batch, on_expired
-                self._condition.wait(wait_s)
-        return None
-
-
-class _Job:
-    """Work for the transfers of one call, which threads take one after the other."""
-
-    def __init__(self, work: _Work, places: Iterable[int]) -> None:
-        self.work = work
-        self.places = deque(places)
-        """Places of the transfers that no thread has taken."""
-
-
-class _Lane:
-    """A queue of jobs and the threads that work on it."""
-
-    def __init__(
-        self, name: str, num_threads: int, buffer_bytes: int, max_queued: int | None = None
-    ) -> None:
-        """`max_queued`: most transfers that wait; None: nothing bounds them."""
-        self._condition = threading.Condition()
-        self._turn = threading.Lock()
-        """Held by the one whose turn it is to begin."""
-        self._queue = deque[_Job]()
-        self._num_waiting = 0
-        """Transfers that no thread has taken."""
-        self._max_queued = max_queued
-        self._buffer_bytes = buffer_bytes
-        self._num_active = 0
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"file-{name}-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def num_queued(self) -> int:
-        """Counts the transfers that wait and those that are under way."""
-        return self._num_waiting + self._num_active
-
-    @property
-    def is_full(self) -> bool:
-        return self._max_queued is not None and self._num_waiting >= self._max_queued
-
-    def put(self, job: _Job, *, must: bool = False) -> list[int]:
-        """Queues a job, up to where it is full; returns the places for which there is no room.
-
-        `must`: there is room for all.
-        """
-        with self._condition:
-            room = len(job.places)
-            if self._max_queued is not None and not must:
-                room = max(0, min(room, self._max_queued - self._num_waiting))
-            if self._is_closed:
-                room = 0
-            refused = [job.places.pop() for _ in range(len(job.places) - room)]
-            if job.places:
-                self._queue.append(job)
-                self._num_waiting += room
-                self._condition.notify(room)
-        return refused
-
-    def drop(self, job: _Job) -> None:
-        """Takes what waits of a job out of the queue."""
-        with self._condition:
-            if job in self._queue:
-                self._queue.remove(job)
-                self._num_waiting -= len(job.places)
-
-    def close(self, ends_at: float, *, drop: bool = False) -> bool:
-        """Ends the threads when all is done; False: some are not ready at `ends_at`.
-
-        `drop`: what waits is not done any more.
-        """
-        with self._condition:
-            self._is_closed = True
-            if drop:
-                self._clear()
-            self._condition.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, ends_at - time.monotonic()))
-        with self._condition:
-            self._clear()
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        # At the beginning of a page, as transfers past the page cache want it.
-        buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
-        while True:
-            with contextlib.ExitStack() as turn:
-                turn.enter_context(self._turn)
-                taken = self._next()
-                if taken is None:
-                    return
-                work, place = taken
-                try:
-                    work(place, buffer, turn.close)
-                except Exception:
-                    log.exception("a transfer failed unexpectedly")
-            del work, taken  # they hold their caller's memory
-            with self._condition:
-                self._num_active -= 1
-
-    def _clear(self) -> None:
-        self._queue.clear()
-        self._num_waiting = 0
-
-    def _next(self) -> tuple[_Work, int] | None:
-        with self._condition:
-            while not self._queue:
-                if self._is_closed:
-                    return None
-                self._condition.wait()
-            job = self._queue[0]
-            place = job.places.popleft()
-            if not job.places:
-                self._queue.popleft()
-            self._num_waiting -= 1
-            self._num_active += 1
-            return job.work, place
+_TURN_BYTES, _TURN_SHARE = 4 << 20, 1 / 64
+"""Most bytes of blocks that a thread saves in its turn, and most of all slots: where threads take
+turns for each block, they mostly wait for one another."""
 
 
 class _Volume:
@@ -342,10 +104,12 @@ class FileTier:
         self._volume = _Volume(self._open_file())
         slot_bytes = self._volume.file.slot_bytes
         # Each load holds memory of its caller's until its deadline, which bounds how many wait.
-        self._loads = _Lane("load", NUM_LOADING, slot_bytes)
+        self._loads = Lane("load", NUM_LOADING, slot_bytes)
         max_saves = max(NUM_SAVING, _MAX_QUEUED_BYTES // slot_bytes)
-        self._saves = _Lane("save", NUM_SAVING, slot_bytes, max_saves)
-        self._deadlines = _Deadlines()
+        of_all = int(_TURN_SHARE * self._volume.file.max_slots)
+        max_taken = max(1, min(_TURN_BYTES // slot_bytes, of_all))
+        self._saves = Lane("save", NUM_SAVING, slot_bytes, max_saves, max_taken)
+        self._deadlines = Deadlines()
         self._is_closed = False
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
@@ -369,11 +133,11 @@ class FileTier:
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         self._volume.index.touch([transfer.key for transfer in transfers])
-        batch = _Batch(len(transfers), self._counter.loaded)
+        batch = Batch(len(transfers), self._counter.loaded)
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
-        job = _Job(partial(self._load, batch, transfers), range(len(transfers)))
+        job = Job(partial(self._load, batch, transfers), range(len(transfers)))
         asked_at = time.monotonic()
 
         def on_expired() -> None:
@@ -387,7 +151,7 @@ class FileTier:
         return batch.future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        batch = _Batch(len(transfers), self._counter.saved)
+        batch = Batch(len(transfers), self._counter.saved)
         if self._is_closed or not self._save_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
@@ -398,7 +162,7 @@ class FileTier:
             for place, transfer in enumerate(transfers):
                 if transfer.key not in self._saving:
                     places.setdefault(transfer.key, place)
-            job = _Job(partial(self._save, batch, transfers), places.values())
+            job = Job(partial(self._save, batch, transfers), places.values())
             refused = self._saves.put(job)
             queued = {*places.values()}.difference(refused)
             self._saving.update((transfers[place].key, False) for place in queued)
@@ -414,7 +178,7 @@ class FileTier:
                 if key in self._saving:
                     self._saving[key] = True
         if listed := [key for key in keys if volume.file.has_entry(key)]:
-            self._saves.put(_Job(partial(self._clear, volume, listed), [0]), must=True)
+            self._saves.put(Job(partial(self._clear, volume, listed), [0]), must=True)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
         keys = [*self._volume.index.readable_keys(), *list(self._saving)]
@@ -451,13 +215,14 @@ class FileTier:
 
     def _load(
         self,
-        batch: _Batch,
+        batch: Batch,
         transfers: Sequence[Transfer],
-        place: int,
+        places: Sequence[int],
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:
         end_turn()
+        [place] = places
         transfer = transfers[place]
         volume = self._volume
         ref = volume.lease.pin(transfer.key) if batch.is_open(place) else None
@@ -484,67 +249,102 @@ class FileTier:
 
     def _save(
         self,
-        batch: _Batch,
+        batch: Batch,
         transfers: Sequence[Transfer],
-        place: int,
+        places: Sequence[int],
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:
-        transfer = transfers[place]
+        results = dict[int, Result]()
         try:
-            result = self._save_block(batch, place, transfer, buffer, end_turn)
-        except (OSError, FileTierError) as error:
-            is_full = isinstance(error, OSError) and error.errno in FULL_ERRORS
-            if not is_full:
-                self._on_failure(self._save_breaker, str(error))
-            status = Status.FULL if is_full else Status.ERROR
-            result = Result(status, NAME, error=str(error))
-        finally:
-            with self._lock:
-                self._saving.pop(transfer.key, None)
-        batch.finish(place, result)
-
-    def _save_block(
-        self,
-        batch: _Batch,
-        place: int,
-        transfer: Transfer,
-        buffer: memoryview,
-        end_turn: Callable[[], None],
-    ) -> Result:
-        if not batch.is_open(place):
-            return Result(Status.TIMEOUT, NAME)
-        volume = self._writable_volume()
-        # In the order of the queue: a block must find the one that it continues.
-        reserved = volume.lease.reserve(transfer.key, transfer.parent)
-        end_turn()
-        if reserved.ref is None:
-            return Result(reserved.status, NAME)
-        slot = reserved.ref.slot
-        try:
+            volume = self._writable_volume()
+            # In the order of the queue: a block must find the one that it continues.
+            refs = self._reserve(volume, batch, transfers, places, results)
+            end_turn()
             with self._counter.writing:
-                digest = volume.file.write(slot, transfer.memory, buffer)
-            with self._lock:
-                is_removed = self._saving[transfer.key]
-            # Its owner may have written something else to memory that it has back.
-            if is_removed or not batch.is_open(place):
-                return Result(Status.STALE, NAME)
-            volume.file.enter(slot, transfer.key, transfer.parent, digest)
-            with self._lock:
-                if not self._saving[transfer.key]:
-                    volume.lease.commit(reserved.ref)
-                    self._save_breaker.succeeded()
-                    return Result(Status.STORED, NAME, self._block_bytes)
-            volume.file.clear([transfer.key])
-            return Result(Status.STALE, NAME)
+                self._save_blocks(volume, batch, transfers, refs, buffer, results)
+        except (OSError, FileTierError) as error:
+            results = dict.fromkeys(places, self._failed_save(error)) | results
         finally:
-            volume.lease.abort(reserved.ref)
+            with self._lock:
+                for place in places:
+                    self._saving.pop(transfers[place].key, None)
+        for place in places:
+            batch.finish(place, results[place])
+
+    def _failed_save(self, error: OSError | FileTierError) -> Result:
+        if isinstance(error, OSError) and error.errno in FULL_ERRORS:
+            return Result(Status.FULL, NAME, error=str(error))
+        self._on_failure(self._save_breaker, str(error))
+        return Result(Status.ERROR, NAME, error=str(error))
+
+    def _reserve(
+        self,
+        volume: _Volume,
+        batch: Batch,
+        transfers: Sequence[Transfer],
+        places: Sequence[int],
+        results: dict[int, Result],
+    ) -> dict[int, SlotRef]:
+        """Takes a slot for each transfer, or sets its result."""
+        refs = dict[int, SlotRef]()
+        for place in places:
+            if not batch.is_open(place):
+                results[place] = Result(Status.TIMEOUT, NAME)
+                continue
+            reserved = volume.lease.reserve(transfers[place].key, transfers[place].parent)
+            if reserved.ref is None:
+                results[place] = Result(reserved.status, NAME)
+            else:
+                refs[place] = reserved.ref
+        return refs
+
+    def _save_blocks(
+        self,
+        volume: _Volume,
+        batch: Batch,
+        transfers: Sequence[Transfer],
+        refs: dict[int, SlotRef],
+        buffer: memoryview,
+        results: dict[int, Result],
+    ) -> None:
+        """Writes blocks to their slots, then their entries, and sets their results."""
+        entries = dict[int, Entry]()
+        try:
+            for place, ref in refs.items():
+                transfer = transfers[place]
+                try:
+                    digest = volume.file.write(ref.slot, transfer.memory, buffer)
+                except OSError as error:
+                    results[place] = self._failed_save(error)
+                    continue
+                # Its owner may have written something else to memory that it has back.
+                if self._saving[transfer.key] or not batch.is_open(place):
+                    results[place] = Result(Status.STALE, NAME)
+                    continue
+                entries[place] = Entry(ref.slot, transfer.key, transfer.parent, digest)
+            volume.file.enter([*entries.values()])
+            with self._lock:
+                removed = [each.key for each in entries.values() if self._saving[each.key]]
+                for place, entry in entries.items():
+                    if entry.key in removed:
+                        results[place] = Result(Status.STALE, NAME)
+                        continue
+                    volume.lease.commit(refs[place])
+                    results[place] = Result(Status.STORED, NAME, self._block_bytes)
+            if len(removed) < len(entries):
+                self._save_breaker.succeeded()
+            volume.file.clear(removed)
+        finally:
+            for place, ref in refs.items():
+                if results.get(place, MISS).status is not Status.STORED:
+                    volume.lease.abort(ref)
 
     def _clear(
         self,
         volume: _Volume,
         keys: Sequence[bytes],
-        place: int,
+        places: Sequence[int],
         buffer: memoryview,
         end_turn: Callable[[], None],
     ) -> None:

@@ -21,9 +21,8 @@ from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.wire.channels import open_blocking_channel
 from ullage_common.wire.errors import from_rpc_error
 from ullage_common.wire.tls import Material, channel_credentials
-from ullage_kv.breaker import Breaker
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Transfer
+from ullage_kv.tier import Breaker, Transfer
 
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""

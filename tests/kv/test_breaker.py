@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ullage_kv.breaker import Breaker
+from ullage_kv.tier import Breaker
 
 
 class Clock:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ullage_testing.kv_peer import SPACE, KvPeer, LoopThread, bytes_of, keys_of, until
 
 from ullage_kv import Arena, Block, Result, Status, Store, Transfer
-from ullage_kv.breaker import MAX_FAILURES
 from ullage_kv.remote_tier import Hints, RemoteTier
 from ullage_kv.service import KVStoreService
+from ullage_kv.tier import MAX_FAILURES
 
 SIZE = 40_000
 StartTier = Callable[..., RemoteTier]

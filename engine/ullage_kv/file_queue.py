@@ -1,0 +1,266 @@
+"""Transfers that wait for threads, and deadlines of theirs that hold even where a thread hangs."""
+
+import contextlib
+import heapq
+import itertools
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from ullage_kv.results import Result, Status
+
+log = logging.getLogger(__name__)
+
+NAME = "file"
+"""Name of the tier."""
+
+Work = Callable[[Sequence[int], memoryview, Callable[[], None]], None]
+"""What a thread does for the transfers at places of a batch, with memory of its own of a slot's
+size. It calls the third argument when the next in the queue may begin."""
+
+
+class Batch:
+    """What becomes of each transfer of one call: the first result counts."""
+
+    def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
+        self.future = Future[list[Result]]()
+        self.future.set_running_or_notify_cancel()
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._results: list[Result | None] = [None] * num_transfers
+        self._num_open = num_transfers
+        self._copying = set[int]()
+        self._expired: Result | None = None
+        if not num_transfers:
+            self.future.set_result([])
+
+    def is_open(self, place: int) -> bool:
+        """Whether the transfer has no result yet."""
+        return self._results[place] is None and self._expired is None
+
+    def copy(self, place: int, into: memoryview, source: memoryview) -> bool:
+        """Copies to the transfer's memory; False: its owner has it back already."""
+        with self._lock:
+            if not self.is_open(place):
+                return False
+            self._copying.add(place)
+        try:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+        finally:
+            with self._lock:
+                self._copying.discard(place)
+                expired = self._expired
+        if expired is not None:
+            self.finish(place, expired)
+        return expired is None
+
+    def finish(self, place: int, result: Result) -> None:
+        """Sets the result of one transfer, unless it has one."""
+        with self._lock:
+            if self._results[place] is not None:
+                return
+            self._results[place] = result
+            self._num_open -= 1
+            is_done = not self._num_open
+        if is_done:
+            results = [each for each in self._results if each is not None]
+            self._on_done(results)
+            self.future.set_result(results)
+
+    def expire(self, result: Result) -> bool:
+        """Ends what is under way with this result; False: nothing was."""
+        with self._lock:
+            if not self._num_open:
+                return False
+            self._expired = result
+            places = [
+                place
+                for place, earlier in enumerate(self._results)
+                if earlier is None and place not in self._copying
+            ]
+        for place in places:
+            self.finish(place, result)
+        return True
+
+
+class Deadlines:
+    """Ends batches whose time is over. A thread of its own, as all others may hang."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._heap: list[tuple[float, int, Batch, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="file-deadlines", daemon=True)
+        self._thread.start()
+
+    def add(self, batch: Batch, deadline_s: float, on_expired: Callable[[], None]) -> None:
+        """`on_expired` is called when that has ended something."""
+        at = time.monotonic() + deadline_s
+        with self._condition:
+            heapq.heappush(self._heap, (at, next(self._order), batch, on_expired))
+            if self._heap[0][2] is batch:
+                self._condition.notify()
+
+    def close(self) -> None:
+        """Ends all batches."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        self._thread.join()
+        for _, _, batch, _ in self._heap:
+            batch.expire(Result(Status.UNAVAILABLE, NAME))
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            ended, on_expired = batch
+            if ended.expire(Result(Status.TIMEOUT, NAME)):
+                on_expired()
+
+    def _next(self) -> tuple[Batch, Callable[[], None]] | None:
+        with self._condition:
+            while not self._is_closed:
+                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait_s is not None and wait_s <= 0:
+                    _, _, batch, on_expired = heapq.heappop(self._heap)
+                    return batch, on_expired
+                self._condition.wait(wait_s)
+        return None
+
+
+class Job:
+    """Work for the transfers of one call, which threads take one after the other."""
+
+    def __init__(self, work: Work, places: Iterable[int]) -> None:
+        self.work = work
+        self.places = deque(places)
+        """Places of the transfers that no thread has taken."""
+
+
+class Lane:
+    """A queue of jobs and the threads that work on it."""
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        buffer_bytes: int,
+        max_queued: int | None = None,
+        max_taken: int = 1,
+    ) -> None:
+        """
+        Args:
+            max_queued: most transfers that wait; None: nothing bounds them.
+            max_taken: most transfers of one job that a thread takes in its turn.
+        """
+        self._condition = threading.Condition()
+        self._turn = threading.Lock()
+        """Held by the one whose turn it is to begin."""
+        self._queue = deque[Job]()
+        self._num_waiting = 0
+        """Transfers that no thread has taken."""
+        self._max_queued, self._max_taken = max_queued, max_taken
+        self._buffer_bytes = buffer_bytes
+        self._num_active = 0
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"file-{name}-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        """Counts the transfers that wait and those that are under way."""
+        return self._num_waiting + self._num_active
+
+    @property
+    def is_full(self) -> bool:
+        return self._max_queued is not None and self._num_waiting >= self._max_queued
+
+    def put(self, job: Job, *, must: bool = False) -> list[int]:
+        """Queues a job, up to where it is full; returns the places for which there is no room.
+
+        `must`: there is room for all.
+        """
+        with self._condition:
+            room = len(job.places)
+            if self._max_queued is not None and not must:
+                room = max(0, min(room, self._max_queued - self._num_waiting))
+            if self._is_closed:
+                room = 0
+            refused = [job.places.pop() for _ in range(len(job.places) - room)]
+            if job.places:
+                self._queue.append(job)
+                self._num_waiting += room
+                self._condition.notify(room)
+        return refused
+
+    def drop(self, job: Job) -> None:
+        """Takes what waits of a job out of the queue."""
+        with self._condition:
+            if job in self._queue:
+                self._queue.remove(job)
+                self._num_waiting -= len(job.places)
+
+    def close(self, ends_at: float, *, drop: bool = False) -> bool:
+        """Ends the threads when all is done; False: some are not ready at `ends_at`.
+
+        `drop`: what waits is not done any more.
+        """
+        with self._condition:
+            self._is_closed = True
+            if drop:
+                self._clear()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        with self._condition:
+            self._clear()
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        # At the beginning of a page, as transfers past the page cache want it.
+        buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
+        while True:
+            with contextlib.ExitStack() as turn:
+                turn.enter_context(self._turn)
+                taken = self._next()
+                if taken is None:
+                    return
+                work, places = taken
+                num_taken = len(places)
+                try:
+                    work(places, buffer, turn.close)
+                except Exception:
+                    log.exception("a transfer failed unexpectedly")
+            del work, taken  # they hold their caller's memory
+            with self._condition:
+                self._num_active -= num_taken
+
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._num_waiting = 0
+
+    def _next(self) -> tuple[Work, list[int]] | None:
+        with self._condition:
+            while not self._queue:
+                if self._is_closed:
+                    return None
+                self._condition.wait()
+            job = self._queue[0]
+            own_share = max(1, self._num_waiting // len(self._threads))
+            num_taken = min(self._max_taken, own_share, len(job.places))
+            places = [job.places.popleft() for _ in range(num_taken)]
+            if not job.places:
+                self._queue.popleft()
+            self._num_waiting -= num_taken
+            self._num_active += num_taken
+            return job.work, places
