@@ -371,19 +371,19 @@ def test_more_loads_than_there_are_threads_are_refused_at_once(
 
 # hints -------------------------------------------------------------------------------------------
 
-_WORDS = st.tuples(
+_ANSWERS = st.tuples(
     st.sampled_from(["a", "b", "c"]), st.integers(0, 7), st.booleans(), st.floats(0, 5)
 )
 
 
-@given(st.lists(_WORDS, max_size=40))
-def test_hints_are_the_newest_words_of_each_peer_and_bounded(
-    words: list[tuple[str, int, bool, float]],
+@given(st.lists(_ANSWERS, max_size=40))
+def test_hints_are_the_newest_answers_of_each_peer_and_bounded(
+    answers: list[tuple[str, int, bool, float]],
 ) -> None:
     now = 0.0
     hints = Hints(max_keys=4, ttl_s=6.0, clock=lambda: now)
     newest: dict[tuple[str, int], float | None] = {}
-    for peer, number, is_held, pause in words:
+    for peer, number, is_held, pause in answers:
         hints.learn(peer, [bytes([number])], [is_held])
         newest[peer, number] = now + 6.0 if is_held else None
         assert len(hints) <= 4

@@ -190,7 +190,7 @@ class TierTransfers:
         state = self._requests[name]
         query = state.query
         assert query is not None
-        assert query.answer is not None, "loaded before it was found"
+        assert query.answer is not None, "loaded before it was answered"
         end = query.first + len(query.answer.slots)
         first = end - num_blocks
         slots = query.answer.slots[first - query.first :]

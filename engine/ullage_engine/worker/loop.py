@@ -110,7 +110,7 @@ class KvTransfers(Protocol):
     def on_granted(self, slots: list[KvSlot]) -> None:
         """Takes the answer to the oldest offer."""
 
-    def on_found(self, found: KvFound) -> None:
+    def on_found(self, answer: KvFound) -> None:
         """Takes the answer to a query."""
 
 
