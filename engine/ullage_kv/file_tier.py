@@ -257,7 +257,7 @@ class FileTier:
     ) -> None:
         results = dict[int, Result]()
         try:
-            volume = self._writable_volume()
+            volume = self._writable_volume(len(places))
             # In the order of the queue: a block must find the one that it continues.
             refs = self._reserve(volume, batch, transfers, places, results)
             end_turn()
@@ -354,8 +354,9 @@ class FileTier:
         except OSError as error:
             self._on_failure(self._save_breaker, str(error))
 
-    def _writable_volume(self) -> _Volume:
-        """Returns the files, new ones if somebody has removed them, with room if there can be.
+    def _writable_volume(self, num_slots: int) -> _Volume:
+        """Returns the files, new ones if somebody has removed them, with so many free slots if
+        there can be.
 
         Only the one whose turn it is among the saves calls this.
         """
@@ -367,8 +368,9 @@ class FileTier:
         if now >= self._trim_at:
             self._trim_at = now + _TRIM_S
             self._leftovers.trim(volume.file.num_bytes, self._max_bytes)
-        if not volume.index.num_free and now >= self._grow_at:
-            self._grow(volume, now)
+        while volume.index.num_free < num_slots and now >= self._grow_at:
+            if not self._grow(volume, now):
+                break
         return volume
 
     def _replace_removed(self) -> None:
@@ -378,9 +380,12 @@ class FileTier:
             self._volume = _Volume(self._open_file())
             self._num_evicted_before += evicted
 
-    def _grow(self, volume: _Volume, now: float) -> None:
+    def _grow(self, volume: _Volume, now: float) -> int:
+        """Returns how many slots have come."""
         try:
-            volume.index.add_slots(volume.file.grow())
+            num_more = volume.file.grow()
+            volume.index.add_slots(num_more)
+            return num_more
         except OSError as error:
             if error.errno not in FULL_ERRORS:
                 raise
@@ -388,6 +393,7 @@ class FileTier:
             needed_bytes = volume.file.slot_bytes
             if not self._leftovers.trim(volume.file.num_bytes, self._max_bytes, needed_bytes):
                 self._grow_at = now + _TRIM_S
+            return 0
 
     def _on_failure(self, breaker: Breaker, error: str) -> None:
         if breaker.failed():

@@ -657,6 +657,16 @@ def test_what_engines_left_goes_when_room_is_needed(opened: Open, tmp_path: Path
     assert load(held, keys_of(2)) == [Status.HIT]
 
 
+def test_nothing_is_evicted_while_files_can_grow(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_io, "_EXTENT_BYTES", 3 * SLOT)
+    tier = opened(num_blocks=640)
+    keys = keys_of(*range(300))
+    assert save(tier, keys) == [Status.STORED] * 300
+    assert (tier.stats().evictions, tier.stats().num_blocks) == (0, 300)
+
+
 def test_what_engines_left_stays_while_there_is_room(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
