@@ -78,15 +78,16 @@ class _Beginning:
     """Index of the first block that is loaded; those before it are here or computed."""
     num_prefetched: int = 0
     """Number of blocks that are loaded before the request begins."""
-    hits: list[TierHits] = field(default_factory=list)
-    """What it has begun with so far."""
+    asked_at: float | None = None
+    """Time when the worker first asked for its blocks."""
+    hits: dict[str, TierHits] = field(default_factory=dict)
+    """What it has begun with so far, by tier."""
 
 
 class _Pinned(NamedTuple):
     request_id: str
     refs: list[SlotRef]
     tiers: list[str]
-    asked_at: float
     beginning: _Beginning
 
 
@@ -339,10 +340,17 @@ class KvBroker:
                 slots.append(slot)
         return slots
 
+    def _ask(self, wanted: KvWanted) -> _Beginning:
+        """Returns what is known of the beginning that a worker asks for."""
+        beginning = self._remember(wanted.request_id, wanted.keys)
+        if beginning.asked_at is None:
+            beginning.asked_at = self._clock()
+        return beginning
+
     def _answer_at_once(self, wanted: KvWanted) -> None:
         """Answers with what is in shared memory, and says from where on more is coming."""
         name, keys = wanted.request_id, wanted.keys
-        beginning = self._remember(name, keys)
+        beginning = self._ask(wanted)
         tiers = self._lookup(keys) if beginning.looking.done() else []
         refs, windows = self._pin_beginning(wanted)
         here, more_from = wanted.first + len(refs), None
@@ -353,12 +361,11 @@ class KvBroker:
             if beginning.first < len(tiers):
                 self._load(keys[: len(tiers)], beginning.first)
                 more_from = beginning.first
-        self._answer(wanted, beginning, refs, windows, self._clock(), more_from)
+        self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> None:
         """Answers when all that is wanted is in shared memory, or does not come."""
-        asked_at, lease = self._clock(), self._lease
-        beginning = self._remember(wanted.request_id, wanted.keys)
+        lease, beginning = self._lease, self._ask(wanted)
 
         def answer(first: int = 0, end: int = 0) -> None:
             if lease is not self._lease:
@@ -366,7 +373,7 @@ class KvBroker:
             refs, windows = self._pin_beginning(wanted)
             first = max(first, wanted.first + len(refs))
             more_from = first if first < end else None
-            self._answer(wanted, beginning, refs, windows, asked_at, more_from)
+            self._answer(wanted, beginning, refs, windows, more_from)
 
         def load() -> None:
             if lease is not self._lease:
@@ -405,12 +412,11 @@ class KvBroker:
         beginning: _Beginning,
         refs: list[SlotRef],
         windows: list[SlotRef],
-        asked_at: float,
         more_from: int | None,
     ) -> None:
         tiers = [*(beginning.tiers or [])[wanted.first :], *[HOST] * len(refs)][: len(refs)]
         self._pinned[wanted.number] = _Pinned(
-            wanted.request_id, [*refs, *windows], tiers, asked_at, beginning
+            wanted.request_id, [*refs, *windows], tiers, beginning
         )
         if more_from is None:
             self._forget(wanted.request_id)
@@ -465,11 +471,13 @@ class KvBroker:
             return
         size = self._store.block_bytes
         self._store.was_read([Result(Status.HIT, HOST, size)] * len(pinned.refs))
-        seconds = self._clock() - pinned.asked_at
-        counted = Counter(pinned.tiers[num_late:])
-        hits = pinned.beginning.hits
-        hits += [TierHits(tier, count, seconds) for tier, count in counted.items()]
-        self._on_hits(pinned.request_id, list(hits))
+        hits, asked_at = pinned.beginning.hits, pinned.beginning.asked_at
+        assert asked_at is not None, "answered without being asked"
+        seconds = self._clock() - asked_at
+        for tier, count in Counter(pinned.tiers[num_late:]).items():
+            num_before = hits[tier].num_blocks if tier in hits else 0
+            hits[tier] = TierHits(tier, num_before + count, seconds)
+        self._on_hits(pinned.request_id, list(hits.values()))
 
 
 def _num_in_host(tiers: list[str]) -> int:

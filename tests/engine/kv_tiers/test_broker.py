@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker
+from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import PROBE_S, ComputeSpeed
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
@@ -101,12 +101,12 @@ class Engine:
         self.peers = Peers()
         self.store = Store(Arena.create(slots * BLOCK_BYTES), BLOCK_BYTES, [self.peers])
         self.posted: list[KvGranted | KvFound] = []
-        self.hits: list[tuple[str, int]] = []
+        self.hits: list[TierHits] = []
         self.broker = KvBroker(
             self.store,
             BlockFormat(SPACE, BLOCK, window),
             self.posted.append,
-            lambda _, hits: self.hits.extend((each.tier, each.num_blocks) for each in hits),
+            lambda _, hits: self.hits.extend(hits),
             lambda call: call(),
             lambda: self.compute,
             clock=lambda: self.now,
@@ -215,8 +215,24 @@ def test_peers_are_asked_once_for_a_request(new_engine: Callable[..., Engine]) -
     assert not engine.posted, "it is being loaded"
     peers.finish()
     assert len(engine.answer_to(rest).slots) == 10
-    assert engine.hits == [("remote", 10)]
+    assert engine.hits == [("remote", 10, 0.0)]
     assert peers.num_looks == 1
+
+
+def test_what_comes_in_two_answers_is_one_hit(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine()
+    peers, peers.held = engine.peers, set(KEYS)
+    engine.arrive("r", TEXT)
+    peers.answer()
+    keys, future = peers.loads.pop(0)
+    future.set_result([Result(Status.HIT, "remote", BLOCK_BYTES)] * len(keys))
+    engine.now = 1.0
+    assert engine.answer_to(engine.ask("r", KEYS)).more_from == len(keys) == 1
+    rest = engine.ask("r", KEYS, 1, is_rest=True)
+    engine.now = 3.0
+    peers.finish()
+    assert len(engine.answer_to(rest).slots) == 9
+    assert engine.hits == [("remote", 1, 0.0), ("remote", 10, 2.0)], "each says all so far"
 
 
 def test_nothing_behind_a_gap_is_loaded(new_engine: Callable[..., Engine]) -> None:
@@ -269,7 +285,7 @@ def test_what_is_loaded_for_waiting_requests_does_not_evict_one_another(
 
     for number in range(6):
         begin(number)
-    assert sum(num_blocks for tier, num_blocks in engine.hits if tier == "remote") == 60
+    assert sum(hit.num_blocks for hit in engine.hits if hit.tier == "remote") == 60
     engine.arrive("r6", texts[5])
     assert list(engine.broker._beginnings) == ["r6"], "the others are forgotten"
     assert engine.broker._num_prefetched == 0
