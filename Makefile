@@ -65,13 +65,17 @@ $(VLLM)/.dev: $(VLLM_SOURCES) | $(VLLM)/.$(KIND)
 	$(call install_vllm,dev,--no-compile)
 	@touch $@
 
-# The chart's tests are skipped where helm cannot be had.
+# The chart's tests are skipped where helm or Prometheus cannot be had.
 $(VENV)/.helm: | $(VENV)/bin/python
 	-@$(BIN)/python tests/charts/get_helm.py
 	@touch $@
 
+$(VENV)/.prometheus: | $(VENV)/bin/python
+	-@$(BIN)/python tests/charts/get_prometheus.py
+	@touch $@
+
 install: $(VENV)/.run       ## what serving needs, and the demo's model
-install-dev: $(VENV)/.dev $(VENV)/.helm   ## what tests and checks need, too
+install-dev: $(VENV)/.dev $(VENV)/.helm $(VENV)/.prometheus   ## what tests and checks need, too
 
 install-vllm: $(VLLM)/.run  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
 

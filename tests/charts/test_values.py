@@ -89,6 +89,8 @@ SAMPLES: dict[str, Any] = {
     "podMonitor.additionalLabels": {"release": "prometheus"},
     "prometheusRule.enabled": True,
     "prometheusRule.additionalLabels": {"release": "prometheus"},
+    "prometheusRule.gpu": False,
+    "prometheusRule.runbooks": "https://wiki.example.com/runbooks",
     "dashboards.enabled": True,
     "dashboards.label": "grafana",
     "dashboards.labelValue": "yes",
@@ -106,6 +108,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "podMonitor.interval": {"podMonitor.enabled": True},
     "podMonitor.additionalLabels": {"podMonitor.enabled": True},
     "prometheusRule.additionalLabels": {"prometheusRule.enabled": True},
+    "prometheusRule.gpu": {"prometheusRule.enabled": True},
+    "prometheusRule.runbooks": {"prometheusRule.enabled": True},
     "dashboards.label": {"dashboards.enabled": True},
     "dashboards.labelValue": {"dashboards.enabled": True},
 }
