@@ -4,6 +4,9 @@ what every room shares."""
 import asyncio
 import inspect
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,3 +59,18 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared weights, each model's once a session, or once for all lanes of scripts/test.sh."""
     shared = os.environ.get("ULLAGE_TEST_WEIGHTS")
     return Path(shared) if shared else tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs promtool; found through ULLAGE_PROMTOOL, beside python, or on PATH."""
+    beside = Path(sys.prefix, "bin", "promtool")
+    binary = os.environ.get("ULLAGE_PROMTOOL") or (str(beside) if beside.exists() else None)
+    binary = binary or shutil.which("promtool")
+    if binary is None:
+        pytest.skip("no promtool: run tests/charts/get_prometheus.py, or set ULLAGE_PROMTOOL")
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([binary, *args], capture_output=True, text=True, timeout=60)
+
+    return run

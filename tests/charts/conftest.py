@@ -42,21 +42,6 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.C
 
 
 @pytest.fixture(scope="session")
-def promtool() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs promtool; found through ULLAGE_PROMTOOL, beside python, or on PATH."""
-    beside = Path(sys.prefix, "bin", "promtool")
-    binary = os.environ.get("ULLAGE_PROMTOOL") or (str(beside) if beside.exists() else None)
-    binary = binary or shutil.which("promtool")
-    if binary is None:
-        pytest.skip("no promtool: run tests/charts/get_prometheus.py, or set ULLAGE_PROMTOOL")
-
-    def run(*args: str) -> subprocess.CompletedProcess:
-        return subprocess.run([binary, *args], capture_output=True, text=True, timeout=60)
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def render(helm: Callable[..., subprocess.CompletedProcess]) -> Callable[..., list[dict[str, Any]]]:
     """render("key=value", ...): the chart's objects with these values set."""
 
