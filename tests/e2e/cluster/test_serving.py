@@ -1,6 +1,7 @@
 """A service from `kubectl apply` to an answer, and what kubectl shows of it."""
 
 import json
+import re
 from collections.abc import Callable
 
 from ullage_cluster.client import Client
@@ -23,6 +24,24 @@ def test_many_at_once_are_spread_over_all_engines(service: Service, client: Clie
     answers = client.ask(service, [f"Describe {word}." for word in words], max_tokens=24)
     assert [a for a in answers if not a.is_whole] == []
     assert {a.engine for a in answers} == set(names(service.pods()))
+
+
+def test_engines_keep_kv_in_the_tiers_of_the_service(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    prompt = "Name a colour for each of these: " + ", ".join(f"thing {n}" for n in range(60))
+    (answer,) = client.ask(service, [prompt], headers={"x-session-id": "one"}, max_tokens=2)
+    assert answer.is_whole, answer
+    read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics').read().decode())"
+
+    def tiers(pod: str, metric: str) -> dict[str, float]:
+        text = kubectl("exec", pod, "--", "python3", "-c", read)
+        samples = re.findall(rf'^ullage_kv_tier_{metric}{{.*tier="(\w+)".*}} (\S+)$', text, re.M)
+        return {tier: float(value) for tier, value in samples}
+
+    for pod in names(service.pods()):
+        assert tiers(pod, "blocks").keys() == {"host", "remote", "file"}
+    until(lambda: tiers(answer.engine, "blocks")["file"] > 10, "blocks of a session are in files")
 
 
 def test_a_wrong_request_is_answered_with_the_field(service: Service, client: Client) -> None:
