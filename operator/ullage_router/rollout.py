@@ -35,6 +35,7 @@ from ullage_router.admission.admission import NotOnCanary, Reservation
 from ullage_router.call import Call, EngineStream, Event, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import LEAVING, is_failure
+from ullage_router.metric_names import TRIAL
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.prompts import PromptBuilder
 
@@ -322,11 +323,7 @@ class TrialCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         if not self._outcomes.trial:
             return
-        family = GaugeMetricFamily(
-            "ullage_router_trial",
-            "Requests of the canary's present trial by side: outcomes, and times by bucket",
-            labels=["trial", "side", "what", "le"],
-        )
+        family = TRIAL.family()
         for side, what, end, count in self._outcomes.samples():
             family.add_metric([self._outcomes.trial, side.value, what, end], count)
         yield family

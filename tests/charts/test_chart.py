@@ -12,13 +12,14 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from ullage_engine.server.metrics import EngineMetrics
+from ullage_common.process.metrics import metric_names
+from ullage_engine import metric_names as engine_names
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.controller import OperatorMetrics
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.main import arguments_parser
-from ullage_router.telemetry.metrics import Metrics
+from ullage_router import metric_names as router_names
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -163,11 +164,8 @@ def test_dashboards_show_metrics_that_there_are_and_carry_the_sidecars_label(ren
     assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
     ((name, text),) = made["data"].items()
     assert name == "ullage-services.json"
-    router, known = Metrics(), set()
-    router.watch("inflight_requests", "as the service has it", float)
-    for registry in (EngineMetrics("m").registry, router.registry):
-        for metric in registry.collect():
-            known |= {metric.name, f"{metric.name}_total", f"{metric.name}_bucket"}
+    named_metrics = [*metric_names(engine_names), *metric_names(router_names)]
+    known = {each.exposed + suffix for each in named_metrics for suffix in ("", "_bucket")}
     panels = json.loads(text)["panels"]
     assert len(panels) >= 6
     for target in (target for panel in panels for target in panel["targets"]):

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ullage_common.request_cost import MemoryProfile, charged_output
+from ullage_engine.protocol.figures import Figures
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +80,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the LoRA adapter that it is computed with; empty: none."""
     embed: bool = False
     """Whether the embedding of the prompt is wanted, and no output: `max_tokens` is 0."""
+    accepted_at: float = 0.0
+    """When the server accepted it, in seconds of the host's monotonic clock; 0: not known."""
     num_stored_blocks: int = 0
     """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
 
@@ -242,6 +245,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """LoRA adapters loaded since the worker started."""
     num_adapter_unloads: int = 0
     """Those of them that gave their slot to another one."""
+    figures: Figures = msgspec.field(default_factory=Figures)
+    """Times and sizes of steps, and how long requests waited, since the worker started."""
 
     @property
     def headroom_bytes(self) -> int:

@@ -5,207 +5,91 @@ counts since its own start; what is exported goes on through every restart.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from ullage_common.process.metrics import (
+    CounterName,
+    GaugeName,
+    HistogramName,
+    Series,
+)
 from ullage_common.wire.tls import Certificates
+from ullage_engine import metric_names as names
+from ullage_engine.protocol.figures import Tally
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 
-Read = Callable[[WorkerState], float]
-
-
-def _used_ratio(state: WorkerState) -> float:
-    return state.kv_held_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
-
-
-_GAUGES: tuple[tuple[str, str, Read], ...] = (
-    ("requests_running", "Sequences in the batch", lambda s: s.num_running),
-    ("requests_waiting", "Sequences admitted, not started", lambda s: s.num_waiting),
-    ("kv_used_ratio", "Share of the KV pool in use, 0 to 1", _used_ratio),
-    (
-        "kv_waste_ratio",
-        "Share of the KV in use that holds no tokens, 0 to 1",
-        lambda s: s.kv_waste_ratio,
-    ),
-    ("kv_pool_bytes", "KV pool", lambda s: s.kv_pool_bytes),
-    ("kv_committed_bytes", "Reserved, not allocated yet", lambda s: s.kv_committed_bytes),
-    ("memory_headroom_bytes", "What a new request may take", lambda s: s.headroom_bytes),
-    (
-        "memory_withheld_bytes",
-        "Headroom withheld because other processes took memory of the device",
-        lambda s: s.kv_withheld_bytes,
-    ),
-    (
-        "swap_bandwidth_bytes_per_second",
-        "Bandwidth to host memory measured at start; 0 without host memory for KV",
-        lambda s: s.swap_bytes_per_second,
-    ),
-    ("worker_resident_bytes", "Resident memory of the worker", lambda s: s.rss_bytes),
-    ("sessions", "Sessions that keep KV between requests", lambda s: s.num_sessions),
-    ("session_bytes", "KV that sessions keep between requests", lambda s: s.session_bytes),
-    ("engine_pressure_level", "Degrade level, 1 the mildest; 0 none", lambda s: s.pressure_level),
-)
-_COUNTERS: tuple[tuple[str, str, Read], ...] = (
-    ("preemptions", "Sequences preempted for memory", lambda s: s.num_preemptions),
-    ("swaps", "Preemptions by swapping to host memory", lambda s: s.num_swaps),
-    ("swap_out_bytes", "KV copied to host memory", lambda s: s.swap_out_bytes),
-    ("swap_in_bytes", "KV copied back from host memory", lambda s: s.swap_in_bytes),
-    ("swap_seconds", "Time of copying KV to host memory and back", lambda s: s.swap_seconds),
-    ("oom_events", "Steps that ran out of memory", lambda s: s.num_oom_events),
-    (
-        "nonfinite_logits",
-        "Requests failed because their logits were NaN or infinite",
-        lambda s: s.num_nonfinite_logits,
-    ),
-    (
-        "steps_overlapped",
-        "Steps begun while later pipeline stages computed an earlier one",
-        lambda s: s.num_overlapped_steps,
-    ),
-    (
-        "prefix_cache_queries_tokens",
-        "Prompt tokens looked up in the prefix cache",
-        lambda s: s.prefix_lookup_tokens,
-    ),
-    (
-        "prefix_cache_hits_tokens",
-        "Of them, those whose KV was found",
-        lambda s: s.prefix_hit_tokens,
-    ),
-    (
-        "prefix_cache_merged_tokens",
-        "Tokens whose KV was computed twice and is stored once",
-        lambda s: s.prefix_merged_tokens,
-    ),
-    ("adapter_loads", "LoRA adapters loaded into a slot", lambda s: s.num_adapter_loads),
-    ("adapter_unloads", "LoRA adapters that gave way", lambda s: s.num_adapter_unloads),
-)
-
-
-_RANK_LABELS = ("rank", "stage", "tensor_rank", "device", "first_layer")
-
-
-# vLLM's buckets, seconds, so that its dashboards' quantiles can be compared.
-TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
-TOKEN_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
-REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
-    *(120, 240, 480, 960, 1920, 7680),
-)
-
-_ALIASES = {
-    "ullage_requests_running": "vllm:num_requests_running",
-    "ullage_requests_waiting": "vllm:num_requests_waiting",
-    "ullage_kv_used_ratio": "vllm:kv_cache_usage_perc",
-    "ullage_prefix_cache_queries_tokens": "vllm:prefix_cache_queries",
-    "ullage_prefix_cache_hits_tokens": "vllm:prefix_cache_hits",
-    "ullage_preemptions": "vllm:num_preemptions",
-    "ullage_prompt_tokens": "vllm:prompt_tokens",
-    "ullage_generation_tokens": "vllm:generation_tokens",
-    "ullage_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "ullage_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "ullage_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "ullage_request_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds"),
-}
 _SUCCESS = ("stop", "length")
+_FINISHED_REASONS = {"stop": "stop", "length": "length", "timeout": "abort", "cancelled": "abort"}
+"""What vLLM calls the outcomes of requests that it would have begun."""
+
+_Owner = TypeVar("_Owner")
 
 
 class EngineMetrics:
     """All metrics of an engine, on a registry of their own."""
 
     def __init__(self, model: str) -> None:
-        self._native = CollectorRegistry()
+        native = self._native = CollectorRegistry()
         self.registry = CollectorRegistry()
-        self.registry.register(_WithAliases(self._native))
-        self._labels = {"model_name": model, "engine": "0"}
-        self._gauges = [(self._gauge(name, text), read) for name, text, read in _GAUGES]
-        self._counters = [(self._counter(name, text), read) for name, text, read in _COUNTERS]
-        self._seen = [0.0] * len(_COUNTERS)
-        """What the present worker has counted; the next one counts from 0."""
-        self._blocks = self._gauge("kv_blocks_total", "Blocks of the KV pool")
-        self._used_blocks = self._gauge("kv_blocks_used", "Blocks in block tables")
-        self._block_tokens = self._gauge("kv_block_size_tokens", "Tokens of one block")
+        self.registry.register(_WithAliases(native))
+        ProcessCollector(registry=native)
+        self._values = (model, "0")
+        self._worker = _WorkerCollector(self._values)
+        native.register(self._worker)
+        self._blocks = self._gauge(names.BLOCKS)
+        self._used_blocks = self._gauge(names.BLOCKS_USED)
+        self._block_tokens = self._gauge(names.BLOCK_TOKENS)
         self._block_bytes = 1
-        self._ranks = Gauge(
-            "ullage_rank_layers",
-            "Layers of each rank: the device map",
-            [*self._labels, *_RANK_LABELS],
-            registry=self._native,
-        )
-        self._server_resident = self._gauge("server_resident_bytes", "The same of the server")
-        self._server_resident.set_function(_resident_bytes)
-        self._steps = self._counter("steps", "Steps that produced tokens")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of started prompts")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self.worker_restarts = self._counter("worker_restarts", "Workers replaced")
-        self._requests = Counter(
-            "ullage_requests",
-            "Ended requests",
-            [*self._labels, "outcome"],
-            registry=self._native,
-        )
-        self._degraded = Counter(
-            "ullage_engine_degraded_requests",
-            "Answers begun that were given less than was asked for, because memory was short",
-            [*self._labels, "what"],
-            registry=self._native,
-        )
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "Acceptance to first token", TTFT_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request", TOKEN_BUCKETS
-        )
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token", TOKEN_BUCKETS
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Acceptance to last token", REQUEST_BUCKETS
-        )
+        self._ranks = names.RANK_LAYERS.register(native)
+        self._gauge(names.SERVER_RESIDENT).set_function(_resident_bytes)
+        self._steps = self._counter(names.STEPS)
+        self._prompt_tokens = self._counter(names.PROMPT_TOKENS)
+        self._generation_tokens = self._counter(names.GENERATION_TOKENS)
+        self.worker_restarts = self._counter(names.WORKER_RESTARTS)
+        self.collective_errors = self._counter(names.COLLECTIVE_ERRORS)
+        self._requests = Series(names.REQUESTS.register(native), self._values)
+        self._degraded = Series(names.DEGRADED.register(native), self._values)
+        self._ttft = self._histogram(names.TTFT)
+        self._inter_token = self._histogram(names.INTER_TOKEN)
+        self._per_token = self._histogram(names.PER_TOKEN)
+        self._e2e = self._histogram(names.E2E)
 
     def watch_certificates(self, certificates: Certificates) -> None:
         """Exports the state of the server's certificate from now on."""
-        name, text = "certificate_problems", "1 while the newest certificate cannot be used"
-        self._gauge(name, text).set_function(lambda: bool(certificates.problem))
-        expiry = self._gauge("certificate_expiry_timestamp_seconds", "When the certificate ends")
-        expiry.set_function(lambda: certificates.material.expires.timestamp())
+        problems, expiry = names.CERTIFICATE_PROBLEMS, names.CERTIFICATE_EXPIRY
+        self._gauge(problems).set_function(lambda: bool(certificates.problem))
+        self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
         """Begins with a new worker, whose own counters start at zero."""
         for place in ready.ranks:
             fields = msgspec.structs.asdict(place)
-            own = {name: str(fields[name]) for name in _RANK_LABELS}
-            self._ranks.labels(**self._labels, **own).set(place.num_layers)
+            own = (str(fields[name]) for name in names.RANK_LAYERS.labels[len(self._values) :])
+            self._ranks.labels(*self._values, *own).set(place.num_layers)
         self._block_bytes = max(1, ready.profile.block_bytes)
         self._block_tokens.set(ready.profile.block_tokens)
-        self._seen = [0.0] * len(_COUNTERS)
+        self._worker.replace()
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
         """Exports a worker's gauges and counters, which go on over its replacements."""
-        for gauge, read in self._gauges:
-            gauge.set(read(state))
+        self._worker.state = state
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
-        counts = [read(state) for _, read in self._counters]
-        for (counter, _), count, seen in zip(self._counters, counts, self._seen, strict=True):
-            counter.inc(max(0.0, count - seen))
-        self._seen = counts
 
     def watch_tiers(
         self,
@@ -216,11 +100,30 @@ class EngineMetrics:
 
         `not_loaded`: returns the blocks that requests did not begin with, by tier and reason.
         """
-        self._native.register(_TierCollector(stats, not_loaded, self._labels))
+
+        def collect() -> Iterable[Metric]:
+            tiers = stats()
+            labelled = [((*self._values, tier.name), tier) for tier in tiers]
+            yield from _families(names.TIERS.items(), labelled)
+            info, failures = names.TIER_INFO.family(), names.TIER_FAILURES.family()
+            for labels, tier in labelled:
+                info.add_metric((*labels, tier.backend), 1)
+                for status, count in tier.failures.items():
+                    failures.add_metric((*labels, status), count)
+            missed = names.TIER_NOT_LOADED.family()
+            for tier_and_reason, count in not_loaded().items():
+                missed.add_metric((*self._values, *tier_and_reason), count)
+            yield from (info, failures, missed)
+
+        self._native.register(_AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
         """Exports what other engines read and write here, read when it is asked for."""
-        self._native.register(_PeerCollector(stats, self._labels))
+
+        def collect() -> Iterable[Metric]:
+            return _families(names.PEERS.items(), [(self._values, stats())])
+
+        self._native.register(_AtScrape(collect))
 
     def step_done(self) -> None:
         self._steps.inc()
@@ -243,7 +146,7 @@ class EngineMetrics:
     def _count_degraded(self, entry: JournalEntry) -> None:
         for change in entry.job.degraded:
             what = change.partition("=")[0]
-            self._degraded.labels(**self._labels, what=what).inc()
+            self._degraded[what].inc()
 
     def embedding(self, entry: JournalEntry) -> None:
         """Counts a request whose embedding is there."""
@@ -263,128 +166,103 @@ class EngineMetrics:
 
     def refused(self, outcome: str) -> None:
         """Counts a request that never had a journal entry."""
-        self._requests.labels(**self._labels, outcome=outcome).inc()
+        self._requests[outcome].inc()
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"ullage_{name}", text, list(self._labels), registry=self._native)
-        return gauge.labels(**self._labels)
+    def _gauge(self, name: GaugeName) -> Gauge:
+        return name.register(self._native).labels(*self._values)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"ullage_{name}", text, list(self._labels), registry=self._native)
-        return counter.labels(**self._labels)
+    def _counter(self, name: CounterName) -> Counter:
+        return name.register(self._native).labels(*self._values)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"ullage_{name}", text, list(self._labels), registry=self._native, buckets=buckets
-        )
-        return histogram.labels(**self._labels)
+    def _histogram(self, name: HistogramName) -> Histogram:
+        return name.register(self._native).labels(*self._values)
 
 
-_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
-    ("capacity_bytes", "Most that a tier of KV may hold", lambda s: s.capacity_bytes),
-    ("used_bytes", "What it holds", lambda s: s.used_bytes),
-    ("blocks", "Blocks of KV that it holds", lambda s: s.num_blocks),
-    ("queued", "Transfers of blocks that wait or are under way", lambda s: s.queued),
-)
-_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
-    ("hits", "Blocks read from a tier of KV", lambda s: s.hits),
-    ("misses", "Blocks looked for and not read", lambda s: s.misses),
-    ("evictions", "Blocks that made room for others", lambda s: s.evictions),
-    ("read_bytes", "KV read from a tier", lambda s: s.read_bytes),
-    ("read_seconds", "Time in which something was read", lambda s: s.read_seconds),
-    ("written_bytes", "KV written to a tier", lambda s: s.written_bytes),
-    ("written_seconds", "Time in which something was written", lambda s: s.written_seconds),
-)
+class _AtScrape(Collector):
+    """A collector of what a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+    def describe(self) -> Iterable[Metric]:
+        return []
 
 
-class _TierCollector(Collector):
-    """A collector of the tiers' own figures, each with the tier as a label."""
+def _families(
+    table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float]]],
+    owners: Collection[tuple[tuple[str, ...], _Owner]],
+) -> Iterable[Metric]:
+    """Yields a table's metrics with a sample of every owner, which has its labels beside it."""
+    for name, read in table:
+        family = name.family()
+        for labels, owner in owners:
+            family.add_metric(labels, read(owner))
+        yield family
 
-    def __init__(
+
+class _WorkerCollector(Collector):
+    """A collector of what workers report; its counts go on over their replacements."""
+
+    def __init__(self, values: tuple[str, ...]) -> None:
+        self.state: WorkerState | None = None
+        """The present worker's; None before the first one is ready."""
+        self._values = values
+        self._counts = dict.fromkeys(names.WORKER_COUNTERS, 0.0)
+        """What former workers counted, and tallied."""
+        self._tallies = {name: Tally() for name in names.WORKER_HISTOGRAMS}
+        self._changes = (0, 0)
+
+    def replace(self) -> None:
+        """Keeps what the worker has counted: the next one counts from zero."""
+        self._counts, self._tallies, self._changes = self._sums()
+        self.state = None
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        if self.state is not None:
+            yield from _families(names.WORKER_GAUGES.items(), [(self._values, self.state)])
+        counts, tallies, changes = self._sums()
+        for counter_name, count in counts.items():
+            counter = counter_name.family()
+            counter.add_metric(self._values, count)
+            yield counter
+        for histogram_name, tally in tallies.items():
+            yield self._histogram(histogram_name, tally)
+        directions = names.BATCH_SIZE_CHANGES.family()
+        for direction, count in zip(("grow", "shrink"), changes, strict=True):
+            directions.add_metric((*self._values, direction), count)
+        yield directions
+
+    def _sums(
         self,
-        stats: Callable[[], list[TierStats]],
-        not_loaded: Callable[[], Mapping[tuple[str, str], int]],
-        labels: Mapping[str, str],
-    ) -> None:
-        self._stats = stats
-        self._not_loaded = not_loaded
-        self._names = [*labels, "tier"]
-        self._values = list(labels.values())
+    ) -> tuple[dict[CounterName, float], dict[HistogramName, Tally], tuple[int, int]]:
+        """Returns what all workers have counted."""
+        state = self.state
+        if state is None:
+            return self._counts, self._tallies, self._changes
+        counts = {
+            name: self._counts[name] + read(state) for name, read in names.WORKER_COUNTERS.items()
+        }
+        tallies = {
+            name: self._tallies[name] + read(state)
+            for name, read in names.WORKER_HISTOGRAMS.items()
+        }
+        grown, shrunk = self._changes
+        changes = (grown + state.figures.num_grown, shrunk + state.figures.num_shrunk)
+        return counts, tallies, changes
 
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        tiers = self._stats()
-        for name, text, read in _TIER_GAUGES:
-            gauge = GaugeMetricFamily(f"ullage_kv_tier_{name}", text, labels=self._names)
-            for tier in tiers:
-                gauge.add_metric([*self._values, tier.name], read(tier))
-            yield gauge
-        for name, text, read in _TIER_COUNTERS:
-            counter = CounterMetricFamily(f"ullage_kv_tier_{name}", text, labels=self._names)
-            for tier in tiers:
-                counter.add_metric([*self._values, tier.name], read(tier))
-            yield counter
-        info = GaugeMetricFamily(
-            "ullage_kv_tier_info",
-            "How a tier of KV moves bytes: 1",
-            labels=[*self._names, "backend"],
-        )
-        failures = CounterMetricFamily(
-            "ullage_kv_tier_failures",
-            "Blocks that were neither read nor stored nor absent",
-            labels=[*self._names, "status"],
-        )
-        for tier in tiers:
-            info.add_metric([*self._values, tier.name, tier.backend], 1)
-            for status, count in tier.failures.items():
-                failures.add_metric([*self._values, tier.name, status], count)
-        yield info
-        yield failures
-        not_loaded = CounterMetricFamily(
-            "ullage_kv_tier_not_loaded",
-            "Blocks that a tier had and requests did not begin with",
-            labels=[*self._names, "reason"],
-        )
-        for (tier_name, reason), count in self._not_loaded().items():
-            not_loaded.add_metric([*self._values, tier_name, reason], count)
-        yield not_loaded
-
-
-_PEER_GAUGES: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (
-    ("leases", "Leases of KV that other engines have here", lambda s: s.leases),
-    ("held_slots", "Blocks that they read or write", lambda s: s.held_slots),
-)
-_PEER_COUNTERS: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (
-    ("read_blocks", "Blocks of KV that other engines read here", lambda s: s.read_blocks),
-    ("read_bytes", "KV that other engines read here", lambda s: s.read_bytes),
-    ("written_blocks", "Blocks of KV that other engines copied here", lambda s: s.written_blocks),
-    ("written_bytes", "KV that other engines copied here", lambda s: s.written_bytes),
-    ("expired_leases", "Leases that no engine ended in time", lambda s: s.expired_leases),
-)
-
-
-class _PeerCollector(Collector):
-    """A collector of what peers read and write."""
-
-    def __init__(self, stats: Callable[[], PeerTraffic], labels: Mapping[str, str]) -> None:
-        self._stats = stats
-        self._labels = labels
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        traffic, values = self._stats(), list(self._labels.values())
-        for name, text, read in _PEER_GAUGES:
-            gauge = GaugeMetricFamily(f"ullage_kv_peers_{name}", text, labels=[*self._labels])
-            gauge.add_metric(values, read(traffic))
-            yield gauge
-        for name, text, read in _PEER_COUNTERS:
-            counter = CounterMetricFamily(f"ullage_kv_peers_{name}", text, labels=[*self._labels])
-            counter.add_metric(values, read(traffic))
-            yield counter
+    def _histogram(self, name: HistogramName, tally: Tally) -> HistogramMetricFamily:
+        family = name.family()
+        counts = tally.counts or [0] * (len(name.buckets) + 1)
+        bounds = (*map(floatToGoString, name.buckets), "+Inf")
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        family.add_metric(self._values, buckets, tally.total)
+        return family
 
 
 class _WithAliases(Collector):
@@ -399,9 +277,10 @@ class _WithAliases(Collector):
     def collect(self) -> Iterable[Metric]:
         families = {family.name: family for family in self._native.collect()}
         yield from families.values()
-        for name, alias in _ALIASES.items():
-            yield _renamed(families[name], alias)
-        yield _success(families["ullage_requests"])
+        for name, alias in names.VLLM_NAMES.items():
+            if name.name in families:
+                yield _renamed(families[name.name], alias)
+        yield _success(families[names.REQUESTS.name])
         yield _cache_config(families)
 
 
@@ -414,29 +293,30 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _success(requests: Metric) -> Metric:
-    metric = Metric("vllm:request_success", requests.documentation, requests.type)
+    """Returns how many requests ended as vLLM's do."""
+    counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
+    values: tuple[str, ...] = ()
     for sample in requests.samples:
-        labels = dict(sample.labels)
-        outcome = labels.pop("outcome")
-        if sample.name.endswith("_total") and outcome in _SUCCESS:
-            labels["finished_reason"] = outcome
-            metric.add_sample("vllm:request_success_total", labels, sample.value)
+        model, engine, outcome = (sample.labels[name] for name in names.REQUESTS.labels)
+        if sample.name.endswith("_total") and (reason := _FINISHED_REASONS.get(outcome)):
+            values = (model, engine)
+            counts[reason] += sample.value
+    metric = names.VLLM_SUCCESS.family()
+    for reason, count in counts.items():
+        if values:
+            metric.add_metric((*values, reason), count)
     return metric
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
     """Returns vLLM's constant gauge whose labels carry the size of the KV pool."""
 
-    def value(name: str) -> str:
-        samples = families[name].samples
+    def value(name: GaugeName) -> str:
+        samples = families[name.name].samples
         return str(int(samples[0].value)) if samples else "0"
 
-    metric = GaugeMetricFamily(
-        "vllm:cache_config_info", "KV cache", labels=["block_size", "num_gpu_blocks", "engine"]
-    )
-    metric.add_metric(
-        [value("ullage_kv_block_size_tokens"), value("ullage_kv_blocks_total"), "0"], 1
-    )
+    metric = names.VLLM_CACHE.family()
+    metric.add_metric((value(names.BLOCK_TOKENS), value(names.BLOCKS), "0"), 1)
     return metric
 
 

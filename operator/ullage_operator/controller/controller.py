@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from ullage_operator.api.naming import WATCHED, Kind
 from ullage_operator.api.spec import Settings
@@ -34,12 +34,12 @@ from ullage_operator.kube.leader_election import (
     Times,
     own_identity,
 )
+from ullage_operator.metric_names import LEADER, RECONCILE, RECONCILE_SECONDS
 
 _logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 
-_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _AT_ONCE = 16
 _GAP_S = 0.2
 _BACKOFF_FIRST_S = 1.0
@@ -112,25 +112,9 @@ class OperatorMetrics:
     """Reconciliations by result, how long they take, and whether this operator acts."""
 
     def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
-        self.total = Counter(
-            "ullage_operator_reconcile",
-            "Reconciliations of an LLMService: "
-            "ok, denied, invalid, gone, temporary, permanent or bug.",
-            ["result"],
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "ullage_operator_reconcile_seconds",
-            "Time of one reconciliation.",
-            buckets=_BUCKETS_S,
-            registry=registry,
-        )
-        leader = Gauge(
-            "ullage_operator_leader",
-            "1 for the operator that acts, 0 for one that stands by.",
-            registry=registry,
-        )
-        leader.set_function(lambda: float(left_s() > 0))
+        self.total = RECONCILE.register(registry)
+        self.seconds = RECONCILE_SECONDS.register(registry)
+        LEADER.register(registry).set_function(lambda: float(left_s() > 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

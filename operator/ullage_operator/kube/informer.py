@@ -24,7 +24,7 @@ from typing import Any, Never, cast
 
 import aiohttp
 import kopf
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from ullage_operator.api.errors import (
     ClusterDenied,
@@ -37,6 +37,7 @@ from ullage_operator.api.naming import Kind
 from ullage_operator.kube.cache import Cache, Scope
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.connection import Connection
+from ullage_operator.metric_names import OBJECTS, WATCH_RESTARTS
 
 _FIRST_S, _MOST_S = 0.2, 30.0
 _FAILING = 3
@@ -86,19 +87,8 @@ class WatchMetrics:
     """How the watches fare, and how much they hold."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.restarts = Counter(
-            "ullage_operator_watch_restarts",
-            "Watches begun again, by reason: ended, forgotten, absent, denied, unavailable, "
-            "refused or bug.",
-            ["kind", "reason"],
-            registry=registry,
-        )
-        self._objects = Gauge(
-            "ullage_operator_objects",
-            "Objects that the operator watches.",
-            ["kind"],
-            registry=registry,
-        )
+        self.restarts = WATCH_RESTARTS.register(registry)
+        self._objects = OBJECTS.register(registry)
 
     def count(self, kinds: Iterable[str], counts: Callable[[], Mapping[str, int]]) -> None:
         """Exports how many objects of each kind are known whenever somebody asks."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ullage_common.config.router import IdempotencySection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
+from ullage_router import metric_names as names
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
@@ -264,117 +265,48 @@ class RouterService:
             log.info("answered", extra={MORE_FIELDS: record.as_json() | more})
 
     def _watch(self) -> None:
-        watch = self.metrics.watch
-        watch("inflight_requests", "Requests being served", lambda: self.pipeline.inflight)
-        watch("open_picks", "Tickets given whose request has not ended", lambda: self.issuer.open)
-        for how, what in (
-            ("placed", "Requests that Pick placed"),
-            ("refused", "Requests that Pick refused"),
-            ("expired", "Tickets that expired without a report of their request's end"),
-        ):
-            read = functools.partial(self.issuer.counts.__getitem__, how)
-            self.metrics.count(f"picks_{how}", what, read)
-        watch("queue_requests", "Requests waiting for memory", lambda: len(self.queue))
-        watch(
-            "held_requests",
-            "Requests held until a pool wakes",
-            lambda: len(self.scale_to_zero.queue),
-        )
-        self.metrics.watch_wanted_requests(
-            self.scale_to_zero.pools, self.scale_to_zero.queue.wanted
-        )
-        watch(
-            "prefill_requests", "Requests in the prefill window", lambda: len(self.admission.window)
-        )
-        self.metrics.count(
-            "prefill_waited",
-            "Requests that waited in the prefill window",
-            lambda: self.admission.window.waited,
-        )
-        self.metrics.count(
-            "prefill_balanced",
-            "Requests that the prefill window moved to another engine",
-            lambda: self.admission.window.balanced,
-        )
-        watch("queue_bytes", "Predicted bytes that wait for memory", lambda: self.queue.size)
-        watch(
-            "queue_prompt_bytes",
-            "Memory of the router that waiting requests hold",
-            lambda: self.queue.prompt_bytes,
-        )
-        self.metrics.count(
-            "queue_passed",
-            "Requests that passed one that waits first in line",
-            lambda: self.queue.passed,
-        )
+        watch, count = self.metrics.watch, self.metrics.count
+        issuer, queue, window = self.issuer, self.queue, self.admission.window
+        watch(names.INFLIGHT, lambda: self.pipeline.inflight)
+        watch(names.OPEN_PICKS, lambda: issuer.open)
+        count(names.PICKS_PLACED, lambda: issuer.counts["placed"])
+        count(names.PICKS_REFUSED, lambda: issuer.counts["refused"])
+        count(names.PICKS_EXPIRED, lambda: issuer.counts["expired"])
+        watch(names.QUEUE_REQUESTS, lambda: len(queue))
+        watch(names.QUEUE_BYTES, lambda: queue.size)
+        watch(names.QUEUE_PROMPT_BYTES, lambda: queue.prompt_bytes)
+        count(names.QUEUE_PASSED, lambda: queue.passed)
+        watch(names.HELD_REQUESTS, lambda: len(self.scale_to_zero.queue))
+        pools = self.scale_to_zero.pools
+        self.metrics.watch_wanted_requests(pools, self.scale_to_zero.queue.wanted)
+        watch(names.PREFILL_REQUESTS, lambda: len(window))
+        count(names.PREFILL_WAITED, lambda: window.waited)
+        count(names.PREFILL_BALANCED, lambda: window.balanced)
         if keys := self.idempotency:
-            self.metrics.count(
-                "repeated", "Requests that got the answer of an earlier one", lambda: keys.repeated
-            )
-            watch("kept_answer_bytes", "Bytes of finished answers by key", lambda: keys.size)
+            count(names.REPEATED, lambda: keys.repeated)
+            watch(names.KEPT_ANSWERS, lambda: keys.size)
+        watch(names.KEY_PROBLEMS, lambda: len(self.tenants.problems))
+        watch(names.CERTIFICATE_PROBLEMS, lambda: self.tls.num_problems)
+        watch(names.CERTIFICATE_EXPIRY, lambda: self.tls.expiry)
         self._watch_engines()
-        self._count()
-        self._watch_secrets()
 
     def _watch_engines(self) -> None:
-        all_engines, watch = self.engines.all, self.metrics.watch
+        watch, count = self.metrics.watch, self.metrics.count
+        engines, balancer = self.engines, self.balancer
+        watch(names.ENGINES_READY, lambda: sum(each.state == "ready" for each in engines.all()))
+        watch(names.STALE_ENGINES, lambda: sum(each.state == "stale" for each in engines.all()))
+        watch(names.EJECTED_ENGINES, lambda: len(engines.held_back()))
         watch(
-            "engines_ready",
-            "Engines that take requests",
-            lambda: sum(engine.state == "ready" for engine in all_engines()),
+            names.HEADROOM_AGE,
+            lambda: largest(each.age_s for each in engines.all() if each.headroom),
         )
-        watch(
-            "stale_engines",
-            "Engines whose last report is too old",
-            lambda: sum(engine.state == "stale" for engine in all_engines()),
-        )
-        watch(
-            "headroom_age_seconds",
-            "Age of the oldest last report among engines",
-            lambda: largest(engine.age_s for engine in all_engines() if engine.headroom),
-        )
-        watch(
-            "credit_bytes",
-            "Bytes reserved for requests that no report includes yet",
-            lambda: sum(engine.credit_bytes for engine in all_engines()),
-        )
-        watch(
-            "ejected_engines",
-            "Engines that get nothing because requests failed on them",
-            lambda: len(self.engines.held_back()),
-        )
-
-    def _watch_secrets(self) -> None:
-        watch = self.metrics.watch
-        watch(
-            "key_problems",
-            "Files of tenants' keys that cannot be read, while those before stay valid",
-            lambda: len(self.tenants.problems),
-        )
-        watch(
-            "certificate_problems",
-            "Certificates that have expired, or whose newest files cannot be used",
-            lambda: self.tls.num_problems,
-        )
-        watch(
-            "certificate_expiry_timestamp_seconds",
-            "When the first of the certificates ends; 0 without TLS",
-            lambda: self.tls.expiry,
-        )
-
-    def _count(self) -> None:
-        engines, balancer, count = self.engines, self.balancer, self.metrics.count
-        count("ejections", "Times that a breaker opened", lambda: engines.ejections)
-        count("reports_missed", "Headroom reports that never came", lambda: engines.missed)
-        count("retries", "Requests sent to another engine", lambda: balancer.budget.spent)
-        count(
-            "retries_refused",
-            "Requests not retried, because the budget was spent",
-            lambda: balancer.budget.refused,
-        )
-        choices = balancer.choices
-        count("affinity_kept", "Requests on the engine of their caches", lambda: choices["kept"])
-        count("affinity_yielded", "Requests sent elsewhere", lambda: choices["yielded"])
+        watch(names.CREDIT_BYTES, lambda: sum(each.credit_bytes for each in engines.all()))
+        count(names.EJECTIONS, lambda: engines.ejections)
+        count(names.REPORTS_MISSED, lambda: engines.missed)
+        count(names.RETRIES, lambda: balancer.budget.spent)
+        count(names.RETRIES_REFUSED, lambda: balancer.budget.refused)
+        count(names.AFFINITY_KEPT, lambda: balancer.choices["kept"])
+        count(names.AFFINITY_YIELDED, lambda: balancer.choices["yielded"])
 
 
 def _breaker_json(breaker: Breaker) -> dict[str, object]:

@@ -74,10 +74,15 @@ class RequestRecord:
     def duration_s(self) -> float:
         return (self.ended or time.monotonic()) - self.arrived
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Speed of the answer after its first token; None where no second one came."""
+        seconds = self.duration_s - (self.ttft_s or 0.0)
+        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
+
     def as_json(self) -> dict[str, object]:
         decision = self.decision
-        seconds = self.duration_s - (self.ttft_s or 0.0)
-        speed = (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
+        speed = self.tokens_per_second
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,

@@ -83,7 +83,7 @@ def check(samples: dict[str, float]) -> None:
         assert samples[f"{prefix}inter_token_latency_seconds_count"] == 9
         assert samples[f"{prefix}e2e_request_latency_seconds_count"] == 1
         assert samples[f"{prefix}preemptions_total".replace(":pre", ":num_pre")] == 0
-    assert samples["ullage_kv_blocks_total"] == 100
+    assert samples["ullage_kv_blocks"] == 100
     assert samples["ullage_memory_headroom_bytes"] == 160_000
     assert samples["ullage_worker_restarts_total"] == 1
     assert samples["ullage_worker_resident_bytes"] == 12_345

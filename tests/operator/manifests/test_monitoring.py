@@ -1,20 +1,19 @@
 """Monitors, alerts and who may scrape."""
 
 import re
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ullage_engine.server.metrics import EngineMetrics
-from ullage_kv import TierStats
+from ullage_common.process.metrics import metric_names
+from ullage_engine import metric_names as engine_names
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.conditions.conditions import MONITORING, cluster_conditions
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.manifests.manifests import from_operator
-from ullage_router.telemetry.metrics import Metrics
+from ullage_router import metric_names as router_names
 
 RUNBOOKS = Path(__file__).parents[3] / "docs" / "runbooks"
 ALL = frozenset(MONITORING)
@@ -88,16 +87,11 @@ def test_alerts_are_about_this_services_pods_only(make_plan):
 
 
 def test_every_metric_of_an_alert_is_one_that_pods_export(make_plan):
-    router, engine = Metrics(), EngineMetrics("m")
-    router.watch("inflight_requests", "as the service has it", float)
-    router.count("reports_missed", "as the service has it", float)
-    engine.watch_tiers(lambda: [TierStats("file", "threads")], Counter)
     exported = {
-        name
-        for registry in (router.registry, engine.registry)
-        for family in registry.collect()
-        for suffix in ("", "_total", "_bucket")
-        for name in [family.name + suffix]
+        name.exposed + suffix
+        for module in (router_names, engine_names)
+        for name in metric_names(module)
+        for suffix in ("", "_bucket")
     }
     text = " ".join(rule["expr"] for rule in rules(make_plan(observed())).values())
     used = set(re.findall(r"ullage_\w+", text))

@@ -1,0 +1,299 @@
+"""Every metric of an engine, `ullage_*`, and what vLLM calls those that it has, too.
+
+The tables of the worker's, of tiers' and of peers' say where each figure is read.
+"""
+
+from collections.abc import Callable
+
+from ullage_common.process.metrics import CounterName, GaugeName, HistogramName, MetricName
+from ullage_engine.protocol.figures import (
+    QUEUE_SECONDS,
+    STEP_SECONDS,
+    STEP_SEQUENCES,
+    STEP_TOKENS,
+    Tally,
+)
+from ullage_engine.protocol.messages import WorkerState
+from ullage_kv import TierStats
+from ullage_kv.service import PeerTraffic
+
+# vLLM's buckets, seconds, so that its dashboards' quantiles can be compared.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+
+ENGINE = ("model_name", "engine")
+"""Labels of every series; `engine` is always 0, as vLLM's first one is."""
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterName:
+    return CounterName(name, text, (*ENGINE, *labels))
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeName:
+    return GaugeName(name, text, (*ENGINE, *labels))
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> HistogramName:
+    return HistogramName(name, text, ENGINE, buckets=buckets)
+
+
+# requests, as the server sees them ---------------------------------------------------------------
+
+REQUESTS = _counter("ullage_requests", "Ended requests by outcome", "outcome")
+PROMPT_TOKENS = _counter("ullage_prompt_tokens", "Tokens of started prompts")
+GENERATION_TOKENS = _counter("ullage_generation_tokens", "Tokens generated")
+TTFT = _histogram(
+    "ullage_time_to_first_token_seconds", "From acceptance to the first token", TTFT_BUCKETS
+)
+INTER_TOKEN = _histogram(
+    "ullage_inter_token_latency_seconds", "Between two tokens of one request", TOKEN_BUCKETS
+)
+PER_TOKEN = _histogram(
+    "ullage_request_time_per_output_token_seconds",
+    "Mean time of a token in one request",
+    TOKEN_BUCKETS,
+)
+E2E = _histogram(
+    "ullage_e2e_request_latency_seconds", "From acceptance to the last token", REQUEST_BUCKETS
+)
+DEGRADED = _counter(
+    "ullage_engine_degraded_requests",
+    "Answers begun that were given less than was asked for, because memory was short",
+    "what",
+)
+STEPS = _counter("ullage_steps", "Steps that produced tokens")
+WORKER_RESTARTS = _counter("ullage_worker_restarts", "Workers replaced")
+COLLECTIVE_ERRORS = _counter(
+    "ullage_collective_errors",
+    "Groups of ranks that were lost in a collective (NCCL or gloo) or to another rank's end",
+)
+
+# the device map, and the server itself -----------------------------------------------------------
+
+RANK_LAYERS = _gauge(
+    "ullage_rank_layers",
+    "Layers of each rank: the device map",
+    *("rank", "stage", "tensor_rank", "device", "first_layer"),
+)
+BLOCK_TOKENS = _gauge("ullage_kv_block_size_tokens", "Tokens of one block")
+BLOCKS = _gauge("ullage_kv_blocks", "Blocks of the KV pool")
+BLOCKS_USED = _gauge("ullage_kv_blocks_used", "Blocks in block tables")
+SERVER_RESIDENT = _gauge(
+    "ullage_server_resident_bytes", "Resident memory of the server, which the worker is not part of"
+)
+CERTIFICATE_PROBLEMS = _gauge(
+    "ullage_certificate_problems", "1 while the newest certificate cannot be used"
+)
+CERTIFICATE_EXPIRY = _gauge(
+    "ullage_certificate_expiry_timestamp_seconds", "When the server's certificate ends"
+)
+
+# what the worker reports -------------------------------------------------------------------------
+
+
+def _used_ratio(state: WorkerState) -> float:
+    return state.kv_held_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
+
+
+REQUESTS_RUNNING = _gauge("ullage_requests_running", "Sequences in the batch")
+REQUESTS_WAITING = _gauge("ullage_requests_waiting", "Sequences admitted, not started")
+KV_USED_RATIO = _gauge("ullage_kv_used_ratio", "Share of the KV pool in use, 0 to 1")
+PREEMPTIONS = _counter("ullage_preemptions", "Sequences preempted for memory")
+PREFIX_QUERIES = _counter(
+    "ullage_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache"
+)
+PREFIX_HITS = _counter(
+    "ullage_prefix_cache_hits_tokens", "Looked-up prompt tokens whose KV was found"
+)
+
+WORKER_GAUGES: dict[GaugeName, Callable[[WorkerState], float]] = {
+    REQUESTS_RUNNING: lambda s: s.num_running,
+    REQUESTS_WAITING: lambda s: s.num_waiting,
+    KV_USED_RATIO: _used_ratio,
+    _gauge(
+        "ullage_kv_waste_ratio", "Share of the KV in use that holds no tokens, 0 to 1"
+    ): lambda s: s.kv_waste_ratio,
+    _gauge("ullage_kv_pool_bytes", "Size of the KV pool"): lambda s: s.kv_pool_bytes,
+    _gauge("ullage_kv_committed_bytes", "KV reserved, not allocated yet"): lambda s: (
+        s.kv_committed_bytes
+    ),
+    _gauge("ullage_memory_headroom_bytes", "KV that a new request may take"): lambda s: (
+        s.headroom_bytes
+    ),
+    _gauge(
+        "ullage_memory_withheld_bytes",
+        "Headroom withheld because other processes took memory of the device",
+    ): lambda s: s.kv_withheld_bytes,
+    _gauge(
+        "ullage_swap_bandwidth_bytes_per_second",
+        "Bandwidth to host memory measured at start; 0 without host memory for KV",
+    ): lambda s: s.swap_bytes_per_second,
+    _gauge(
+        "ullage_worker_resident_bytes",
+        "Resident memory of the worker's ranks; on CUDA, used bytes of its device",
+    ): lambda s: s.rss_bytes,
+    _gauge("ullage_sessions", "Sessions that keep KV between requests"): lambda s: s.num_sessions,
+    _gauge("ullage_session_bytes", "KV that sessions keep between requests"): lambda s: (
+        s.session_bytes
+    ),
+    _gauge("ullage_engine_pressure_level", "Degrade level, 1 the mildest; 0 none"): lambda s: (
+        s.pressure_level
+    ),
+}
+
+WORKER_COUNTERS: dict[CounterName, Callable[[WorkerState], float]] = {
+    PREEMPTIONS: lambda s: s.num_preemptions,
+    _counter(
+        "ullage_swaps", "Preemptions by swapping to host memory; the others compute KV again"
+    ): lambda s: s.num_swaps,
+    _counter("ullage_swap_out_bytes", "KV copied to host memory"): lambda s: s.swap_out_bytes,
+    _counter("ullage_swap_in_bytes", "KV copied back from host memory"): lambda s: s.swap_in_bytes,
+    _counter(
+        "ullage_swap_seconds", "Time of copying KV to host memory and back, on rank 0"
+    ): lambda s: s.swap_seconds,
+    _counter("ullage_oom_events", "Steps that ran out of memory"): lambda s: s.num_oom_events,
+    _counter(
+        "ullage_nonfinite_logits", "Requests failed because their logits were NaN or infinite"
+    ): lambda s: s.num_nonfinite_logits,
+    _counter(
+        "ullage_steps_overlapped",
+        "Steps begun while later pipeline stages computed an earlier one",
+    ): lambda s: s.num_overlapped_steps,
+    PREFIX_QUERIES: lambda s: s.prefix_lookup_tokens,
+    PREFIX_HITS: lambda s: s.prefix_hit_tokens,
+    _counter(
+        "ullage_prefix_cache_merged_tokens",
+        "Tokens whose KV was computed twice and is stored once",
+    ): lambda s: s.prefix_merged_tokens,
+    _counter("ullage_adapter_loads", "LoRA adapters loaded into a slot"): lambda s: (
+        s.num_adapter_loads
+    ),
+    _counter("ullage_adapter_unloads", "LoRA adapters that gave way"): lambda s: (
+        s.num_adapter_unloads
+    ),
+}
+
+BATCH_SIZE_CHANGES = _counter(
+    "ullage_batch_size_changes",
+    "Steps with more sequences than the step before (grow) or fewer (shrink)",
+    "direction",
+)
+STEP_TOKENS_SEEN = _histogram(
+    "ullage_step_tokens", "Tokens of one step, of prompts and of output", STEP_TOKENS
+)
+QUEUE_TIME = _histogram(
+    "ullage_request_queue_time_seconds",
+    "From acceptance to the step in which a prompt's first tokens are computed",
+    QUEUE_SECONDS,
+)
+
+WORKER_HISTOGRAMS: dict[HistogramName, Callable[[WorkerState], Tally]] = {
+    _histogram("ullage_step_seconds", "Time of one step", STEP_SECONDS): (
+        lambda s: s.figures.step_seconds
+    ),
+    STEP_TOKENS_SEEN: lambda s: s.figures.step_tokens,
+    _histogram("ullage_step_sequences", "Sequences of one step", STEP_SEQUENCES): (
+        lambda s: s.figures.step_sequences
+    ),
+    QUEUE_TIME: lambda s: s.figures.queue_seconds,
+}
+
+# KV in tiers outside the device ------------------------------------------------------------------
+
+TIERS: dict[CounterName | GaugeName, Callable[[TierStats], float]] = {
+    _gauge("ullage_kv_tier_capacity_bytes", "Most that a tier of KV may hold", "tier"): lambda s: (
+        s.capacity_bytes
+    ),
+    _gauge("ullage_kv_tier_used_bytes", "KV that a tier holds", "tier"): lambda s: s.used_bytes,
+    _gauge("ullage_kv_tier_blocks", "Blocks of KV that a tier holds", "tier"): (
+        lambda s: s.num_blocks
+    ),
+    _gauge(
+        "ullage_kv_tier_queued", "Transfers of blocks that wait or are under way", "tier"
+    ): lambda s: s.queued,
+    _counter("ullage_kv_tier_hits", "Blocks read from a tier of KV", "tier"): lambda s: s.hits,
+    _counter("ullage_kv_tier_misses", "Blocks looked for and not read", "tier"): (
+        lambda s: s.misses
+    ),
+    _counter("ullage_kv_tier_evictions", "Blocks that made room for others", "tier"): (
+        lambda s: s.evictions
+    ),
+    _counter("ullage_kv_tier_read_bytes", "KV read from a tier", "tier"): lambda s: s.read_bytes,
+    _counter("ullage_kv_tier_read_seconds", "Time in which something was read", "tier"): (
+        lambda s: s.read_seconds
+    ),
+    _counter("ullage_kv_tier_written_bytes", "KV written to a tier", "tier"): (
+        lambda s: s.written_bytes
+    ),
+    _counter("ullage_kv_tier_written_seconds", "Time in which something was written", "tier"): (
+        lambda s: s.written_seconds
+    ),
+}
+TIER_INFO = _gauge("ullage_kv_tier_info", "How a tier of KV moves bytes: 1", "tier", "backend")
+TIER_FAILURES = _counter(
+    "ullage_kv_tier_failures",
+    "Blocks that were neither read nor stored nor absent",
+    *("tier", "status"),
+)
+TIER_NOT_LOADED = _counter(
+    "ullage_kv_tier_not_loaded",
+    "Blocks that a tier had and requests did not begin with",
+    *("tier", "reason"),
+)
+PEERS: dict[CounterName | GaugeName, Callable[[PeerTraffic], float]] = {
+    _gauge("ullage_kv_peers_leases", "Leases of KV that other engines have here"): (
+        lambda s: s.leases
+    ),
+    _gauge("ullage_kv_peers_held_slots", "Blocks that other engines read or write"): (
+        lambda s: s.held_slots
+    ),
+    _counter("ullage_kv_peers_read_blocks", "Blocks of KV that other engines read here"): (
+        lambda s: s.read_blocks
+    ),
+    _counter("ullage_kv_peers_read_bytes", "KV that other engines read here"): (
+        lambda s: s.read_bytes
+    ),
+    _counter("ullage_kv_peers_written_blocks", "Blocks of KV that other engines copied here"): (
+        lambda s: s.written_blocks
+    ),
+    _counter("ullage_kv_peers_written_bytes", "KV that other engines copied here"): (
+        lambda s: s.written_bytes
+    ),
+    _counter("ullage_kv_peers_expired_leases", "Leases that no engine ended in time"): (
+        lambda s: s.expired_leases
+    ),
+}
+
+# vLLM's names ------------------------------------------------------------------------------------
+
+VLLM_NAMES: dict[MetricName, str] = {
+    REQUESTS_RUNNING: "vllm:num_requests_running",
+    REQUESTS_WAITING: "vllm:num_requests_waiting",
+    KV_USED_RATIO: "vllm:kv_cache_usage_perc",
+    PREFIX_QUERIES: "vllm:prefix_cache_queries",
+    PREFIX_HITS: "vllm:prefix_cache_hits",
+    PREEMPTIONS: "vllm:num_preemptions",
+    PROMPT_TOKENS: "vllm:prompt_tokens",
+    GENERATION_TOKENS: "vllm:generation_tokens",
+    TTFT: "vllm:time_to_first_token_seconds",
+    INTER_TOKEN: "vllm:inter_token_latency_seconds",
+    PER_TOKEN: "vllm:request_time_per_output_token_seconds",
+    E2E: "vllm:e2e_request_latency_seconds",
+    QUEUE_TIME: "vllm:request_queue_time_seconds",
+    STEP_TOKENS_SEEN: "vllm:iteration_tokens_total",
+}
+"""vLLM's names of metrics that have the same samples."""
+VLLM_SUCCESS = _counter("vllm:request_success", "Requests answered to their end", "finished_reason")
+VLLM_CACHE = GaugeName(
+    "vllm:cache_config_info", "Size of the KV pool: 1", ("block_size", "num_gpu_blocks", "engine")
+)

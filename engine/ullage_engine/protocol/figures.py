@@ -1,0 +1,89 @@
+"""How long steps take, what they compute and how long requests wait for them, as the worker counts
+and the server exports: by buckets that both know, so that a report has the same few numbers after
+a million steps."""
+
+from bisect import bisect_left
+
+import msgspec
+
+STEP_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
+# vLLM's of vllm:iteration_tokens_total.
+STEP_TOKENS = (1.0, *(float(1 << power) for power in range(3, 15)))
+STEP_SEQUENCES = tuple(float(1 << power) for power in range(10))
+# vLLM's, from 0.3 on, and below them what a server without a queue shows.
+QUEUE_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class Tally(msgspec.Struct, array_like=True):
+    """Observations by bucket."""
+
+    counts: list[int] = []
+    """Observations up to each bound and above the one before, those above all bounds last; empty
+    before the first."""
+    total: float = 0.0
+    """Sum of all observations."""
+
+    def observe(self, bounds: tuple[float, ...], value: float) -> None:
+        """Counts one observation among the same bounds as ever."""
+        if not self.counts:
+            self.counts = [0] * (len(bounds) + 1)
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> "Tally":
+        """Returns a tally that later observations do not change."""
+        return Tally(self.counts.copy(), self.total)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Returns the observations of both."""
+        if not (self.counts and other.counts):
+            return self if self.counts else other
+        counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        return Tally(counts, self.total + other.total)
+
+
+class Figures(msgspec.Struct, array_like=True):
+    """Everything that a worker has counted so since its start."""
+
+    step_seconds: Tally = msgspec.field(default_factory=Tally)
+    step_tokens: Tally = msgspec.field(default_factory=Tally)
+    step_sequences: Tally = msgspec.field(default_factory=Tally)
+    queue_seconds: Tally = msgspec.field(default_factory=Tally)
+    """From a request's acceptance by the server until its first tokens are computed."""
+    num_grown: int = 0
+    """Steps with more sequences than the step before."""
+    num_shrunk: int = 0
+    """Steps with fewer sequences than the step before."""
+    last_sequences: int = 0
+    """Sequences of the last step."""
+
+    def observe_step(self, seconds: float, num_tokens: int, num_sequences: int) -> None:
+        """Counts a step that was computed."""
+        self.step_seconds.observe(STEP_SECONDS, seconds)
+        self.step_tokens.observe(STEP_TOKENS, num_tokens)
+        self.step_sequences.observe(STEP_SEQUENCES, num_sequences)
+        self.num_grown += num_sequences > self.last_sequences
+        self.num_shrunk += num_sequences < self.last_sequences
+        self.last_sequences = num_sequences
+
+    def observe_queue(self, seconds: float) -> None:
+        """Counts a request that begins to be computed."""
+        self.queue_seconds.observe(QUEUE_SECONDS, seconds)
+
+    def copy(self) -> "Figures":
+        """Returns figures that later observations do not change."""
+        return Figures(
+            self.step_seconds.copy(),
+            self.step_tokens.copy(),
+            self.step_sequences.copy(),
+            self.queue_seconds.copy(),
+            self.num_grown,
+            self.num_shrunk,
+            self.last_sequences,
+        )
