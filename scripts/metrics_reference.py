@@ -1,0 +1,131 @@
+"""Writes docs/metrics.md, the reference of all metrics, from the processes' names; --check only
+compares.
+
+python scripts/metrics_reference.py [--check]
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ullage_common.process.metrics import HistogramName, MetricName, metric_names
+from ullage_engine import metric_names as engine
+from ullage_operator import metric_names as operator
+from ullage_router import metric_names as router
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "metrics.md"
+
+HEAD = """# Metrics
+
+Router, engine and operator answer Prometheus at `/metrics`. Where a cluster has the Prometheus
+operator's API, each service gets PodMonitors and alerts by itself. `ullage up` writes the addresses
+of its processes to a file that you name:
+
+    ullage up -f examples/smollm2.yaml --state-file state.json
+    jq -r '.metrics_url, .engines[].metrics_url' state.json
+    curl -s "$(jq -r .metrics_url state.json)" | grep tokens_per_second
+
+## Scraping
+
+Without the Prometheus operator, name these addresses yourself. A router of several processes answers
+for all of them, and the label `process` says whose a sample is.
+
+```yaml
+# prometheus.yml
+scrape_configs:
+  - job_name: ullage
+    scrape_interval: 15s
+    static_configs:
+      - targets: ["127.0.0.1:41234", "127.0.0.1:41235"]   # from state.json
+```
+
+`spec.observability.podMonitor` sets labels and interval of what the operator makes
+([llmservice.md](llmservice.md)), [operator.md](operator.md) says who may scrape, and
+[runbooks/service.md](runbooks/service.md) what to do about each alert.
+
+## Reading
+
+Times are seconds, sizes bytes, shares 0 to 1. Queries use the names as they stand here; of a
+histogram there are `_bucket`, `_sum` and `_count`. Every label has few values: no request, prompt
+or key is one, and only tenants that the configuration names have a value of their own.
+
+Every process exports `process_resident_memory_bytes`, `process_cpu_seconds_total` and what else
+Prometheus' client reads of it. What a worker counts goes on when the engine replaces it, so that no
+rate falls for that reason.
+
+People read 4 to 13 tokens a second. This is the share of streams that are slower:
+
+```promql
+sum(rate(ullage_router_stream_tokens_per_second_bucket{le="4.0"}[5m]))
+  / sum(rate(ullage_router_stream_tokens_per_second_count[5m]))
+```
+
+`python scripts/metrics_reference.py` writes this page from the modules named below, from which the
+code registers its metrics, too.
+"""
+
+VLLM = """## vLLM's names
+
+An engine exports what vLLM has, too, under vLLM's name and with its labels and buckets, so that its
+dashboards and the endpoint picker of the Gateway API's inference extension find what they need.
+They are made of the same samples at each scrape.
+
+| name | of |
+| --- | --- |"""
+
+
+def main() -> int:
+    page = "\n".join(lines())
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is out of date; run python scripts/metrics_reference.py")
+    return 1
+
+
+def lines() -> Iterator[str]:
+    """Yields the page's paragraphs."""
+    yield HEAD
+    yield from chapter("Router", "operator/ullage_router/metric_names.py", metric_names(router))
+    common = ", ".join(f"`{label}`" for label in engine.ENGINE)
+    own = [each for each in metric_names(engine) if not each.name.startswith("vllm:")]
+    yield from chapter("Engine", "engine/ullage_engine/metric_names.py", own, engine.ENGINE)
+    yield f"Every one has the labels {common}, too.\n"
+    yield VLLM
+    for name, alias in engine.VLLM_NAMES.items():
+        yield f"| `{alias}{name.exposed.removeprefix(name.name)}` | `{name.exposed}` |"
+    ends = "stop and length; timeout and cancelled are abort"
+    success, cache = engine.VLLM_SUCCESS, engine.VLLM_CACHE
+    yield f"| `{success.exposed}`, label `finished_reason` | `{engine.REQUESTS.exposed}`: {ends} |"
+    sizes = f"`{engine.BLOCK_TOKENS.name}` and `{engine.BLOCKS.name}`"
+    yield f"| `{cache.name}{{{','.join(cache.labels)}}}` | {sizes}, as labels |"
+    yield ""
+    yield from chapter(
+        "Operator", "operator/ullage_operator/metric_names.py", metric_names(operator)
+    )
+
+
+def chapter(
+    title: str, module: str, names: list[MetricName], common: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Yields a process's table."""
+    yield f"## {title}\n\n`{module}`\n"
+    yield "| name | kind | labels | meaning |\n| --- | --- | --- | --- |"
+    for name in names:
+        labels = ", ".join(f"`{each}`" for each in name.labels if each not in common)
+        yield f"| `{name.exposed}` | {name.kind} | {labels} | {name.text}{bounds(name)} |"
+    yield ""
+
+
+def bounds(name: MetricName) -> str:
+    """Returns a histogram's first and last bucket."""
+    if not isinstance(name, HistogramName):
+        return ""
+    return f"; buckets {name.buckets[0]:g} to {name.buckets[-1]:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The reference of metrics is that of the code, and names follow Prometheus' conventions."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from ullage_common.process.metrics import metric_names
+from ullage_engine import metric_names as engine
+from ullage_operator import metric_names as operator
+from ullage_router import metric_names as router
+
+ROOT = Path(__file__).parents[1]
+BOUNDED = (
+    {"model_name", "engine", "action", "route", "code", "reason", "had_tokens", "cause", "outcome"}
+    | {"tier", "method", "step", "side", "trial", "what", "le", "tenant", "kind", "limit", "pool"}
+    | {"priority", "direction", "rank", "stage", "tensor_rank", "device", "first_layer", "status"}
+    | {"backend", "result"}
+)
+"""Labels whose values are few, whoever asks what."""
+
+
+def test_the_page_is_of_this_code() -> None:
+    script = ROOT / "scripts" / "metrics_reference.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_names_say_their_process_and_labels_are_bounded() -> None:
+    for prefix, module in (
+        ("ullage_router_", router),
+        ("ullage_operator_", operator),
+        ("(ullage_|vllm:)", engine),
+    ):
+        names = metric_names(module)
+        assert len({each.name for each in names}) == len(names)
+        wrong = [each.name for each in names if not re.match(prefix, each.name)]
+        wrong += [each.name for each in names if each.text.endswith(".")]
+        wrong += [each.name for each in names if set(each.labels) - BOUNDED]
+        assert not wrong
