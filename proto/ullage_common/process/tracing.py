@@ -1,0 +1,272 @@
+"""Spans of requests: OpenTelemetry's SDK, whose spans a collector gets by OTLP.
+
+Without a `TracingSection` there is no tracer, no package of OpenTelemetry's is imported, and a
+request pays for nothing. With one, a span is made for what takes time; most are made when the
+request is over, from times that were written down, so that nobody waits for them. A collector that
+is slow or gone costs spans and one line in the log, never a request: spans wait in a bounded queue
+that a thread sends.
+
+Names of spans and of their attributes follow OpenTelemetry's conventions for generative AI
+(semantic-conventions-genai, in development; `gen_ai.*` as of July 2026) and W3C's trace context
+(https://www.w3.org/TR/trace-context/).
+"""
+
+import importlib.metadata
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from ullage_common.process.config_file import ConfigError, Probability, Strict, Text
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+# Attributes that routers and engines write.
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_MODEL = "gen_ai.response.model"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+TEMPERATURE = "gen_ai.request.temperature"
+TOP_P = "gen_ai.request.top_p"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+FIRST_CHUNK_S = "gen_ai.response.time_to_first_chunk"
+ERROR_TYPE = "error.type"
+STATUS = "http.response.status_code"
+REQUEST_ID = "ullage.request_id"
+
+SpanKind = Literal["internal", "server", "client"]
+Value = str | bool | int | float | Sequence[str]
+
+EXPORT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+"""Longest time that spans may still take to leave when a process ends."""
+
+log = logging.getLogger(__name__)
+
+
+class TracingSection(Strict, frozen=True, kw_only=True):
+    """Where spans go."""
+
+    endpoint: Text
+    """URL of the collector, such as http://collector:4317."""
+    protocol: Literal["grpc", "http"] = "grpc"
+    """OTLP over gRPC (mostly port 4317), or over HTTP (mostly port 4318)."""
+    sample_ratio: Probability = 1.0
+    """Share of the traces that begin here whose spans are sent. A client's `traceparent` decides
+    for its own."""
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(
+                f"tracing.endpoint: {self.endpoint!r} is no URL; write http://HOST:PORT, or https"
+            )
+
+
+class Span:
+    """A span that has begun; its methods do nothing where its trace is not sampled."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is sampled and not ended, so that attributes are worth making."""
+        return bool(self._span.is_recording())
+
+    @property
+    def traceparent(self) -> str:
+        """The span as the parent of others, in W3C's form."""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The headers by which another process continues the trace."""
+        parent = ("traceparent", self.traceparent)
+        state = self._span.get_span_context().trace_state.to_header()
+        return (parent, ("tracestate", state)) if state else (parent,)
+
+    def set(self, attributes: Mapping[str, Value]) -> None:
+        """Adds attributes, or replaces them."""
+        self._span.set_attributes(attributes)
+
+    def event(
+        self,
+        name: str,
+        attributes: Mapping[str, Value] | None = None,
+        at_unix_s: float | None = None,
+    ) -> None:
+        """Adds something that happened at one moment, by default now."""
+        self._span.add_event(name, attributes, _nanoseconds(at_unix_s))
+
+    def end(self, at_unix_s: float | None = None, error: str = "") -> None:
+        """Ends the span, by default now; `error` is the kind of failure, empty where it is none."""
+        if error and self._span.is_recording():
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_attribute(ERROR_TYPE, error)
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(_nanoseconds(at_unix_s))
+
+
+class Tracer:
+    """Makes the spans of one process."""
+
+    def __init__(self, provider: "TracerProvider") -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("ullage")
+        self._extract = TraceContextTextMapPropagator().extract
+        self._in_context = trace.set_span_in_context
+        self._no_parent = trace.set_span_in_context(trace.INVALID_SPAN)
+        self._kinds = {
+            kind: trace.SpanKind[kind.upper()] for kind in ("internal", "server", "client")
+        }
+
+    def span(
+        self,
+        name: str,
+        *,
+        parent: "Span | Sequence[tuple[str, str]] | str | None" = None,
+        kind: SpanKind = "internal",
+        start_unix_s: float | None = None,
+        attributes: Mapping[str, Value] | None = None,
+    ) -> Span:
+        """Begins a span.
+
+        Args:
+            parent: a span of this process, or what another one sent: its `traceparent`, or headers
+                with that and `tracestate`. Without a usable one a new trace begins.
+            start_unix_s: when it began; now by default.
+        """
+        return Span(
+            self._tracer.start_span(
+                name,
+                context=self._context(parent),
+                kind=self._kinds[kind],
+                attributes=attributes,
+                start_time=_nanoseconds(start_unix_s),
+            )
+        )
+
+    def _context(self, parent: "Span | Sequence[tuple[str, str]] | str | None") -> Any:
+        if isinstance(parent, Span):
+            return self._in_context(parent._span)
+        if not parent:
+            return self._no_parent
+        headers = {"traceparent": parent} if isinstance(parent, str) else dict(parent)
+        return self._extract(headers, self._no_parent)
+
+    def close(self) -> None:
+        """Sends what is waiting, for at most `CLOSE_TIMEOUT_S`; blocks meanwhile."""
+        # Both of the SDK's calls may wait for a collector for longer than they are told.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
+
+
+def start_tracing(
+    section: TracingSection | None, service_name: str, attributes: Mapping[str, str] | None = None
+) -> Tracer | None:
+    """Begins to trace this process; returns None where no collector is configured.
+
+    `attributes`: of the process, such as `service.instance.id`; OTEL_RESOURCE_ATTRIBUTES adds to
+    them, and OTEL_EXPORTER_OTLP_HEADERS has what the collector wants of its clients.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if section is None:
+        return None
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+        exporter = _exporter(section)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing: {error.name} is not installed; install ullage with its dependencies, or "
+            "leave tracing out"
+        ) from error
+    _silence_libraries()
+    version = importlib.metadata.version("ullage")
+    own = {"service.name": service_name, "service.version": version, **(attributes or {})}
+    provider = TracerProvider(
+        resource=Resource.create(own),
+        sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(
+        BatchSpanProcessor(
+            _watched(exporter, section.endpoint),
+            schedule_delay_millis=1000,
+            export_timeout_millis=1000 * EXPORT_TIMEOUT_S,
+        )
+    )
+    return Tracer(provider)
+
+
+def _exporter(section: TracingSection) -> "SpanExporter":
+    if section.protocol == "http":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+            OTLPSpanExporter as OverHTTP,
+        )
+
+        has_path = urlsplit(section.endpoint).path.strip("/")
+        url = section.endpoint if has_path else f"{section.endpoint.rstrip('/')}/v1/traces"
+        return OverHTTP(endpoint=url, timeout=EXPORT_TIMEOUT_S)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGRPC
+
+    return OverGRPC(endpoint=section.endpoint, timeout=int(EXPORT_TIMEOUT_S))
+
+
+def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
+    """Returns the exporter, saying once when the collector stops to take spans, and once when it
+    does again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Watched(SpanExporter):
+        is_lost = False
+
+        def export(self, spans: Any) -> SpanExportResult:
+            try:
+                result = exporter.export(spans)
+            except Exception:  # whatever it is, requests go on
+                result = SpanExportResult.FAILURE
+            is_lost = result is not SpanExportResult.SUCCESS
+            if is_lost is not self.is_lost:
+                self.is_lost = is_lost
+                if is_lost:
+                    log.warning("no spans reach the collector", extra={"endpoint": endpoint})
+                else:
+                    log.info("spans reach the collector again", extra={"endpoint": endpoint})
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return Watched()
+
+
+def _silence_libraries() -> None:
+    """The exporters' own loggers write a line for each failed try; `_watched` says it once."""
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
+
+
+def _nanoseconds(unix_s: float | None) -> int | None:
+    return None if unix_s is None else int(unix_s * 1e9)
