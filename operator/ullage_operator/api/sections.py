@@ -126,6 +126,8 @@ _API_WORDS = {
     "cpu": "CPU",
     "cuda": "CUDA",
     "fp8": "FP8",
+    "grpc": "grpc",
+    "http": "http",
     "keda": "KEDA",
     "off": "None",
     "vllm": "VLLM",

@@ -36,6 +36,7 @@ from ullage_common.config.router import (
     TenantRules,
 )
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
+from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Problem
 from ullage_operator.api.overlay import laid_over
@@ -170,6 +171,7 @@ class PrometheusRule(Strict, frozen=True, kw_only=True):
 
 class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     log_level: LogLevel | None = None
+    tracing: TracingSection | None = None
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None

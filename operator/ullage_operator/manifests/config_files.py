@@ -83,6 +83,7 @@ def engine_config(
             allow_fault_injection=spec.allow_fault_injection,
             log_level=spec.observability.log_level or LOG_LEVEL,
         ),
+        tracing=spec.observability.tracing,
     )
 
 
@@ -157,6 +158,7 @@ def router_config(service: Service) -> RouterConfig:
         tenants=tenants_config(spec.tenants, spec.router.replicas) if spec.tenants else None,
         cascade=cascade_config(service, spec.cascade) if spec.cascade else None,
         tickets=tickets,
+        tracing=spec.observability.tracing,
         log_level=spec.observability.log_level or LOG_LEVEL,
     )
 

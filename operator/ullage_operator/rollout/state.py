@@ -73,9 +73,11 @@ def shared_hash(service: Service) -> str:
     What is not set is left out, so that a field that a newer operator knows is no edit.
     """
     spec = service.spec
+    tracing = spec.observability.tracing
     fields = {
         "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
         "logLevel": spec.observability.log_level,
+        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
         "tls": spec.tls.engines and spec.tls.engines.secret_name,
     }

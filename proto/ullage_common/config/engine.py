@@ -19,6 +19,7 @@ from ullage_common.process.config_file import (
     Strict,
     Text,
 )
+from ullage_common.process.tracing import TracingSection
 
 Device = Literal["auto", "cpu", "cuda"]
 EngineKind = Literal["auto", "native", "vllm"]
@@ -441,6 +442,8 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     """Settings of tickets. Unset: whoever reaches this engine may use it, and tickets are not
     looked at."""
     server: ServerSection = ServerSection()
+    tracing: TracingSection | None = None
+    """Where spans of requests go; None: nowhere."""
 
     def __post_init__(self) -> None:
         names = [self.model.name, *(adapter.name for adapter in self.adapters)]

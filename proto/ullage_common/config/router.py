@@ -21,6 +21,7 @@ from ullage_common.process.config_file import (
     Strict,
     Text,
 )
+from ullage_common.process.tracing import TracingSection
 from ullage_common.wire.limits import MAX_PRIORITY
 
 MAX_STEPS = 4
@@ -511,6 +512,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     """Says which engines are a canary's (`canary.RolloutFile`)."""
     processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Number of router processes that share the ports."""
+    tracing: TracingSection | None = None
+    """Where spans of requests go; None: nowhere."""
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:

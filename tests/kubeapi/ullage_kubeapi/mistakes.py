@@ -490,6 +490,11 @@ RULES = [
     rule("tls", "tls encrypts nothing by itself", value={}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"ttftP95": "30s"}}),
     rule("slo.ttftP95", SLO_RULE, {"slo": {"e2eP95": "5s"}}),
+    rule(
+        "observability.tracing.endpoint",
+        "endpoint is a URL such as http://collector:4318",
+        {"observability.tracing.endpoint": "collector:4317"},
+    ),
     rule("observability.metricsFrom[0]", "namespaceSelector, podSelector or both", NOBODY),
 ]
 
