@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 
 from ullage_common.process.metrics import metric_names
 from ullage_engine import metric_names as engine_names
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.controller import OperatorMetrics
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.main import arguments_parser
 from ullage_router import metric_names as router_names
@@ -354,21 +352,6 @@ def test_pull_secrets_reach_the_operator_by_name(render):
 def test_the_definition_goes_with_the_chart_only_where_asked(render):
     (crd,) = by_kind(render("crds.keep=false"), "CustomResourceDefinition")
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] != "keep"
-
-
-def test_alerts_are_about_metrics_that_the_operator_has(render):
-    registry = CollectorRegistry()
-    OperatorMetrics(registry, lambda: 0.0).total.labels(result="ok").inc()
-    known = {sample.name for metric in registry.collect() for sample in metric.samples}
-    (rule,) = by_kind(render("prometheusRule.enabled=true"), "PrometheusRule")
-    [alerts] = [each["rules"] for each in rule["spec"]["groups"] if "operator" in each["name"]]
-    assert len(alerts) == 4
-    assert "sum(ullage_operator_leader{" in next(a["expr"] for a in alerts if "Leads" in a["alert"])
-    for alert in alerts:
-        named = set(re.findall(r"ullage_\w+", alert["expr"]))
-        assert named and named <= known, alert["expr"]
-        assert alert["expr"].count("(") == alert["expr"].count(")")
-        assert alert["annotations"].keys() == {"summary", "description"}
 
 
 def test_only_those_named_may_read_the_metrics(render):

@@ -91,6 +91,8 @@ SAMPLES: dict[str, Any] = {
     "prometheusRule.additionalLabels": {"release": "prometheus"},
     "prometheusRule.gpu": False,
     "prometheusRule.runbooks": "https://wiki.example.com/runbooks",
+    "dcgmCounters.enabled": True,
+    "dcgmCounters.namespace": "monitoring",
     "dashboards.enabled": True,
     "dashboards.label": "grafana",
     "dashboards.labelValue": "yes",
@@ -110,6 +112,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "prometheusRule.additionalLabels": {"prometheusRule.enabled": True},
     "prometheusRule.gpu": {"prometheusRule.enabled": True},
     "prometheusRule.runbooks": {"prometheusRule.enabled": True},
+    "dcgmCounters.namespace": {"dcgmCounters.enabled": True},
     "dashboards.label": {"dashboards.enabled": True},
     "dashboards.labelValue": {"dashboards.enabled": True},
 }

@@ -526,6 +526,9 @@ class Settings:
     metrics_namespace: str = METRICS_NAMESPACE
     """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read the metrics of services that do not
     say who may; empty: no pod may."""
+    runbooks: str = "docs/runbooks"
+    """ULLAGE_RUNBOOKS: where people read docs/runbooks, for the alerts of services: a URL, or the
+    path in these sources."""
     on_kubernetes: bool = True
     """Whether pods have the devices that they ask for, and not all of the machine's."""
 
@@ -538,6 +541,7 @@ class Settings:
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
             "log_level": "ULLAGE_LOG_LEVEL",
             "namespace": "ULLAGE_OPERATOR_NAMESPACE",
+            "runbooks": "ULLAGE_RUNBOOKS",
         }
         given: dict[str, Any] = {
             field: environ[name] for field, name in names.items() if environ.get(name)

@@ -235,7 +235,7 @@ def wanted_objects(
         objects = engine_objects(service, settings)
         objects += resized_engines(service, service.spec.pools, observed)
     objects += router_objects(service, settings, _router_file(service, rollout, observed))
-    return objects + monitoring_objects(service, observed.serves)
+    return objects + monitoring_objects(service, observed.serves, settings)
 
 
 def all_engines(

@@ -1,17 +1,40 @@
-"""The objects by which a Prometheus operator scrapes a service and raises alerts: pure builders."""
+"""The objects by which a Prometheus operator scrapes a service, records how it keeps its
+objectives, and raises alerts: pure builders.
 
+docs/runbooks/service.md says what to do about each alert.
+"""
+
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ullage_operator.api import naming
 from ullage_operator.api.naming import MONITORING_API
-from ullage_operator.api.spec import Service
+from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.manifests import Builder
 
 Manifest = dict[str, Any]
+Rule = dict[str, Any]
 
-WINDOW = "5m"
-"""Window over which rates and quantiles are taken."""
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
+"""Bounds of the routers' histograms of time, seconds."""
+BURN = "ullage:slo_burn:rate"
+"""Recorded by window: the share of requests that miss an objective over the share that may."""
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
+"""Objectives of the slowest requests: name, multiple of e2eP95, share that may be slower."""
+PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
+"""Burn rates that spend 2 % of a month's budget in an hour, and 5 % in six hours."""
+PAGE_REQUESTS, TICKET_REQUESTS, TAIL_REQUESTS = 100, 500, 1000
+"""Number of requests in an alert's window below which one that fails says nothing about a share."""
+SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
+"""Reasons of refusals that more memory or more engines would have spared."""
+REFUSED_RATE, REFUSED_SHARE = 0.1, 0.05
+"""Refusals a second, and their share of all requests, from which on they are an alert."""
+QUEUE_SHARE = 0.8
+"""Share of the queue's bounds above which it is nearly full."""
+CERTIFICATE_S = 3 * 86400
+"""Seconds before its end by which a certificate should have been renewed."""
 RESTARTS = 3
 """Number of worker restarts in a quarter of an hour above which somebody should look."""
 TIER_FAILURES = 100
@@ -20,15 +43,17 @@ BUSY_TOKENS, HIT_RATIO = 500, 0.6
 """Prompt tokens a second from which on cache hits count, and the share that is little then."""
 
 
-def monitoring_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
+def monitoring_objects(
+    service: Service, serves: Collection[str], settings: Settings
+) -> list[Manifest]:
     """The objects of those kinds that the cluster serves."""
-    settings = service.spec.observability
+    wanted = service.spec.observability
     objects = []
-    if settings.pod_monitor.enabled and "PodMonitor" in serves:
+    if wanted.pod_monitor.enabled and "PodMonitor" in serves:
         objects.append(pod_monitor(service, naming.ROUTER, naming.router_name(service.name)))
         objects.append(pod_monitor(service, naming.ENGINE, naming.engine_name(service.name)))
-    if settings.prometheus_rule.enabled and "PrometheusRule" in serves:
-        objects.append(prometheus_rule(service))
+    if wanted.prometheus_rule.enabled and "PrometheusRule" in serves:
+        objects.append(prometheus_rule(service, settings))
     return objects
 
 
@@ -48,12 +73,11 @@ def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
     return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
 
 
-def prometheus_rule(service: Service) -> Manifest:
-    """Alerts of one service."""
-    group = {"name": f"ullage-{service.namespace}-{service.name}", "rules": alerts(service)}
+def prometheus_rule(service: Service, settings: Settings) -> Manifest:
+    """Recording rules and alerts of one service."""
+    spec = {"groups": rule_groups(service, settings)}
     name = naming.router_name(service.name)
-    build = Builder(service, naming.ROUTER)
-    manifest = build.object(MONITORING_API, "PrometheusRule", name, {"groups": [group]})
+    manifest = Builder(service, naming.ROUTER).object(MONITORING_API, "PrometheusRule", name, spec)
     return labelled(manifest, service.spec.observability.prometheus_rule.labels)
 
 
@@ -64,63 +88,226 @@ class Alert(NamedTuple):
     expression: str
     severity: str
     summary: str
+    description: str
+    hold: str = "5m"
+    """How long the expression must hold."""
 
 
-def alerts(service: Service) -> list[Manifest]:
-    """The rules of a service; docs/runbooks/service.md says what to do about each."""
-    description = f"kubectl --namespace {service.namespace} describe llms {service.name}"
+def rule_groups(service: Service, settings: Settings) -> list[Rule]:
+    """Returns the groups of the PrometheusRule: what is recorded, and the alerts."""
+    name = f"ullage-{service.namespace}-{service.name}"
+    parts = (slo_alerts, budget_alerts, router_alerts, connection_alerts, engine_alerts)
+    rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
-        {
-            "alert": alert.name,
-            "expr": alert.expression,
-            "for": "5m",
-            "labels": {"severity": alert.severity, "llmservice": service.name},
-            "annotations": {
-                "summary": f"{service.namespace}/{service.name}: {alert.summary}",
-                "description": description,
-                "runbook": f"service.md#{alert.name.lower()}",
-            },
-        }
-        for alert in (*router_alerts(service), *engine_alerts(service))
+        {"name": f"{name}-slo", "rules": burn_rates(service)},
+        {"name": name, "rules": rules},
     ]
 
 
-def router_alerts(service: Service) -> list[Alert]:
-    """Alerts on what clients see."""
+def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
+    describe = f"kubectl --namespace {service.namespace} describe llms {service.name}"
+    return {
+        "alert": alert.name,
+        "expr": alert.expression,
+        "for": alert.hold,
+        "labels": {"severity": alert.severity, "llmservice": service.name},
+        "annotations": {
+            "summary": f"{service.namespace}/{service.name}: {alert.summary}",
+            "description": f"{alert.description} See {describe}.",
+            "runbook_url": f"{settings.runbooks}/service.md#{alert.name.lower()}",
+        },
+    }
+
+
+def burn_rates(service: Service) -> list[Rule]:
+    """Returns what is recorded of each objective: 1 spends its budget exactly, 0 nothing of it."""
+    slo, of_routers = service.spec.slo, routers(service)
+    late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
+    late |= {name: ("e2e", slo.e2e_p95 * factor, share) for name, factor, share in TAILS}
+    rules = []
+    for window in WINDOWS:
+        missed = {"errors": f"{failed_share(of_routers, window)} / {slo.error_rate:g}"}
+        for name, (histogram, objective, budget) in late.items():
+            share = late_share(f"ullage_router_{histogram}_seconds", of_routers, objective, window)
+            missed[name] = f"{share} / {budget:g}"
+        for objective_name, expression in missed.items():
+            labels = {"namespace": service.namespace, "llmservice": service.name}
+            labels["objective"] = objective_name
+            rules.append({"record": f"{BURN}{window}", "expr": expression, "labels": labels})
+    return rules
+
+
+def failed_share(matchers: str, window: str) -> str:
+    """The share of requests that ended in a server error."""
+    failed = f'sum(rate(ullage_router_requests_total{{{matchers},code=~"5.."}}[{window}]))'
+    every = f"sum(rate(ullage_router_requests_total{{{matchers}}}[{window}]))"
+    return f"({failed} or vector(0)) / {every}"
+
+
+def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
+    """The share of requests that took longer, between two buckets in proportion, as Prometheus'
+    own quantiles are."""
+    objective_s = min(objective_s, BUCKETS_S[-1])
+    above = BUCKETS_S[bisect_left(BUCKETS_S, objective_s)]
+    below = max((bound for bound in BUCKETS_S if bound < objective_s), default=0.0)
+    part = (objective_s - below) / (above - below)
+
+    def within(bound: float) -> str:
+        return f'sum(rate({histogram}_bucket{{{matchers},le="{bound}"}}[{window}]))'
+
+    in_time = within(above)
+    if part < 1:
+        in_time = f"({part:.4g} * {in_time} + {1 - part:.4g} * {within(below)})"
+    return f"(1 - {in_time} / sum(rate({histogram}_count{{{matchers}}}[{window}])))"
+
+
+def slo_alerts(service: Service) -> list[Alert]:
+    """Alerts on objectives that are missed now."""
     slo = service.spec.slo
-    routers = pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
-    failed = f'sum(rate(ullage_router_requests_total{{{routers},code=~"5.."}}[{WINDOW}]))'
-    every = f"sum(rate(ullage_router_requests_total{{{routers}}}[{WINDOW}]))"
+    tail = burn(service, "30m", "e2e_p99|e2e_p999")
     return [
         Alert(
-            "UllageServiceAbsent",
-            f"absent(ullage_router_inflight_requests{{{routers}}})",
-            "critical",
-            "No router of the service reports metrics.",
-        ),
-        Alert(
             "UllageServiceErrors",
-            f"{failed} / {every} > {slo.error_rate:g}",
+            f"{burn(service, '5m', 'errors')} > 1",
             "critical",
             f"More than {slo.error_rate:.2%} of requests end in a server error.",
+            "Clients get 5xx; slo.errorRate is the bound.",
         ),
         Alert(
             "UllageServiceFirstTokenLate",
-            f"{p95('ullage_router_ttft_seconds', routers)} > {slo.ttft_p95:g}",
+            f"{burn(service, '5m', 'ttft_p95')} > 1",
             "warning",
             f"The 95th percentile of the time to the first token is above {slo.ttft_p95:g} s.",
+            "Requests wait in the router's queue or for prefill; slo.ttftP95 is the bound.",
         ),
         Alert(
             "UllageServiceLate",
-            f"{p95('ullage_router_e2e_seconds', routers)} > {slo.e2e_p95:g}",
+            f"{burn(service, '5m', 'e2e_p95')} > 1",
             "warning",
             f"The 95th percentile of whole requests is above {slo.e2e_p95:g} s.",
+            "Answers begin late or their tokens come slowly; slo.e2eP95 is the bound.",
         ),
         Alert(
+            "UllageServiceTailLate",
+            f"{tail} > 1 {and_several(service, TAIL_REQUESTS, '30m')}",
+            "warning",
+            "The slowest requests are much slower than the others.",
+            "Objective e2e_p99: more than 1 % take twice slo.e2eP95; e2e_p999: more than 0.1 % "
+            "three times as long.",
+        ),
+    ]
+
+
+def budget_alerts(service: Service) -> list[Alert]:
+    """Alerts on budgets that will not last, each over a long and a short window."""
+    most = "errors|ttft_p95|e2e_p95|e2e_p99"
+    pages = [
+        f"({burn(service, long, most)} > {rate} and {burn(service, short, most)} > {rate})"
+        for rate, long, short in PAGE
+    ]
+    lasting = f"{burn(service, '3d', '.+')} > 1 and {burn(service, '6h', '.+')} > 1"
+    return [
+        Alert(
+            "UllageBudgetBurnsFast",
+            f"({' or '.join(pages)}) {and_several(service, PAGE_REQUESTS, '1h')}",
+            "critical",
+            "An objective is missed so often that a month's budget is gone within days.",
+            "The label objective says which. Both the last minutes and the last hours are bad.",
+            "2m",
+        ),
+        Alert(
+            "UllageBudgetBurnsSlowly",
+            f"{lasting} {and_several(service, TICKET_REQUESTS, '6h')}",
+            "warning",
+            "Over three days an objective was missed more often than it may be.",
+            "The label objective says which. It does not go away by itself.",
+            "15m",
+        ),
+    ]
+
+
+def burn(service: Service, window: str, objectives: str) -> str:
+    """What is recorded of objectives, whose names match."""
+    of_service = f'namespace="{service.namespace}",llmservice="{service.name}"'
+    return f'{BURN}{window}{{{of_service},objective=~"{objectives}"}}'
+
+
+def and_several(service: Service, count: int, window: str) -> str:
+    """The condition that there were more requests than that."""
+    requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
+    return f"and on() {requests} > {count}"
+
+
+def router_alerts(service: Service) -> list[Alert]:
+    """Alerts on routers and on what they have no room for."""
+    of_routers, queue = routers(service), service.spec.routing.queue
+    refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
+    every = f"sum(rate(ullage_router_requests_total{{{of_routers}}}[1m]))"
+    waiting = f"max(ullage_router_queue_requests{{{of_routers}}})"
+    waiting_bytes = f"max(ullage_router_queue_bytes{{{of_routers}}})"
+    return [
+        Alert(
+            "UllageServiceAbsent",
+            f"absent(ullage_router_inflight_requests{{{of_routers}}})",
+            "critical",
+            "No router of the service reports metrics.",
+            "None runs, or Prometheus may not read them.",
+        ),
+        Alert(
+            "UllageHeadroomExhausted",
+            f"(sum(rate({refusals}[1m])) > {REFUSED_RATE}) / {every} > {REFUSED_SHARE}",
+            "warning",
+            f"Engines have no room: more than {REFUSED_SHARE:.0%} of requests are refused for it.",
+            "Requests need more memory, or more time, than engines have left; clients get 429.",
+            "30s",
+        ),
+        Alert(
+            "UllageQueueSaturated",
+            f"{waiting} > {QUEUE_SHARE * queue.max_requests:g} "
+            f"or {waiting_bytes} > {QUEUE_SHARE * queue.max_bytes:g}",
+            "warning",
+            f"A router's queue is more than {QUEUE_SHARE:.0%} full.",
+            "Soon requests are refused that could have waited; routing.queue has the bounds.",
+            "2m",
+        ),
+    ]
+
+
+def connection_alerts(service: Service) -> list[Alert]:
+    """Alerts on what lies between routers and engines."""
+    of_routers, of_engines = routers(service), engines(service)
+    expiry = "certificate_expiry_timestamp_seconds"
+    ends = f"(ullage_router_{expiry}{{{of_routers}}} or ullage_{expiry}{{{of_engines}}})"
+    return [
+        Alert(
             "UllageEnginesSilent",
-            f"sum(rate(ullage_router_reports_missed_total{{{routers}}}[{WINDOW}])) > 0",
+            f"sum(rate(ullage_router_reports_missed_total{{{of_routers}}}[5m])) > 0",
             "warning",
             "Routers miss reports of engines, and give them less than they could do.",
+            "An engine's server or the network has no time.",
+        ),
+        Alert(
+            "UllageEnginesStale",
+            f"max(ullage_router_stale_engines{{{of_routers}}}) > 0",
+            "warning",
+            "An engine has not reported its memory for too long, and gets no requests.",
+            "It hangs, or the network to it is broken.",
+            "2m",
+        ),
+        Alert(
+            "UllageCertificateExpires",
+            f"min by (pod) ({ends} > 0) - time() < {CERTIFICATE_S}",
+            "warning",
+            f"A certificate ends within {CERTIFICATE_S // 86400} days.",
+            "Nobody has renewed it; once it has ended nobody can connect.",
+        ),
+        Alert(
+            "UllageCertificateUnusable",
+            f"max by (pod) (ullage_router_certificate_problems{{{of_routers}}} "
+            f"or ullage_certificate_problems{{{of_engines}}}) > 0",
+            "critical",
+            "A certificate has expired, or its newest files cannot be used.",
+            "The one before stays in use until it ends.",
         ),
     ]
 
@@ -140,32 +327,42 @@ def engine_alerts(service: Service) -> list[Alert]:
             f"{grows('ullage_worker_restarts_total')} > {RESTARTS}",
             "warning",
             f"More than {RESTARTS} workers were started anew in a quarter of an hour.",
+            "The engine's log says with which status and why they ended.",
         ),
         Alert(
             "UllageEngineOutOfMemory",
             f"{grows('ullage_oom_events_total')} > 0",
             "critical",
             "A step ran out of memory, which the engines' ledger is there to prevent.",
+            "The request goes on; another process took memory, or the ledger is wrong.",
         ),
         Alert(
             "UllageNonFiniteLogits",
             f"{grows('ullage_nonfinite_logits_total')} > 0",
             "warning",
             "Requests failed because their logits were NaN or infinite.",
+            "The device's memory, the weights or the number format is wrong.",
         ),
         Alert(
             "UllageKVTierFails",
             f"{grows('ullage_kv_tier_failures_total', ' by (tier, status) ')} > {TIER_FAILURES}",
             "warning",
             "A tier of KV fails again and again; what it has is computed anew.",
+            "The labels tier and status say which and how.",
         ),
         Alert(
             "UllagePrefixCacheMisses",
             f"{hits} / ({queries} > {BUSY_TOKENS}) < {HIT_RATIO}",
             "info",
             f"Less than {HIT_RATIO:.0%} of prompt tokens are found in the prefix cache.",
+            "Prompts share nothing, or the cache is too small for what they share.",
         ),
     ]
+
+
+def routers(service: Service) -> str:
+    """The label matchers of a service's routers."""
+    return pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
 
 
 def engines(service: Service) -> str:
@@ -178,8 +375,3 @@ def engines(service: Service) -> str:
 def pods(service: Service, names: str) -> str:
     """The label matchers of pods whose names match, as a PodMonitor labels them."""
     return f'namespace="{service.namespace}",pod=~"{names}"'
-
-
-def p95(histogram: str, matchers: str) -> str:
-    rates = f"sum by (le) (rate({histogram}_bucket{{{matchers}}}[{WINDOW}]))"
-    return f"histogram_quantile(0.95, {rates})"

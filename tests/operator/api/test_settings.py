@@ -28,6 +28,7 @@ def test_every_setting_can_be_given():
             "ULLAGE_OPERATOR_NAMESPACE": "n",
             "ULLAGE_DNS_LAG": "2.5",
             "ULLAGE_METRICS_NAMESPACE": "m",
+            "ULLAGE_RUNBOOKS": "https://wiki.example.com/runbooks",
         }
     )
     assert given == Settings(
@@ -40,6 +41,7 @@ def test_every_setting_can_be_given():
         dns_lag_s=2.5,
         namespace="n",
         metrics_namespace="m",
+        runbooks="https://wiki.example.com/runbooks",
     )
 
 

@@ -1,0 +1,284 @@
+"""What is recorded of a service, and its alerts, by promtool: each fires when it should, and
+clears."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from ullage_engine.server.metrics import EngineMetrics
+from ullage_kv import TierStats
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.conditions.conditions import MONITORING
+from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.manifests.monitoring import BUCKETS_S
+from ullage_router.telemetry.metrics import Metrics
+
+RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
+OF_ENGINES = {
+    "UllageWorkersRestart",
+    "UllageEngineOutOfMemory",
+    "UllageNonFiniteLogits",
+    "UllageKVTierFails",
+    "UllagePrefixCacheMisses",
+}
+OF_OBJECTIVES = {"UllageServiceErrors", "UllageServiceFirstTokenLate", "UllageServiceLate"}
+"""Alerts that read only what is recorded."""
+
+
+@pytest.fixture
+def make_groups(manifest):
+    """The groups of rules of a minimal service; keywords add fields to its spec."""
+
+    def groups(settings=None, **spec):
+        seen = Observed(now=datetime.now(UTC), serves=frozenset(MONITORING))
+        made = plan(parse(manifest(**spec)), seen, settings or Settings()).apply
+        [rule] = [obj for obj in made if obj["kind"] == "PrometheusRule"]
+        return rule["spec"]["groups"]
+
+    return groups
+
+
+def alerts_of(groups):
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
+
+
+def recorded(groups, window):
+    """Expressions by objective."""
+    return {
+        rule["labels"]["objective"]: rule["expr"]
+        for group in groups
+        for rule in group["rules"]
+        if rule.get("record") == f"ullage:slo_burn:rate{window}"
+    }
+
+
+def test_what_is_recorded_is_about_the_slo(make_groups):
+    groups = make_groups(slo={"ttftP95": "2500ms", "e2eP95": "25s", "errorRate": 0.01})
+    found = recorded(groups, "1h")
+    assert found["errors"].endswith("/ 0.01")
+    assert re.findall('le="([^"]+)"', found["ttft_p95"]) == ["2.5"]
+    assert re.findall('le="([^"]+)"', found["e2e_p95"]) == ["30.0", "20.0"]
+    assert re.findall('le="([^"]+)"', found["e2e_p99"]) == ["60.0", "30.0"]
+    assert found["e2e_p999"].endswith("/ 0.001")
+    assert all(found.keys() == recorded(groups, each).keys() for each in ("5m", "30m", "6h", "3d"))
+    for rule in alerts_of(groups).values():
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"]["summary"].startswith("models/demo: ")
+
+
+def test_alerts_are_about_this_services_pods_only(make_groups):
+    groups = make_groups(pools={"large": {}})
+    expressions = {name: rule["expr"] for name, rule in alerts_of(groups).items()}
+    assert all('namespace="models"' in each for each in expressions.values())
+    patterns = {name: {*re.findall('pod=~"([^"]+)"', each)} for name, each in expressions.items()}
+    [engines] = patterns["UllageWorkersRestart"]
+    assert {name for name, used in patterns.items() if used == {engines}} == OF_ENGINES
+    for name in ("demo-single-0", "demo-large-12", "demo-single-next-0"):
+        assert re.fullmatch(engines, name)
+    assert {name for name, used in patterns.items() if not used} == OF_OBJECTIVES
+    [routers] = {*re.findall('pod=~"([^"]+)"', " ".join(recorded(groups, "5m").values()))}
+    assert {each for used in patterns.values() for each in used} == {routers, engines}
+    # Kubernetes cuts a long name, and the dash with it, before it adds five letters.
+    for name in ("demo-router-6c9f8d7b5-x2x4z", "demo-router-6c9f8d7x2x4z"):
+        assert re.fullmatch(routers, name)
+    of_others = ("demo-big-single-0", "demo-single-single-0", "demo-router-single-0")
+    for name in (*of_others, "demo-router-router-6c9f8d7b5-x2x4z"):
+        assert not re.fullmatch(engines, name) and not re.fullmatch(routers, name)
+
+
+def test_every_metric_of_a_rule_is_one_that_pods_export(make_groups):
+    router, engine = Metrics(), EngineMetrics("m")
+    of_router = ("inflight_requests", "queue_requests", "queue_bytes", "stale_engines")
+    for name in (*of_router, "certificate_problems", "certificate_expiry_timestamp_seconds"):
+        router.watch(name, "as the service has it", float)
+    router.count("reports_missed", "as the service has it", float)
+    engine.watch_tiers(lambda: [TierStats("file", "threads")], Counter)
+    families = [*router.registry.collect(), *engine.registry.collect()]
+    suffixes = ("", "_total", "_bucket", "_count")
+    exported = {f"{family.name}{suffix}" for family in families for suffix in suffixes}
+    # Engines with TLS have these, as routers do.
+    exported |= {"ullage_certificate_problems", "ullage_certificate_expiry_timestamp_seconds"}
+    text = " ".join(rule["expr"] for group in make_groups() for rule in group["rules"])
+    assert set(re.findall(r"ullage_\w+", text)) <= exported
+    for family in families:
+        if family.name in ("ullage_router_ttft_seconds", "ullage_router_e2e_seconds"):
+            bounds = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
+            assert bounds == [*map(str, BUCKETS_S), "+Inf"]
+
+
+class Case(NamedTuple):
+    """Series that make an alert fire, and minutes at which it does and does not."""
+
+    alert: str
+    series: list[dict[str, str]]
+    labels: Sequence[dict[str, str]] = ({},)
+    """Labels of each of the alerts that fire, of what they are about."""
+    fires: int = 20
+    is_clear: int = 60
+    interval: str = "1m"
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    """Samples of a pod's metric."""
+    pod = "demo-router-6c9f8d7b5-x2x4z" if "router" in name else "demo-single-0"
+    shown = {"namespace": "models", "pod": pod, **labels}
+    text = ",".join(f'{key}="{value}"' for key, value in shown.items())
+    return {"series": f"{name}{{{text}}}", "values": values}
+
+
+def late(name: str, bounds: list[str], until: int = 30, in_time: int = 0) -> list[dict[str, str]]:
+    """A hundred requests a minute, of which up to a minute only so many are within the bounds."""
+    values = f"0+{in_time}x{until} {in_time * until}+100x60"
+    every = f"0+100x{until} {100 * until}+100x60"
+    buckets = [series(f"{name}_bucket", values, le=bound) for bound in bounds]
+    count = series(f"{name}_count", every)
+    return [*buckets, count, series("ullage_router_requests_total", every, code="200")]
+
+
+def objectives(*names: str) -> list[dict[str, str]]:
+    return [{"namespace": "models", "objective": name} for name in names]
+
+
+FAILING = [
+    series("ullage_router_requests_total", "0+10x30 300x60", code="503"),
+    series("ullage_router_requests_total", "0x30 0+10x60", code="200"),
+]
+CASES = [
+    Case("UllageServiceErrors", FAILING, objectives("errors")),
+    Case(
+        "UllageServiceFirstTokenLate",
+        late("ullage_router_ttft_seconds", ["5.0"], in_time=90),
+        objectives("ttft_p95"),
+    ),
+    Case(
+        "UllageServiceLate",
+        late("ullage_router_e2e_seconds", ["2.5", "5.0"]),
+        objectives("e2e_p95"),
+    ),
+    Case(
+        "UllageServiceTailLate",
+        late("ullage_router_e2e_seconds", ["10.0", "20.0"], until=50, in_time=98),
+        objectives("e2e_p99", "e2e_p999"),
+        fires=40,
+        is_clear=90,
+    ),
+    Case("UllageBudgetBurnsFast", FAILING, objectives("errors"), is_clear=70),
+    Case(
+        "UllageServiceAbsent",
+        [series("ullage_router_inflight_requests", "_x30 1x60")],
+        [{"namespace": "models"}],
+    ),
+    Case(
+        "UllageHeadroomExhausted",
+        [
+            series("ullage_router_refusals_total", "0+2x120 240x240", reason="KV_HEADROOM"),
+            series("ullage_router_refusals_total", "0+9x360", reason="NO_ENGINE"),
+            series("ullage_router_requests_total", "0+20x360", code="200"),
+        ],
+        interval="15s",
+    ),
+    Case("UllageQueueSaturated", [series("ullage_router_queue_requests", "250x30 200x60")]),
+    Case("UllageQueueSaturated", [series("ullage_router_queue_bytes", "6e10x30 5e10x60")]),
+    Case("UllageEnginesSilent", [series("ullage_router_reports_missed_total", "0+1x30 30x60")]),
+    Case("UllageEnginesStale", [series("ullage_router_stale_engines", "1x30 0x60")]),
+    Case(
+        "UllageCertificateExpires",
+        [
+            series("ullage_certificate_expiry_timestamp_seconds", "86400x30 864000x60"),
+            series("ullage_router_certificate_expiry_timestamp_seconds", "0x90"),
+        ],
+        [{"pod": "demo-single-0"}],
+    ),
+    Case(
+        "UllageCertificateUnusable",
+        [series("ullage_router_certificate_problems", "1x30 0x60")],
+        [{"pod": "demo-router-6c9f8d7b5-x2x4z"}],
+    ),
+    Case("UllageWorkersRestart", [series("ullage_worker_restarts_total", "0+1x30 30x60")]),
+    Case("UllageEngineOutOfMemory", [series("ullage_oom_events_total", "0x10 1x80")]),
+    Case("UllageNonFiniteLogits", [series("ullage_nonfinite_logits_total", "0x10 3x80")]),
+    Case(
+        "UllageKVTierFails",
+        [series("ullage_kv_tier_failures_total", "0+50x30 1500x60", tier="file", status="timeout")],
+        [{"tier": "file", "status": "timeout"}],
+    ),
+    Case(
+        "UllagePrefixCacheMisses",
+        [
+            series("ullage_prefix_cache_hits_tokens_total", "0+30000x30 900000+90000x60"),
+            series("ullage_prefix_cache_queries_tokens_total", "0+100000x90"),
+        ],
+    ),
+]
+DAYS = 24 * 60
+SLOW = Case(
+    "UllageBudgetBurnsSlowly",
+    [
+        series("ullage_router_requests_total", "0+4x144 576x48", code="500"),
+        series("ullage_router_requests_total", "0+196x192", code="200"),
+    ],
+    objectives("errors"),
+    fires=3 * DAYS,
+    is_clear=3 * DAYS + 8 * 60,
+    interval="30m",
+)
+
+
+def promtool_test(case: Case, rule: dict[str, Any]) -> dict[str, Any]:
+    alerts = [
+        {"exp_labels": labels | rule["labels"], "exp_annotations": rule["annotations"]}
+        for labels in case.labels
+    ]
+    at = {case.fires: alerts, case.is_clear: []}
+    return {
+        "interval": case.interval,
+        "input_series": case.series,
+        "alert_rule_test": [
+            {"eval_time": f"{minute}m", "alertname": case.alert, "exp_alerts": expected}
+            for minute, expected in at.items()
+        ],
+    }
+
+
+def test_every_alert_fires_and_clears(make_groups, promtool, tmp_path):
+    groups = make_groups(slo={"ttftP95": "5s", "e2eP95": "5s"})
+    alerts = alerts_of(groups)
+    assert alerts.keys() == {case.alert for case in (*CASES, SLOW)}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    paths = []
+    # As seldom as the cases allow, for each evaluation of all rules takes its time.
+    for name, interval, cases in (("days", "4h", [SLOW]), ("minutes", "5m", CASES)):
+        given = {
+            "rule_files": ["rules.yaml"],
+            "evaluation_interval": interval,
+            "group_eval_order": [group["name"] for group in groups],
+            "tests": [promtool_test(case, alerts[case.alert]) for case in cases],
+        }
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump(given))
+    checked = promtool("check", "rules", str(tmp_path / "rules.yaml"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    done = promtool("test", "rules", *map(str, paths))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_its_section_and_every_section_its_alert(make_groups):
+    alerts = alerts_of(make_groups())
+    assert re.findall(r"^## (.+)$", RUNBOOK.read_text(), re.MULTILINE) == [*alerts]
+    for name, alert in alerts.items():
+        assert alert["annotations"]["runbook_url"] == f"docs/runbooks/service.md#{name.lower()}"
+        assert all(alert["annotations"][each].endswith(".") for each in ("summary", "description"))
+
+
+def test_runbooks_may_be_elsewhere(make_groups):
+    alerts = alerts_of(make_groups(Settings(runbooks="https://wiki/books")))
+    for name, alert in alerts.items():
+        found = alert["annotations"]["runbook_url"]
+        assert found == f"https://wiki/books/service.md#{name.lower()}"
