@@ -1,8 +1,7 @@
 """Every metric of the router, `ullage_router_*`; each label has few values."""
 
-from ullage_common.process.metrics import CounterName, GaugeName, HistogramName
+from ullage_common.process.metrics import SECONDS, CounterName, GaugeName, HistogramName
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
 SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 # People read 4 to 13 tokens a second.
 SPEEDS = (1.0, 2.0, 4.0, 7.0, 10.0, 13.0, 20.0, 40.0, 80.0, 160.0, 320.0)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from ullage_common.process.metrics import SECONDS
 from ullage_operator.api import naming
 from ullage_operator.api.naming import MONITORING_API
 from ullage_operator.api.spec import Service, Settings
@@ -16,8 +17,6 @@ from ullage_operator.manifests.manifests import Builder
 Manifest = dict[str, Any]
 Rule = dict[str, Any]
 
-BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0)
-"""Bounds of the routers' histograms of time, seconds."""
 BURN = "ullage:slo_burn:rate"
 """Recorded by window: the share of requests that miss an objective over the share that may."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
@@ -33,6 +32,8 @@ REFUSED_RATE, REFUSED_SHARE = 0.1, 0.05
 """Refusals a second, and their share of all requests, from which on they are an alert."""
 QUEUE_SHARE = 0.8
 """Share of the queue's bounds above which it is nearly full."""
+READING_SPEED, SLOW_STREAMS = 4.0, 0.05
+"""Tokens a second that people read at least, and the share of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before its end by which a certificate should have been renewed."""
 RESTARTS = 3
@@ -147,9 +148,9 @@ def failed_share(matchers: str, window: str) -> str:
 def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
     """The share of requests that took longer, between two buckets in proportion, as Prometheus'
     own quantiles are."""
-    objective_s = min(objective_s, BUCKETS_S[-1])
-    above = BUCKETS_S[bisect_left(BUCKETS_S, objective_s)]
-    below = max((bound for bound in BUCKETS_S if bound < objective_s), default=0.0)
+    objective_s = min(objective_s, SECONDS[-1])
+    above = SECONDS[bisect_left(SECONDS, objective_s)]
+    below = max((bound for bound in SECONDS if bound < objective_s), default=0.0)
     part = (objective_s - below) / (above - below)
 
     def within(bound: float) -> str:
@@ -244,6 +245,8 @@ def router_alerts(service: Service) -> list[Alert]:
     refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
     every = f"sum(rate(ullage_router_requests_total{{{of_routers}}}[1m]))"
     waiting = f"max(ullage_router_queue_requests{{{of_routers}}})"
+    speeds = f'ullage_router_stream_tokens_per_second_bucket{{{of_routers},le="%s"}}'
+    slow, streams = (f"sum(rate({speeds % bound}[5m]))" for bound in (READING_SPEED, "+Inf"))
     waiting_bytes = f"max(ullage_router_queue_bytes{{{of_routers}}})"
     return [
         Alert(
@@ -269,6 +272,13 @@ def router_alerts(service: Service) -> list[Alert]:
             f"A router's queue is more than {QUEUE_SHARE:.0%} full.",
             "Soon requests are refused that could have waited; routing.queue has the bounds.",
             "2m",
+        ),
+        Alert(
+            "UllageStreamsSlow",
+            f"{slow} / {streams} > {SLOW_STREAMS}",
+            "warning",
+            f"More than {SLOW_STREAMS:.0%} of streams are slower than people read.",
+            f"They get less than {READING_SPEED:g} tokens a second after the first one.",
         ),
     ]
 

@@ -16,6 +16,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
+SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
+    *(120.0, 300.0),
+)
+"""Bounds of the routers' histograms of time, which rules about objectives read, too."""
+
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 

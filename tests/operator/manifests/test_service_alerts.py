@@ -2,7 +2,6 @@
 clears."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ullage_engine.server.metrics import EngineMetrics
-from ullage_kv import TierStats
+from ullage_common.process.metrics import metric_names
+from ullage_engine import metric_names as engine_names
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Observed, plan
-from ullage_operator.manifests.monitoring import BUCKETS_S
-from ullage_router.telemetry.metrics import Metrics
+from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
 OF_ENGINES = {
@@ -94,23 +92,19 @@ def test_alerts_are_about_this_services_pods_only(make_groups):
 
 
 def test_every_metric_of_a_rule_is_one_that_pods_export(make_groups):
-    router, engine = Metrics(), EngineMetrics("m")
-    of_router = ("inflight_requests", "queue_requests", "queue_bytes", "stale_engines")
-    for name in (*of_router, "certificate_problems", "certificate_expiry_timestamp_seconds"):
-        router.watch(name, "as the service has it", float)
-    router.count("reports_missed", "as the service has it", float)
-    engine.watch_tiers(lambda: [TierStats("file", "threads")], Counter)
-    families = [*router.registry.collect(), *engine.registry.collect()]
-    suffixes = ("", "_total", "_bucket", "_count")
-    exported = {f"{family.name}{suffix}" for family in families for suffix in suffixes}
-    # Engines with TLS have these, as routers do.
-    exported |= {"ullage_certificate_problems", "ullage_certificate_expiry_timestamp_seconds"}
+    exported = {
+        name.exposed + suffix
+        for module in (router_names, engine_names)
+        for name in metric_names(module)
+        for suffix in ("", "_bucket", "_count")
+    }
     text = " ".join(rule["expr"] for group in make_groups() for rule in group["rules"])
-    assert set(re.findall(r"ullage_\w+", text)) <= exported
-    for family in families:
-        if family.name in ("ullage_router_ttft_seconds", "ullage_router_e2e_seconds"):
-            bounds = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
-            assert bounds == [*map(str, BUCKETS_S), "+Inf"]
+    used = set(re.findall(r"ullage_\w+", text))
+    assert len(used) > 15
+    assert used <= exported
+    for histogram in (router_names.TTFT, router_names.E2E, router_names.STREAM_SPEED):
+        bounds = {f"{bound}" for bound in histogram.buckets} | {"+Inf"}
+        assert {*re.findall(f'{histogram.name}_bucket[^}}]*le="([^"]+)"', text)} <= bounds
 
 
 class Case(NamedTuple):
@@ -186,6 +180,13 @@ CASES = [
     ),
     Case("UllageQueueSaturated", [series("ullage_router_queue_requests", "250x30 200x60")]),
     Case("UllageQueueSaturated", [series("ullage_router_queue_bytes", "6e10x30 5e10x60")]),
+    Case(
+        "UllageStreamsSlow",
+        [
+            series("ullage_router_stream_tokens_per_second_bucket", "0+1x30 30x60", le="4.0"),
+            series("ullage_router_stream_tokens_per_second_bucket", "0+10x90", le="+Inf"),
+        ],
+    ),
     Case("UllageEnginesSilent", [series("ullage_router_reports_missed_total", "0+1x30 30x60")]),
     Case("UllageEnginesStale", [series("ullage_router_stale_engines", "1x30 0x60")]),
     Case(
