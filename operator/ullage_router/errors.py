@@ -310,6 +310,12 @@ def internal(request_id: str = "") -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
+def console_busy(message: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
+    )
+
+
 def unknown_path(path: str, see: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"there is no {path}; see {see}")
 

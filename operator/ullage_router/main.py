@@ -22,6 +22,7 @@ from ullage_common.process.config_file import ConfigError, read_file, warn_unkno
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_router.grpc import InferenceServicer
 from ullage_router.http.app import App
+from ullage_router.http.console.console import Console
 from ullage_router.http.messages import Limits
 from ullage_router.http.monitoring import ANSWER_TIMEOUT_S, Pages, Siblings, own_pages
 from ullage_router.http.server import HTTPServer
@@ -73,17 +74,29 @@ class Router:
         self._place = place
         self.service = RouterService(self._config, place)
         pages = own_pages(self.service.metrics.registry, self.service.load_reporter)
+        self._console = Console(self.service, config.console, place) if config.console else None
+        routes = self._console.routes() if self._console else {}
         self._siblings: Siblings | None = None
         if place:
-            folder = Path(place.folder)
-            self._siblings = Siblings(pages, self._stats, folder, place.index, config.processes)
-        monitoring = self._siblings.pages if self._siblings else Pages(pages, self._stats)
+            own_routes = self._console.own_routes() if self._console else {}
+            folder, count = Path(place.folder), config.processes
+            self._siblings = Siblings(
+                pages, self._stats, folder, place.index, count, routes, own_routes
+            )
+        monitoring = self._siblings.pages if self._siblings else Pages(pages, self._stats, routes)
         self._health = Health()
         self._grpc = new_server(is_shared=place is not None)
         self._probes: grpc.aio.Server | None = None
         share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
         limits = Limits(max_held_bytes=max(share, least))
-        app = App(self.service, monitoring if config.http.public_stats else None)
+        is_local = config.console is not None and config.console.local
+        app = App(
+            self.service,
+            monitoring if config.http.public_stats else None,
+            routes if is_local else {},
+        )
+        if self._console:
+            self._console.serve_requests(app)
         self._http = HTTPServer(app, limits)
         self._readiness: asyncio.Task[None] | None = None
         self._monitoring = None if self._siblings else HTTPServer(monitoring)
@@ -135,6 +148,8 @@ class Router:
         if self._readiness:
             self._readiness.cancel()
         self.service.leave()
+        if self._console:
+            self._console.close()
         await self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
         self.service.scale_to_zero.queue.close()
@@ -157,10 +172,7 @@ class Router:
     def _stats(self, authorization: str | None) -> bytes:
         """The state of this process, and which of the router's processes it is."""
         self.service.tenants.check_stats(authorization)
-        place: dict[str, object] = {}
-        if self._place:
-            place = {"process": self._place.index, "processes": self._config.processes}
-        return msgspec.json.encode({**self.service.snapshot(), **place})
+        return msgspec.json.encode(self.service.snapshot())
 
     async def _serve_metrics(self) -> None:
         section, is_shared = self._config.metrics, self._siblings is not None

@@ -106,6 +106,9 @@ CREDIT_BYTES = GaugeName(
 )
 REPORTS_MISSED = CounterName("ullage_router_reports_missed", "Headroom reports that never came")
 EJECTIONS = CounterName("ullage_router_ejections", "Times that a breaker opened")
+OUTPUT_TOKENS = CounterName(
+    "ullage_router_output_tokens", "Tokens of answers that ended, also of those that broke off"
+)
 RETRIES = CounterName("ullage_router_retries", "Requests sent to another engine")
 RETRIES_REFUSED = CounterName(
     "ullage_router_retries_refused", "Requests not retried, because the budget was spent"

@@ -169,9 +169,14 @@ class PrometheusRule(Strict, frozen=True, kw_only=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class ConsoleSpec(Strict, frozen=True, kw_only=True):
+    enabled: bool
+
+
 class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     log_level: LogLevel | None = None
     tracing: TracingSection | None = None
+    console: ConsoleSpec
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None

@@ -546,6 +546,7 @@ def local_router(
         if name in ports
     }
     listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
+    listen["console"] = {"local": True}
     sections = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
     del sections["rollout_file"]
     if not (adapters := data[naming.ROLLOUT_FILE].get("adapters")):

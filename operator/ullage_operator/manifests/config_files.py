@@ -19,6 +19,7 @@ from ullage_common.config.engine import (
 )
 from ullage_common.config.router import (
     CascadeSection,
+    ConsoleSection,
     GRPCSection,
     HTTPSection,
     MetricsSection,
@@ -137,6 +138,7 @@ def router_config(service: Service) -> RouterConfig:
         http=HTTPSection(port=naming.HTTP_PORT, public_stats=spec.router.public_stats),
         grpc=GRPCSection(port=naming.GRPC_PORT),
         metrics=MetricsSection(port=naming.METRICS_PORT),
+        console=ConsoleSection() if spec.observability.console.enabled else None,
         # The router's ports speak TLS then, which the kubelet's probes do not.
         probes=ProbesSection(port=naming.PROBE_PORT) if spec.tls.router else None,
         tls=tls_config(service),

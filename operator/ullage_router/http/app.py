@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -15,7 +15,7 @@ from ullage_router.errors import (
     unknown_model,
     unknown_path,
 )
-from ullage_router.http.messages import Headers, Reply, Request
+from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
 from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoint, request_id
@@ -24,7 +24,6 @@ from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants import TenantSession
 
-Endpoint = Callable[[Request, Reply], Awaitable[None]]
 Page = Callable[[Request], object]
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -40,11 +39,14 @@ class App:
 
     Args:
         monitoring: serves /stats and /metrics; None: another port does.
+        more: routes of the console; none where another port has them, or it is off.
     """
 
-    def __init__(self, service: RouterService, monitoring: Pages | None = None) -> None:
+    def __init__(
+        self, service: RouterService, monitoring: Pages | None = None, more: Routes | None = None
+    ) -> None:
         self._service = service
-        self._routes = _routes(service, monitoring)
+        self._routes: Routes = {**(more or {}), **_routes(service, monitoring)}
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:

@@ -232,7 +232,13 @@ class Reply:
         await self._send(message)
 
 
-def asgi(serve: Callable[[Request, Reply], Awaitable[None]], limits: Limits) -> ASGIApp:
+Endpoint = Callable[[Request, Reply], Awaitable[None]]
+"""Answers requests."""
+Routes = Mapping[str, Mapping[str, Endpoint]]
+"""Endpoints by path and method."""
+
+
+def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
     """An ASGI application; its task is cancelled when the client goes."""
     room = BodyRoom(limits.max_held_bytes)
 

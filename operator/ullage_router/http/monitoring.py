@@ -4,6 +4,7 @@
 /stats           the state of the process that is asked, as JSON
 /measures        a list with each process's `PoolReport`s by pool, as JSON
 /measures/wait   the same, once a pool that sleeps is needed, or after `WAIT_S`
+/console         the console, where it is on (`console/console.py`)
 
 Every process answers on a Unix socket of its own with its own metrics. A process that is asked over
 the network asks all others and puts their answers together; the label `process` of each sample says
@@ -23,8 +24,8 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.errors import http_status, internal
-from ullage_router.http.messages import Reply, Request
+from ullage_router.errors import http_status, internal, method_not_allowed
+from ullage_router.http.messages import Endpoint, Reply, Request, Routes
 from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.load_report import LoadReporter
@@ -43,18 +44,30 @@ class Pages:
 
     Args:
         stats: makes the body of /stats for a header `authorization`, or raises ServiceError.
+        routes: of the console; none where it is off.
     """
 
-    def __init__(self, pages: Mapping[str, Page], stats: Callable[[str | None], bytes]) -> None:
+    def __init__(
+        self,
+        pages: Mapping[str, Page],
+        stats: Callable[[str | None], bytes],
+        routes: Routes | None = None,
+    ) -> None:
         self._pages = pages
         self._stats = stats
+        self._routes = routes or {}
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:
             if error := request.refusal:
                 raise error
+            if methods := self._routes.get(request.path):
+                await _endpoint(request, methods)(request, reply)
+                return
             kind, body = await self._page(request)
         except Exception as failure:
+            if reply.has_begun:
+                raise
             error = failure if isinstance(failure, ServiceError) else internal()
             if error is not failure:
                 log.exception("page failed", extra={"path": request.path})
@@ -67,6 +80,12 @@ class Pages:
         if request.path == "/stats":
             return JSON, self._stats(request.headers.get("authorization"))
         return await self._pages.get(request.path, self._pages["/metrics"])()
+
+
+def _endpoint(request: Request, methods: Mapping[str, Endpoint]) -> Endpoint:
+    if endpoint := methods.get(request.method):
+        return endpoint
+    raise method_not_allowed(request.path, ", ".join(methods))
 
 
 def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
@@ -99,6 +118,8 @@ class Siblings:
         folder: where each has its socket.
         index: of this process.
         count: of all.
+        routes: of the console, for the network.
+        own_routes: of the console, for the other processes.
     """
 
     def __init__(
@@ -108,12 +129,14 @@ class Siblings:
         folder: Path,
         index: int,
         count: int,
+        routes: Routes | None = None,
+        own_routes: Routes | None = None,
     ) -> None:
         self._pages = pages
         self._folder = folder
         self._index = index
         self._count = count
-        self._own = HTTPServer(Pages(pages, stats))
+        self._own = HTTPServer(Pages(pages, stats, own_routes))
         self.pages = Pages(
             {
                 "/metrics": self._metrics,
@@ -121,13 +144,14 @@ class Siblings:
                 "/measures/wait": self._wait,
             },
             stats,
+            routes,
         )
         """Pages of all processes together."""
         self._shared = HTTPServer(self.pages)
 
     async def start(self, metrics_listener: socket.socket) -> None:
         """Answers the others from now on, and the network on the port of the metrics."""
-        path = _path(self._folder, self._index)
+        path = socket_path(self._folder, self._index)
         path.unlink(missing_ok=True)  # of a process that died in this place
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
@@ -162,7 +186,7 @@ class Siblings:
     async def _all(self, page: str) -> dict[int, bytes]:
         """Returns the page of each process that answers, by index."""
         others = [i for i in range(self._count) if i != self._index]
-        answers = await asyncio.gather(*(_ask(_path(self._folder, i), page) for i in others))
+        answers = await asyncio.gather(*(_ask(socket_path(self._folder, i), page) for i in others))
         _, own = await self._pages[page]()
         by_index = {i: text for i, text in zip(others, answers, strict=True) if text is not None}
         return {self._index: own, **by_index}
@@ -209,5 +233,6 @@ async def _ask(path: Path, page: str) -> bytes | None:
     return None
 
 
-def _path(folder: Path, index: int) -> Path:
+def socket_path(folder: Path, index: int) -> Path:
+    """Returns where a process has its socket."""
     return folder / f"{index}.sock"

@@ -43,12 +43,16 @@ log = logging.getLogger(__name__)
 class RouterService:
     """All parts of the router but its two protocols.
 
+    observers
+        called with the record of every request that is over
+
     Args:
         place: among the processes that share quotas and answers; None where there are no others.
     """
 
     def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
         self.config = config
+        self._process = _process_json(config, place)
         routing = config.routing
         self.stats = Stats()
         self.metrics = Metrics(self._named_tenants())
@@ -100,6 +104,7 @@ class RouterService:
             self.signer,
             self.scale_to_zero.request_wake,
         )
+        self.observers = [self.stats.on_end, self.load_reporter.on_end, self.metrics.on_end]
         self._is_leaving = self._has_served = False
         self.stages, last = self._stages()
         self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end)
@@ -191,8 +196,9 @@ class RouterService:
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """The body of /stats."""
+        """The body of /stats: the state of this process, and which of the router's it is."""
         queue = self.config.routing.queue
+        waits, now = self.queue.waits().values(), time.monotonic()
         return {
             "model": self.config.model,
             "ready": self.is_ready,
@@ -201,6 +207,7 @@ class RouterService:
             "queue": {
                 "waiting": len(self.queue),
                 "by_pool": dict(self.queue.lengths()),
+                "oldest_s": round(largest(now - arrival for _, _, arrival in waits), 3),
                 "bytes": self.queue.size,
                 "bytes_by_tenant": dict(self.queue.sizes()),
                 "prompt_bytes": self.queue.prompt_bytes,
@@ -223,12 +230,14 @@ class RouterService:
                 "safety_reserve": self.config.memory.safety_reserve,
             },
             "decisions": self.stats.counts(),
+            "output_tokens": self.stats.output_tokens,
             "rollout": self.rollout.as_json(),
             "picks": self.issuer.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
             "latest": self.stats.latest(),
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
+            **self._process,
         }
 
     def _on_engines_change(self) -> None:
@@ -256,9 +265,8 @@ class RouterService:
         return ServiceLoad(min(levels, default=0), len(self.queue))
 
     def _on_end(self, record: RequestRecord) -> None:
-        self.stats.on_end(record)
-        self.load_reporter.on_end(record)
-        self.metrics.on_end(record)
+        for observe in self.observers:
+            observe(record)
         if log.isEnabledFor(logging.INFO):
             decision = record.decision
             more = {"pred_kv_mb": decision.predicted_mib, "admission_action": decision.action}
@@ -268,6 +276,7 @@ class RouterService:
         watch, count = self.metrics.watch, self.metrics.count
         issuer, queue, window = self.issuer, self.queue, self.admission.window
         watch(names.INFLIGHT, lambda: self.pipeline.inflight)
+        count(names.OUTPUT_TOKENS, lambda: self.stats.output_tokens)
         watch(names.OPEN_PICKS, lambda: issuer.open)
         count(names.PICKS_PLACED, lambda: issuer.counts["placed"])
         count(names.PICKS_REFUSED, lambda: issuer.counts["refused"])
@@ -314,6 +323,10 @@ def _breaker_json(breaker: Breaker) -> dict[str, object]:
     return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
 
 
+def _process_json(config: RouterConfig, place: ProcessSlot | None) -> dict[str, object]:
+    return {"process": place.index, "processes": config.processes} if place else {}
+
+
 def _idempotency(section: IdempotencySection, place: ProcessSlot | None) -> IdempotencyKeys | None:
     if not section.enabled:
         return None
@@ -358,6 +371,7 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "total_bytes": report.total_bytes,
         "requests_running": report.requests_running,
         "requests_waiting": report.requests_waiting,
+        "worker_restarts": report.worker_restarts,
         "expected_output_tokens": report.expected_output_tokens,
         "decode_tokens_per_second": round(report.decode_tokens_per_second, 2),
         "ledger": [

@@ -59,6 +59,10 @@ class RequestRecord:
     """HTTP status that the client got, or would have got; 499 when it had gone."""
     error: str = ""
     """Reason of the error that the client got."""
+    retry_after_s: int | None = None
+    """Seconds after which the client was told to come back; None where it was told nothing."""
+    available_bytes: int | None = None
+    """KV bytes that were to be had where a refusal says how many; None elsewhere."""
     is_cancelled: bool = False
     """Whether it ended because its client left, or got an error of another request."""
     priority: int = 0
@@ -103,6 +107,8 @@ class RequestRecord:
             "attempts": [attempt.as_json() for attempt in decision.attempts],
             "status": self.status,
             "error": self.error,
+            "retry_after_s": self.retry_after_s,
+            "available_bytes": self.available_bytes,
             "priority": self.priority,
             "queued_s": round(decision.queued_s, 4),
             "held_s": round(self.held_s, 4),
@@ -119,14 +125,18 @@ class Stats:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
-        self._latest: deque[RequestRecord] = deque(maxlen=KEPT_DECISIONS)
+        self.records: deque[RequestRecord] = deque(maxlen=KEPT_DECISIONS)
+        """The latest records, oldest first."""
+        self.output_tokens = 0
+        """Tokens of all answers that ended, also of those that broke off."""
 
     def on_end(self, record: RequestRecord) -> None:
         """A request is over."""
         decision = record.decision
         if decision.action:
             self._counts[decision.action, decision.route, decision.reason] += 1
-        self._latest.append(record)
+        self.records.append(record)
+        self.output_tokens += record.output_tokens
 
     def counts(self) -> list[dict[str, object]]:
         return [
@@ -136,7 +146,7 @@ class Stats:
 
     def latest(self) -> list[dict[str, object]]:
         """Newest first."""
-        return [record.as_json() for record in reversed(self._latest)]
+        return [record.as_json() for record in reversed(self.records)]
 
 
 MAX_TRACESTATE = 512

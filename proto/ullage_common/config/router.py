@@ -162,6 +162,14 @@ class MetricsSection(Strict, frozen=True, kw_only=True):
     port: Port = 9090
 
 
+class ConsoleSection(Strict, frozen=True, kw_only=True):
+    """Settings of the console, which the port of the metrics serves at /console."""
+
+    local: bool = False
+    """Whether the service is on one's own machine: the port of the API serves the page, too, which
+    can send an overload then."""
+
+
 class ProbesSection(Strict, frozen=True, kw_only=True):
     """Port of grpc.health.v1 alone, without TLS, which the kubelet's probes do not speak."""
 
@@ -494,6 +502,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     http: HTTPSection = HTTPSection()
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
+    console: ConsoleSection | None = None
+    """Settings of the console; None: it is off."""
     probes: ProbesSection | None = None
     tls: TLSSection = TLSSection()
     tickets: RouterTickets | None = None

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import yaml
 
-from ullage_common.config.router import RouterConfig, StreamingSection
+from ullage_common.config.router import ConsoleSection, RouterConfig, StreamingSection
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.controller.plan import ServicePlan
 
@@ -28,6 +28,7 @@ def test_defaults_of_the_api_and_of_the_router_agree(make_plan: MakePlan) -> Non
     assert config.streaming == StreamingSection()
     assert config.processes == 1
     assert not config.http.public_stats
+    assert config.console is None
 
 
 def test_routers_read_them(make_plan: MakePlan) -> None:
@@ -50,6 +51,11 @@ def test_routers_read_them(make_plan: MakePlan) -> None:
     )
     assert config.processes == 3
     assert config.http.public_stats
+
+
+def test_a_cluster_gets_the_console_that_only_watches(make_plan: MakePlan) -> None:
+    config = router_config(make_plan(observability={"console": {"enabled": True}}))
+    assert config.console == ConsoleSection(local=False)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,21 @@ class Family:
         async with httpx.AsyncClient(base_url=self.url, timeout=WAIT_S, trust_env=False) as http:
             return await http.get(path)
 
+    async def watched_requests(self) -> dict[int, float]:
+        """Requests by process, as one reader of the console's events is told of all processes."""
+        counts: dict[int, float] = {}
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=WAIT_S, trust_env=False) as http,
+            http.stream("GET", "/console/events") as events,
+        ):
+            async for line in events.aiter_lines():
+                if line.startswith('data: {"model"'):
+                    state = json.loads(line[6:])
+                    counts[state["process"]] = sum(each["count"] for each in state["decisions"])
+                    if len(counts) == state["processes"]:
+                        break
+        return counts
+
     async def complete(self) -> int:
         """0: the process that was asked died."""
         with contextlib.suppress(httpx.TransportError):
@@ -136,7 +151,7 @@ def test_requests_are_shared_counted_and_survive_a_death(
     async def scenario() -> None:
         async with (
             start_service() as service,
-            family(write(tmp_path, [service.engine.address])) as f,
+            family(write(tmp_path, [service.engine.address], console={"local": True})) as f,
         ):
             await f.until(lambda: len(f.said("listening")) == 2)
             first, second = f.said("listening")
@@ -153,6 +168,7 @@ def test_requests_are_shared_counted_and_survive_a_death(
                 if line.startswith((name % 0, name % 1))
             ]
             assert sum(counts) == 20
+            assert await f.watched_requests() == {0: counts[0], 1: counts[1]}
 
             async with open_channel(f"127.0.0.1:{first['grpc_port']}") as channel:
                 stub = rpc.InferenceServiceStub(channel)

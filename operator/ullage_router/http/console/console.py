@@ -1,0 +1,315 @@
+"""Serves the console's page and its events.
+
+/console               the page; console.css and console.js are below it
+/console/events        what happens, as server-sent events:
+    state                  /stats of a process without its records, at once and every second
+    decisions              records of requests that ended since, oldest first; at first the latest
+/console/overload      sends many requests at once, of a service on one's own machine
+/v1/chat/completions   for the page's chat, where the port has no other
+
+Where several processes share the ports, the one that is asked also hands on the events of the
+others, which it reads from their sockets: each event says whose it is, and the page adds them up.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from http import HTTPStatus
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from ullage_common.config.router import ConsoleSection
+from ullage_router.errors import console_busy, invalid_head
+from ullage_router.http.messages import (
+    Endpoint,
+    Headers,
+    Limits,
+    Message,
+    Reply,
+    Request,
+    Routes,
+    asgi,
+)
+from ullage_router.http.monitoring import socket_path
+from ullage_router.server.processes import ProcessSlot
+from ullage_router.server.service import RouterService
+from ullage_router.telemetry.record import RequestRecord
+
+CONSOLE = "/console"
+EVENTS = "/console/events"
+OVERLOAD = "/console/overload"
+CHAT = "/v1/chat/completions"
+
+STATE_EVERY_S = 1.0
+FLUSH_EVERY_S = 0.2
+MAX_PENDING = 256
+"""Records that wait for one reader; of more the oldest are skipped, and the reader is told."""
+MAX_READERS = 16
+"""Readers of one process."""
+RECONNECT_S = 1.0
+MAX_EVENT_BYTES = 4 << 20
+SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
+
+_TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
+_PAGE_HEADERS: Headers = [
+    (b"cache-control", b"no-cache"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+]
+_EVENT_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"x-content-type-options", b"nosniff"),
+]
+_encode = msgspec.json.Encoder().encode
+
+
+class RecordBuffer:
+    """Records that one reader has not been sent yet."""
+
+    def __init__(self, latest: Sequence[RequestRecord]) -> None:
+        self._pending = deque(latest, MAX_PENDING)
+        self._skipped = 0
+
+    def put(self, record: RequestRecord) -> None:
+        self._skipped += len(self._pending) == MAX_PENDING
+        self._pending.append(record)
+
+    def take(self) -> dict[str, object] | None:
+        """Returns the data of the next event; None where nothing waits."""
+        if not self._pending:
+            return None
+        taken = {
+            "records": [record.as_json() for record in self._pending],
+            "skipped": self._skipped,
+        }
+        self._pending.clear()
+        self._skipped = 0
+        return taken
+
+
+class Console:
+    """Serves the page and its events, and sends an overload.
+
+    Args:
+        place: of this process among those that share the ports; None when it is the only one.
+    """
+
+    def __init__(
+        self, service: RouterService, section: ConsoleSection, place: ProcessSlot | None
+    ) -> None:
+        self._service = service
+        self._is_local = section.local
+        tls = service.config.tls.router
+        self._has_chat = not (tls and tls.client_ca_dir)
+        """Whether the port of the metrics, which asks for no certificate, may take requests."""
+        indices = [i for i in range(service.config.processes) if place and i != place.index]
+        self._siblings = [socket_path(Path(place.folder), i) for i in indices if place]
+        self._readers: set[RecordBuffer] = set()
+        self._closing = asyncio.Event()
+        self._app: Endpoint | None = None
+        self._overload: asyncio.Task[None] | None = None
+        service.observers.append(self._on_end)
+
+    def serve_requests(self, app: Endpoint) -> None:
+        """Takes the endpoint of all other paths, for the chat and the overload."""
+        self._app = app
+
+    def routes(self) -> Routes:
+        """Returns the console's paths for the network."""
+        routes: dict[str, Mapping[str, Endpoint]] = {
+            CONSOLE: _page("console.html"),
+            f"{CONSOLE}/console.css": _page("console.css"),
+            f"{CONSOLE}/console.js": _page("console.js"),
+            EVENTS: {"GET": self._send_all_events},
+        }
+        if self._has_chat:
+            routes[CHAT] = {"POST": self._chat}
+        if self._is_local:
+            routes[OVERLOAD] = {"POST": self._begin_overload}
+        return routes
+
+    def own_routes(self) -> Routes:
+        """Returns the paths for the other processes."""
+        return {EVENTS: {"GET": self._send_own_events}}
+
+    def close(self) -> None:
+        """Ends what was begun: open events would keep the server from stopping."""
+        self._closing.set()
+        if self._overload:
+            self._overload.cancel()
+
+    def _on_end(self, record: RequestRecord) -> None:
+        for reader in self._readers:
+            reader.put(record)
+
+    async def _chat(self, request: Request, reply: Reply) -> None:
+        assert self._app
+        await self._app(request, reply)
+
+    async def _send_all_events(self, request: Request, reply: Reply) -> None:
+        self._service.tenants.check_stats(request.headers.get("authorization"))
+        await self._send_events(reply, self._siblings)
+
+    async def _send_own_events(self, request: Request, reply: Reply) -> None:
+        await self._send_events(reply, ())
+
+    async def _send_events(self, reply: Reply, siblings: Sequence[Path]) -> None:
+        """Sends events until the reader goes or this process stops.
+
+        A reader that takes nothing is cut off by the server.
+        """
+        if len(self._readers) >= MAX_READERS:
+            raise console_busy(f"{MAX_READERS} readers watch this router already; close one")
+        async with contextlib.aclosing(self._events()) as own:
+            reply.start(HTTPStatus.OK, _EVENT_HEADERS)
+            await reply.piece(await anext(own))  # with the head, before others send
+            relays = [asyncio.create_task(self._relay(path, reply)) for path in siblings]
+            try:
+                async for data in own:
+                    await reply.piece(data)
+            finally:
+                for relay in relays:
+                    relay.cancel()
+                await asyncio.gather(*relays, return_exceptions=True)
+        await reply.end()
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        reader = RecordBuffer(self._service.stats.records)
+        self._readers.add(reader)
+        loop = asyncio.get_running_loop()
+        state_due = loop.time()
+        try:
+            while not self._closing.is_set():
+                data = b""
+                if loop.time() >= state_due:
+                    state_due = loop.time() + STATE_EVERY_S
+                    data += _event(b"state", self._state())
+                if decisions := reader.take():
+                    data += _event(b"decisions", decisions)
+                if data:
+                    yield data
+                await self._pause(FLUSH_EVERY_S)
+        finally:
+            self._readers.remove(reader)
+
+    def _state(self) -> dict[str, object]:
+        state = self._service.snapshot()
+        del state["latest"]  # which are events of their own
+        return state | {"console": {"local": self._is_local, "chat": self._has_chat}}
+
+    async def _relay(self, path: Path, reply: Reply) -> None:
+        """Sends the events of another process, also of the one that starts in its place."""
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                async with contextlib.aclosing(_events_of(path)) as events:
+                    async for data in events:
+                        await reply.piece(data)
+            await self._pause(RECONNECT_S)
+
+    async def _pause(self, seconds: float) -> None:
+        """Returns after so long, or at once when this process stops."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def _begin_overload(self, request: Request, reply: Reply) -> None:
+        """Sends many long requests to this process, and answers at once how their ids begin."""
+        # Another site's page cannot send this type unless it is allowed to.
+        if request.headers.get("content-type") != "application/json":
+            raise invalid_head("INVALID_ARGUMENT", "content-type must be application/json")
+        try:
+            asked = msgspec.json.decode(await request.read(), type=Overload)
+        except msgspec.DecodeError as error:
+            raise invalid_head("INVALID_ARGUMENT", f"the body is not valid: {error}") from error
+        if self._overload and not self._overload.done():
+            raise console_busy("an overload is under way; wait until it has ended")
+        assert self._app
+        prefix = f"overload-{secrets.token_hex(4)}"
+        self._overload = asyncio.create_task(
+            asked.send(self._app, prefix, request.headers.get("authorization", ""))
+        )
+        body = _encode({"prefix": prefix, "requests": asked.requests})
+        await reply.whole(HTTPStatus.ACCEPTED, [(b"content-type", b"application/json")], body)
+
+
+class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Many requests at once, each with a long prompt."""
+
+    requests: Annotated[int, msgspec.Meta(ge=1, le=500)] = 60
+    sentences: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 75
+    """Sentences of each prompt, of about 17 tokens."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
+
+    async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
+        """Sends them as a server would, and returns when all have been answered."""
+        serve = asgi(app, Limits())
+
+        async def send_one(index: int) -> None:
+            prompt = f"Report {index}. " + SENTENCE * self.sentences + "Summarise."
+            body = _encode(
+                {
+                    "messages": [{"role": "user", "content": prompt}],
+                    "max_tokens": self.max_tokens,
+                    "stream": True,
+                }
+            )
+            headers = {"content-length": f"{len(body)}", "x-request-id": f"{prefix}-{index}"}
+            if authorization:
+                headers["authorization"] = authorization
+            pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+            async def receive() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            await serve({"method": "POST", "path": CHAT, "headers": pairs}, receive, _discard)
+
+        await asyncio.gather(*(send_one(index) for index in range(self.requests)))
+
+
+async def _discard(message: Message) -> None:
+    """Takes a part of an answer that nobody reads."""
+
+
+def _event(name: bytes, data: dict[str, object]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, _encode(data))
+
+
+async def _events_of(path: Path) -> AsyncGenerator[bytes]:
+    """Yields the events of another process.
+
+    Raises:
+        OSError, IncompleteReadError: it is starting, or gone.
+    """
+    reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_EVENT_BYTES)
+    try:
+        writer.write(f"GET {EVENTS} HTTP/1.0\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head.partition(b"\r\n")[0]:
+            raise ConnectionRefusedError(path)
+        while True:
+            yield await reader.readuntil(b"\n\n")
+    finally:
+        writer.close()
+
+
+def _page(name: str) -> dict[str, Endpoint]:
+    """Returns the endpoint of a file of the page."""
+    body = files("ullage_router.http.console").joinpath(name).read_bytes()
+    kind = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
+
+    async def endpoint(request: Request, reply: Reply) -> None:
+        await reply.whole(HTTPStatus.OK, [(b"content-type", kind), *_PAGE_HEADERS], body)
+
+    return {"GET": endpoint, "HEAD": endpoint}
