@@ -272,6 +272,7 @@ def announce(
     console.print(f"ready in {seconds:.1f} s: {model}")
     console.print(f"  HTTP     {url}/v1", soft_wrap=True)
     console.print(f"  gRPC     {state['grpc_target']}")
+    console.print(f"  console  {url}/console", soft_wrap=True)
     console.print(f"  stats    {url}/stats")
     console.print(f"  metrics  {state['metrics_url']}")
     console.print(f"  logs     {run_dir}", soft_wrap=True)
