@@ -70,7 +70,33 @@ def promtool() -> Callable[..., subprocess.CompletedProcess[str]]:
     if binary is None:
         pytest.skip("no promtool: run tests/charts/get_prometheus.py, or set ULLAGE_PROMTOOL")
 
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([binary, *args], capture_output=True, text=True, timeout=60)
+    def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [binary, *args], input=stdin, capture_output=True, text=True, timeout=60
+        )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def check_exposition(
+    promtool: Callable[..., subprocess.CompletedProcess[str]],
+) -> Callable[[str], None]:
+    """Asserts that promtool has nothing to say against what a process exposes.
+
+    It refuses colons, which vLLM's names have: of these it is only asserted that all are known.
+    """
+
+    def check(text: str) -> None:
+        from ullage_engine import metric_names
+
+        lines = text.splitlines(keepends=True)
+        native = "".join(line for line in lines if "vllm:" not in line)
+        done = promtool("check", "metrics", stdin=native)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+        families = {line.split()[2] for line in lines if line.startswith("# TYPE vllm:")}
+        aliases = {*metric_names.VLLM_NAMES.values(), "vllm:request_success"}
+        known = {*aliases, *(f"{alias}_total" for alias in aliases), "vllm:cache_config_info"}
+        assert families <= known
+
+    return check

@@ -15,7 +15,7 @@ BOUNDED = (
     {"model_name", "engine", "action", "route", "code", "reason", "had_tokens", "cause", "outcome"}
     | {"tier", "method", "step", "side", "trial", "what", "le", "tenant", "kind", "limit", "pool"}
     | {"priority", "direction", "rank", "stage", "tensor_rank", "device", "first_layer", "status"}
-    | {"backend", "result"}
+    | {"backend", "result", "finished_reason", "block_size", "num_gpu_blocks"}
 )
 """Labels whose values are few, whoever asks what."""
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.process_collector import ProcessCollector
 
 from ullage_common.process import logs
 from ullage_common.process.logs import serve_metrics
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
         print(f"error: {error}", file=sys.stderr)
         return 2
     metrics_registry = CollectorRegistry()
+    ProcessCollector(registry=metrics_registry)
     chosen = controller_options(options, defaults or Options())
     served = ", ".join(chosen.namespaces) or "all namespaces"
     log.info("ullage-operator %s serves %s", VERSION, served)

@@ -188,6 +188,16 @@ def test_scenario_4_a_dead_worker_is_all_that_restarts(
     asyncio.run(scenario())
 
 
+def test_its_metrics_follow_prometheus_conventions(
+    small: "Service", check_exposition: Callable[[str], None]
+) -> None:
+    for url in (small.state["metrics_url"], small.state["engines"][0]["metrics_url"]):
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+        assert "ullage_" in text and "process_cpu_seconds_total" in text
+        check_exposition(text)
+
+
 def test_ctrl_c_leaves_nothing(small: "Service") -> None:
     family = small.family()
     assert len(family) >= 3  # router, server, worker

@@ -29,6 +29,10 @@ class GroupLostError(RuntimeError):
     """Another rank is gone, or out of step with this one; only a new group helps."""
 
 
+GROUP_LOST = 3
+"""Exit status of a rank that ends because another did, or a collective with it failed."""
+
+
 def one_line(error: Exception) -> str:
     """Describes an unforeseen error for a message: its class and its first line."""
     if isinstance(error, RankFailedError):

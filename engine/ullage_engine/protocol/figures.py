@@ -2,6 +2,7 @@
 and the server exports: by buckets that both know, so that a report has the same few numbers after
 a million steps."""
 
+import time
 from bisect import bisect_left
 
 import msgspec
@@ -72,9 +73,14 @@ class Figures(msgspec.Struct, array_like=True):
         self.num_shrunk += num_sequences < self.last_sequences
         self.last_sequences = num_sequences
 
-    def observe_queue(self, seconds: float) -> None:
-        """Counts a request that begins to be computed."""
-        self.queue_seconds.observe(QUEUE_SECONDS, seconds)
+    def observe_start(self, accepted_at: float, ago_s: float = 0.0) -> None:
+        """Counts a request that began to be computed `ago_s` seconds ago.
+
+        `accepted_at`: when the server accepted it, by `time.monotonic`; 0: it is not counted.
+        """
+        if accepted_at:
+            seconds = time.monotonic() - accepted_at - ago_s
+            self.queue_seconds.observe(QUEUE_SECONDS, max(0.0, seconds))
 
     def copy(self) -> "Figures":
         """Returns figures that later observations do not change."""

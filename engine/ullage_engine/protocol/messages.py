@@ -81,7 +81,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     embed: bool = False
     """Whether the embedding of the prompt is wanted, and no output: `max_tokens` is 0."""
     accepted_at: float = 0.0
-    """When the server accepted it, in seconds of the host's monotonic clock; 0: not known."""
+    """When the server accepted it, by `time.monotonic`; 0 where it has output already."""
     num_stored_blocks: int = 0
     """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import KvPolicy
+from ullage_engine.protocol.figures import Figures
 from ullage_engine.protocol.messages import (
     EngineRequest,
     Rejected,
@@ -87,6 +88,7 @@ class Scheduler:
         """Plans that are not committed, the oldest first."""
         self._max_running = limits.max_sequences
         self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
+        self.figures = Figures()
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0
@@ -142,6 +144,7 @@ class Scheduler:
             prefix_merged_tokens=self._prefix_merged_tokens,
             num_sessions=len(cache.sessions),
             session_bytes=cache.num_session_blocks * self._profile.block_bytes,
+            figures=self.figures.copy(),
         )
 
     def releases(self) -> list[ReleaseState]:
@@ -352,7 +355,8 @@ class Scheduler:
             self._cache_full_blocks(sequence)
         for sequence, _ in planned:
             for child in self._fork_groups.take_ready(sequence):
-                self._fork_child(sequence, child)
+                child.cached_prompt_tokens = sequence.cached_prompt_tokens
+                self._fork(sequence, child, child.num_shared_tokens)
         # A step that computes nothing is no progress, or a hang would not be seen.
         self._num_steps += bool(planned)
         # Of the plan and not by id alone: a new request may have a cancelled one's id.
@@ -481,6 +485,7 @@ class Scheduler:
         if sequence.cached_prompt_tokens is None:
             num_hits, num_prompt = sequence.num_computed, sequence.request.num_prompt_tokens
             sequence.cached_prompt_tokens = min(num_hits, num_prompt)
+            self.figures.observe_start(sequence.request.accepted_at)
             if self._cache.has_cache:
                 self._prefix_lookup_tokens += len(sequence.token_ids)
                 self._prefix_hit_tokens += num_hits
@@ -548,10 +553,6 @@ class Scheduler:
             self._prefix_merged_tokens += num_merged * self._cache.block_tokens
             if self.tiers:
                 self.tiers.offer(sequence, first, full)
-
-    def _fork_child(self, parent: Sequence, child: Sequence) -> None:
-        child.cached_prompt_tokens = parent.cached_prompt_tokens
-        self._fork(parent, child, child.num_shared_tokens)
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         if self._reservations.fork(parent, child, num_tokens, self._sequences):

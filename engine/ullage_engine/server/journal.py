@@ -138,8 +138,11 @@ class JournalEntry:
     def engine_request(self) -> EngineRequest:
         """Builds the request for a worker: the prompt and all output received so far."""
         request = self.job.request
-        token_ids = request.token_ids + self.output_ids
-        return msgspec.structs.replace(request, token_ids=token_ids, accepted_at=self.accepted_at)
+        return msgspec.structs.replace(
+            request,
+            token_ids=request.token_ids + self.output_ids,
+            accepted_at=0.0 if self.output_ids else self.accepted_at,
+        )
 
     def add_tier_hits(self, hits: list[TierHit]) -> None:
         """Notes where KV of the prompt was found before the sample was first computed."""

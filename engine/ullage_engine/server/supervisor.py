@@ -8,6 +8,7 @@ SupervisorError
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import zmq.asyncio
 
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_engine.kv_tiers.tiers import KvTiers
+from ullage_engine.protocol.errors import GROUP_LOST
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
@@ -393,6 +395,7 @@ class WorkerSupervisor:
             raise StartError(worker.start_error or "the worker could not start; see its log above")
         self._engine_status.worker_lost()
         self._metrics.worker_restarts.inc()
+        self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
         self._resume_entries()
         self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
         self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
@@ -412,6 +415,13 @@ class WorkerSupervisor:
             entry.resume()
             if entry.stalled_resumes > self._policy.max_stalled_resumes:
                 entry.fail(_worker_lost(entry.stalled_resumes))
+
+
+def _is_group_lost(status: int, ready: Ready | None) -> bool:
+    """Whether ranks that compute together were lost, by their worker's status."""
+    # NCCL's watchdog aborts the process whose collective failed.
+    is_aborted = status == -signal.SIGABRT and ready is not None and len(ready.ranks) > 1
+    return status == GROUP_LOST or is_aborted
 
 
 def _stalls(submission: Submission) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import structs
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
+from ullage_engine.protocol.figures import Figures
 from ullage_engine.protocol.messages import (
     Embedding,
     EngineRequest,
@@ -32,7 +33,7 @@ from ullage_engine.scheduler.sequence import shared_tokens
 from ullage_engine.vllm_worker.adapters import Adapters
 from ullage_engine.vllm_worker.interface import AdapterError, Core, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations
-from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, rank_of
+from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, no_beams, rank_of
 from ullage_engine.vllm_worker.tiers import TierTransfers
 
 _MARGIN_TOKENS = 2
@@ -77,6 +78,7 @@ class VllmEngine:
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
         self._num_submitted = 0
+        self._figures = Figures()
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0
@@ -129,6 +131,7 @@ class VllmEngine:
             session_bytes=reservations.num_session_blocks * size,
             num_adapter_loads=self.adapters.num_loads,
             num_adapter_unloads=self.adapters.num_unloads,
+            figures=self._figures.copy(),
         )
 
     def releases(self) -> list[ReleaseState]:
@@ -152,7 +155,7 @@ class VllmEngine:
         if refusal := refuse_duplicates(requests, self._by_id, pool_bytes):
             return refusal
         if requests[0].beam is not None:
-            self._failed += [_no_beams(request) for request in requests]
+            self._failed += [no_beams(request) for request in requests]
             return []
         complete = [request for request in requests if self._is_complete(request, resumed)]
         remaining = [request for request in requests if request not in complete]
@@ -266,26 +269,31 @@ class VllmEngine:
 
     def _observe(self, seconds: float, outputs: list[CoreOutput]) -> bool:
         """Counts the time of a step and what was computed in it; returns whether anything was."""
-        num_decodes = num_prompt_tokens = 0
-        is_advanced = bool(outputs)
+        num_decodes = num_prompts = 0
+        is_advanced, num_parts = bool(outputs), len(outputs)
         for output in outputs:
             sequence = self._by_id.get(output.request_id)
             if sequence is not None and sequence.has_token:
                 num_decodes += len(output.token_ids)
             elif sequence is not None:
                 done = max(sequence.num_computed, output.num_reused_tokens)
-                num_prompt_tokens += len(sequence.token_ids) - done
+                if sequence.is_new:
+                    self._figures.observe_start(sequence.request.accepted_at, seconds)
+                num_prompts += len(sequence.token_ids) - done
                 sequence.num_computed = len(sequence.token_ids)
         for each in self._by_id.values():
             if each.is_running and not each.has_token:
                 num_computed = self._core.blocks.num_computed(each.request_id)
                 if num_computed > each.num_computed:
                     is_advanced = True
-                    num_prompt_tokens += num_computed - each.num_computed
+                    if each.is_new:
+                        self._figures.observe_start(each.request.accepted_at, seconds)
+                    num_parts += 1
+                    num_prompts += num_computed - each.num_computed
                     each.num_computed = num_computed
-        self.throughput.observe(
-            seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens
-        )
+        self.throughput.observe(seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompts)
+        if is_advanced:
+            self._figures.observe_step(seconds, num_decodes + num_prompts, num_parts)
         return is_advanced
 
     # admission -----------------------------------------------------------------------------------
@@ -590,11 +598,3 @@ class VllmEngine:
             num_blocks = self._num_blocks(each, each.charged_tokens)
             after_s = self.throughput.seconds_until(num_prompt, output)
             yield after_s, num_blocks * self._profile.block_bytes
-
-
-def _no_beams(request: EngineRequest) -> RequestFailed:
-    return RequestFailed(
-        request_id=request.request_id,
-        field="samples.beam",
-        message="vLLM workers search no beams; ask for samples, or use the native engine",
-    )

@@ -27,7 +27,7 @@ import msgspec
 from ullage_common.config.engine import EngineConfig, GroupSection, follower_place
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
-from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.arguments import Node
@@ -269,7 +269,7 @@ def end_worker(rank: int) -> NoReturn:
     """Ends this process and so the ranks of its node: the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # vLLM may wait in another thread for what never comes. The server starts the worker again.
-    os._exit(1)
+    os._exit(GROUP_LOST)
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:

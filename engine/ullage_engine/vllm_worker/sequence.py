@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.messages import EngineRequest, RequestFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def is_new(self) -> bool:
+        """Whether nothing of it was ever computed."""
+        return not (self.num_computed or self.num_preemptions)
+
+    @property
     def session_key(self) -> str:
         """The session's name among those of all salts and adapters; empty: no session."""
         key = self.request.session_key
@@ -79,6 +84,15 @@ class Sequence:
     def final_tokens(self) -> int:
         """Length in tokens that it has at most when it ends."""
         return min(self.limit, self.request.num_prompt_tokens + self.request.max_tokens)
+
+
+def no_beams(request: EngineRequest) -> RequestFailed:
+    """Returns the answer to one hypothesis of a beam search."""
+    return RequestFailed(
+        request_id=request.request_id,
+        field="samples.beam",
+        message="vLLM workers search no beams; ask for samples, or use the native engine",
+    )
 
 
 def rank_of(sequence: Sequence) -> tuple[int, int, int]:

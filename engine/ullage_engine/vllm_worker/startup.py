@@ -72,7 +72,7 @@ class Started:
         """Measures memory and load; ends idle sessions and withholds KV that others took.
 
         Raises:
-            RuntimeError: the process of a rank has ended.
+            GroupLostError: the process of a rank has ended.
         """
         self.core.check_ranks()
         engine, missing = self.engine, self.free_memory.missing_bytes()

@@ -288,7 +288,9 @@ class EngineCore:
         return output
 
     def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
-        """Counts the time of a step, in which these plans were computed."""
+        """Counts the time of a step, in which these plans were computed, and ends the first."""
+        if chunks := plans[0].chunks:
+            self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
         prompt_tokens = sum(_num_prompt_tokens(plan) for plan in plans)
         self._throughput.observe(
             seconds,

@@ -29,7 +29,13 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import PressureController
-from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
+from ullage_engine.protocol.errors import (
+    GROUP_LOST,
+    GroupLostError,
+    WeightsError,
+    WorkerStartError,
+    one_line,
+)
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
@@ -407,6 +413,9 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         log.info(line)
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
+    except GroupLostError:
+        log.exception("the group of ranks is lost")
+        return GROUP_LOST
     finally:
         started.stop()
     return 0

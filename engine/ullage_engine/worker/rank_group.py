@@ -27,7 +27,7 @@ import psutil
 import zmq
 
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.errors import GroupLostError, RankFailedError
+from ullage_engine.protocol.errors import GROUP_LOST, GroupLostError, RankFailedError
 from ullage_engine.protocol.messages import Loading, ReservationState
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.worker.histories import SentHistories
@@ -137,8 +137,6 @@ def reads_history(chunk: Chunk) -> bool:
 
 log = logging.getLogger("ullage.engine.group")
 
-GROUP_LOST = 3
-"""Exit status of a rank that ends because another did."""
 CANNOT_SERVE = 2
 """Exit status of a rank that has reported why it cannot serve."""
 START_FAILED = 4

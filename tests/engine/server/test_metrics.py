@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,7 @@ from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.protocol.figures import Figures
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
@@ -75,7 +77,8 @@ def check(samples: dict[str, float]) -> None:
     assert samples['ullage_requests_total{outcome="length"}'] == 1
     assert samples['ullage_requests_total{outcome="INVALID_FIELD"}'] == 1
     assert samples['ullage_requests_total{outcome="KV_HEADROOM"}'] == 1
-    assert samples['vllm:request_success_total{finished_reason="length"}'] == 1
+    for reason, count in {"length": 1, "stop": 0, "abort": 0}.items():
+        assert samples[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == count
     for prefix in ("ullage_", "vllm:"):
         assert samples[f"{prefix}prompt_tokens_total"] == 3
         assert samples[f"{prefix}generation_tokens_total"] == 10
@@ -196,6 +199,34 @@ def test_counts_go_on_when_a_worker_is_replaced() -> None:
     assert samples["ullage_oom_events_total"] == 2
     assert samples["ullage_nonfinite_logits_total"] == 3
     assert samples["ullage_steps_overlapped_total"] == 7
+
+
+def test_steps_and_queue_times_go_on_when_a_worker_is_replaced() -> None:
+    metrics, former, present = EngineMetrics("smollm2-135m"), Figures(), Figures()
+    for num_sequences in (1, 3, 3, 2):
+        former.observe_step(0.02, 8 * num_sequences, num_sequences)
+    former.observe_start(time.monotonic() - 10.5)
+    former.observe_start(0.0)
+    metrics.worker_ready(make_ready(make_state()))
+    metrics.worker_state(make_state(figures=former.copy()))
+    present.observe_step(100.0, 1, 1)
+    metrics.worker_ready(make_ready(make_state()))
+    metrics.worker_state(make_state(figures=present.copy()))
+    samples = read(metrics)
+    assert samples["ullage_step_seconds_count"] == 5
+    assert samples["ullage_step_seconds_sum"] == pytest.approx(100.08)
+    assert samples['ullage_step_seconds_bucket{le="0.01"}'] == 0
+    assert samples['ullage_step_seconds_bucket{le="30.0"}'] == 4
+    for name in ("ullage_step_tokens", "vllm:iteration_tokens_total"):
+        assert samples[f"{name}_sum"] == 73
+        assert samples[f'{name}_bucket{{le="16.0"}}'] == 3
+    assert samples['ullage_step_sequences_bucket{le="2.0"}'] == 3
+    assert samples['ullage_batch_size_changes_total{direction="grow"}'] == 3
+    assert samples['ullage_batch_size_changes_total{direction="shrink"}'] == 1
+    for prefix in ("ullage_", "vllm:"):
+        assert samples[f"{prefix}request_queue_time_seconds_count"] == 1
+        assert samples[f'{prefix}request_queue_time_seconds_bucket{{le="10.0"}}'] == 0
+        assert samples[f'{prefix}request_queue_time_seconds_bucket{{le="15.0"}}'] == 1
 
 
 def test_an_empty_pool_wastes_nothing() -> None:

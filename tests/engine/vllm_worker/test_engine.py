@@ -1,5 +1,6 @@
 """Serving with vLLM: what is admitted fits, nothing is lost, and vLLM never preempts."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -158,6 +159,20 @@ def test_a_request_is_answered_and_gives_back_its_blocks() -> None:
     assert client.texts["a"] == expected_text(request)
     assert client.finished == {"a": "length"}
     assert core.num_free == core.num_blocks
+
+
+def test_steps_are_tallied_and_a_request_waits_once() -> None:
+    engine, _, _ = make_engine()
+    client, prompt = Client(engine), 3 * CHUNK
+    client.submit(make_request("a", prompt, 10, accepted_at=time.monotonic()))
+    client.submit(make_request("b", 10, 5))
+    client.run()
+    figures = engine.stats().figures
+    assert sum(figures.step_seconds.counts) == engine.num_steps
+    # The last token of an answer is never fed back.
+    assert figures.step_tokens.total == prompt + 10 + 9 + 4
+    assert sum(figures.queue_seconds.counts) == 1
+    assert figures.num_grown > 0 and figures.num_shrunk > 0
 
 
 def test_a_stop_token_ends_it_and_is_part_of_it() -> None:

@@ -21,7 +21,7 @@ from ullage_common.config.engine import (
     ParallelismSection,
 )
 from ullage_engine import main as engine_main
-from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
@@ -152,7 +152,7 @@ def test_a_leader_ends_with_its_first_follower(group: Group, ends: str) -> None:
     leader = group.lead()
     former = group.wait_computing(1, 2)
     os.kill(followers[1].pid if ends == "follower" else former[1], signal.SIGKILL)
-    assert leader.wait(PATIENCE_S) == 1
+    assert leader.wait(PATIENCE_S) == GROUP_LOST
     wait_for(lambda: not psutil.pid_exists(former[2]))
 
 

@@ -1,5 +1,6 @@
 """The step loop: what a step that runs out of memory costs, and whom."""
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -83,6 +84,22 @@ def run(engine: EngineCore) -> dict[str, list[int]]:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         engine.scheduler.check_integrity()
     raise AssertionError("it never ends")
+
+
+def test_steps_are_tallied_as_they_were_computed() -> None:
+    engine, runner = make_engine(lambda plan: False)
+    requests = [make_request(name, 100, max_tokens=2) for name in ("a", "b")]
+    accepted = msgspec.structs.replace(requests[0], accepted_at=time.monotonic())
+    assert engine.submit(accepted) is None
+    engine.step()
+    assert engine.submit(requests[1]) is None
+    run(engine)
+    figures = engine.scheduler.stats().figures
+    assert sum(figures.step_seconds.counts) == len(runner.plans)
+    assert figures.step_tokens.total == sum(size for plan in runner.plans for _, size in plan)
+    assert figures.step_sequences.total == sum(map(len, runner.plans))
+    assert (figures.num_grown, figures.num_shrunk) == (2, 1)
+    assert sum(figures.queue_seconds.counts) == 1 and figures.queue_seconds.total < 60
 
 
 def test_a_large_prompt_chunk_is_halved_for_that_step() -> None:

@@ -226,5 +226,6 @@ def test_clients_that_leave_are_counted(start_service: "StartService") -> None:
             await service.until(lambda: service.router.service.pipeline.inflight == 0, WAIT_S)
             text = (await service.monitoring.get("/metrics")).text
             assert 'ullage_router_early_stops_total{had_tokens="yes"} 1.0' in text
+            assert 'ullage_router_early_stop_tokens_bucket{le="1.0"} 1.0' in text
 
     asyncio.run(scenario())

@@ -29,7 +29,7 @@ from vllm.v1.request import Request
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
-from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.protocol.errors import GroupLostError, WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RankPlace
 from ullage_engine.protocol.messages import SamplingParams as OurSamplingParams
 from ullage_engine.vllm_worker.bindings.blocks import (
@@ -527,10 +527,10 @@ class VllmCore:
         """Checks that the processes of all ranks on this node are there.
 
         Raises:
-            RuntimeError: one has ended.
+            GroupLostError: one has ended.
         """
         if self._has_lost_rank:
-            raise RuntimeError("the process of a rank has ended")
+            raise GroupLostError("the process of a rank has ended")
 
     def _on_lost_rank(self) -> None:
         # Called by a thread of vLLM's.

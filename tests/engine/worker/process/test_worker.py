@@ -37,6 +37,8 @@ def test_it_answers_a_question_with_a_sentence_that_ends(
 def test_an_out_of_memory_fault_changes_no_token(worker: Any, make_request: MakeRequest) -> None:
     alone = worker.submit(make_request("alone", QUESTION, max_tokens=12))
     worker.finish_all()
+    figures = worker.fresh_state().figures
+    assert sum(figures.step_seconds.counts) >= 12 and figures.step_seconds.total > 0
     before = worker.fresh_state().num_oom_events
     worker.send(Fault(after_steps=3))
     again = worker.submit(make_request("again", QUESTION, max_tokens=12))

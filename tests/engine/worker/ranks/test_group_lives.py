@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,8 @@ START_S = 180.0
 class Group:
     """A running engine, seen by a client and by the kernel."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, metrics_port: int) -> None:
+        self._metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self._channel = open_channel(f"127.0.0.1:{port}")
         self.inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._headroom = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
@@ -96,6 +99,12 @@ class Group:
             *[self.generate(max_tokens, partial(after, at), text) for at, text in questions]
         )
 
+    async def metric(self, name: str) -> float:
+        request = partial(urllib.request.urlopen, self._metrics_url, timeout=10)
+        text = (await asyncio.to_thread(request)).read().decode()
+        [value] = [line.split()[-1] for line in text.splitlines() if line.startswith(f"{name}{{")]
+        return float(value)
+
     async def map(self) -> list[Any]:
         return list((await self.inference.GetModel(pb.GetModelRequest())).ranks)
 
@@ -105,6 +114,11 @@ def folder() -> Iterator[Path]:
     """Short, for a socket's path may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ull", dir="/tmp") as path:
         yield Path(path)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def write_config(folder: Path, weights_dir: Path, gpus: int, tensor: int, pipeline: int) -> Path:
@@ -119,7 +133,7 @@ def write_config(folder: Path, weights_dir: Path, gpus: int, tensor: int, pipeli
         "server": {
             "host": "127.0.0.1",
             "grpc_port": 0,
-            "metrics_port": 0,
+            "metrics_port": free_port(),
             "run_dir": str(folder),
             "weights_dir": str(weights_dir),
             "threads": 1,
@@ -140,7 +154,7 @@ async def serving(path: Path) -> AsyncIterator[Group]:
     running = asyncio.create_task(app.run(stop, hurry))
     listening = asyncio.create_task(app.listening.wait())
     await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
-    group = Group(app.port)
+    group = Group(app.port, config.server.metrics_port)
     ready = asyncio.create_task(group.ready())
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,6 +206,8 @@ def test_a_dead_rank_and_a_stopped_one_cost_a_pause_and_the_map_stays(
                 assert [tokens for tokens, _ in answers] == [whole, other]
                 assert [finished.resumes for _, finished in answers] == [1, 1]
                 assert ranks() != [pid] and not psutil.pid_exists(pid)
+                # The stopped one's group is killed by the server, which waits in vain.
+                assert await group.metric("ullage_collective_errors_total") == 1
             assert await group.map() == before
 
     run(scenario)
