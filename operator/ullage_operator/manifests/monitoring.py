@@ -347,6 +347,14 @@ def engine_alerts(service: Service) -> list[Alert]:
             "The request goes on; another process took memory, or the ledger is wrong.",
         ),
         Alert(
+            "UllageCollectiveErrors",
+            f"{grows('ullage_collective_errors_total')} > 0",
+            "warning",
+            "A group of ranks was lost in a collective of NCCL or gloo.",
+            "A link between GPUs is slow or down, or one rank of the group has ended.",
+            "0s",
+        ),
+        Alert(
             "UllageNonFiniteLogits",
             f"{grows('ullage_nonfinite_logits_total')} > 0",
             "warning",
