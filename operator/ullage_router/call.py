@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.process.tracing import Span
 from ullage_common.wire.continuation import Progress, write_cached
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import is_growing
@@ -127,6 +128,8 @@ class Call:
     ended_by: ServiceError | None = None
     """Error of another request, as which this one counts when it is cancelled; None: its client has
     gone."""
+    span: Span | None = None
+    """The span of the request; None where nothing is traced."""
     deadline: PausableDeadline = field(init=False)
     adapter: str = ""
     """The adapter that the request names as its model; empty: the model without one."""

@@ -112,7 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             return self._tenants.open_session(_text(context).get("authorization"))
         except ServiceError as error:
-            self._pipeline.refuse(record, error)
+            self._pipeline.refuse(record, error, trace=trace_context(_text(context)))
             await abort(context, error)
 
     def _limit_s(self, context: Context) -> float:

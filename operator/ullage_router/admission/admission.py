@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
+from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
 from ullage_router.admission.queue import QueueEntry, QueueFull, RequestQueue, Waiter
@@ -171,6 +172,8 @@ class AdmissionRequest:
     entry: QueueEntry | None = None
     """The request's place in the queue; None while it is in none."""
     queue_state: QueueState = QueueState.OPEN
+    deciding_s: float = 0.0
+    """Seconds that the latest decision took."""
 
     def leave_queue(self) -> None:
         if self.entry:
@@ -316,7 +319,7 @@ class Admission:
         )
 
     def _decide(self, request: AdmissionRequest) -> NextStep:
-        call = request.call
+        call, began = request.call, time.perf_counter()
         request.preferred = self._balancer.preferred(request.cache_key, call.side)
         facts, model = self.facts(call, request), request.prompt.model
         draw, preferred = facts.draw, facts.preferred
@@ -325,6 +328,7 @@ class Admission:
         if step is None:
             views = self._engines.views(model, call.side, call.adapter)
             step = decide(facts, views, self.policy)
+        request.deciding_s = time.perf_counter() - began
         # A canary has what runs at home as it is: stable engines stand by for all else.
         if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
@@ -348,6 +352,7 @@ class Admission:
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
         engine, prompt = self._engines.at(run.engine), request.prompt
+        available = engine.available
         if len(self._queue) and not request.call.is_trial:
             self._queue.on_passed(run.pool, request.entry, engine.adapters)
         if request.entry and run.pool == request.entry.pool:
@@ -358,10 +363,9 @@ class Admission:
             await self.window.settle(reservation)
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
         call = request.call
-        call.decision = _accepted(call, run, reservation)
-        # What is decided at once is logged with the answer.
-        is_news = call.decision.queued_s or call.refused_by
-        _log(call, logging.INFO if is_news else logging.DEBUG)
+        decision = _accepted(call, run, reservation)
+        call.decision = replace(decision, available_bytes=available)
+        _tell(request)
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
@@ -386,7 +390,7 @@ class Admission:
             call.decision = replace(
                 call.decision.after("shrinkContext", shrink.reason), degraded=degraded
             )
-        _log(call, logging.INFO)
+        _tell(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
         """Waits for the request's turn, but no longer than its answer could still end in time."""
@@ -412,8 +416,10 @@ class Admission:
                 is_late = wait.longest_s < allowed_s
                 request.queue_state = QueueState.LATE if is_late else QueueState.SPENT
         finally:
-            queued_s = call.decision.queued_s + time.monotonic() - started
+            waited_s = time.monotonic() - started
+            queued_s = call.decision.queued_s + waited_s
             call.decision = replace(call.decision, queued_s=queued_s)
+            call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
         """Returns the request's place in a line of the pool, kept while it stays the same line."""
@@ -430,8 +436,9 @@ class Admission:
             pool=wait.pool,
             route=self._engines.route(wait.pool),
             predicted_bytes=wait.demand.kv_bytes,
+            available_bytes=wait.available,
         )
-        _log(call, logging.INFO)
+        _tell(request)
         return request.entry
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
@@ -449,8 +456,9 @@ class Admission:
             route=self._engines.route(refuse.pool),
             prompt_tokens=len(request.prompt.token_ids),
             predicted_bytes=demand.kv_bytes if demand else call.decision.predicted_bytes,
+            available_bytes=refuse.available if demand else None,
         )
-        _log(call, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        _tell(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
         return refusal(refuse)
 
 
@@ -491,19 +499,20 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     )
 
 
-def _log(call: Call, level: int) -> None:
-    if not log.isEnabledFor(level):
-        return
-    decision = call.decision
-    log.log(
-        level,
-        "decided",
-        extra={
-            "request_id": call.record.request_id,
-            "pred_kv_mb": decision.predicted_mib,
-            "admission_action": decision.action,
-            "route": decision.route,
-            "reason": decision.reason,
-            "degraded": list(decision.degraded),
-        },
-    )
+def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
+    """Adds a decision to the request's timeline and to the log."""
+    record, decision = request.call.record, request.call.decision
+    fields: dict[str, object] = {
+        "pred_kv_mb": decision.predicted_mib,
+        "admission_action": decision.action,
+        "route": decision.route,
+        "reason": decision.reason,
+        "needed_bytes": decision.predicted_bytes,
+        "available_bytes": decision.available_bytes,
+        "engine": decision.engine,
+    }
+    record.note("decided", request.deciding_s, **fields)
+    if log.isEnabledFor(level):
+        own = {"request_id": record.request_id, "event": "decided"}
+        more = fields | {"degraded": list(decision.degraded)}
+        log.log(level, "decided", extra={MORE_FIELDS: own | more})

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.engine import RequestLimits
 from ullage_common.config.router import StreamingSection
+from ullage_common.process.tracing import Span
 from ullage_common.wire.continuation import (
     BREAKAGES,
     MAX_BREAKAGES,
@@ -150,6 +151,7 @@ class EngineStages:
                 call.progress = Progress(call.request)
                 engine = reservation.engine
                 call.refused_by[engine.key] = engine.reports
+                call.record.note("engine_failed", engine=engine.id, reason=error.reason)
                 decision = call.decision.after("engine", error.reason)
                 call.decision = replace(decision, degraded=call.prompt.degraded)
 
@@ -197,6 +199,7 @@ class EngineStages:
         self._on_resumption(cause, "resumed")
         engines = f"{lost.engine.id} -> {taken[0].engine.id}"
         paused_s = time.monotonic() - began
+        call.record.note("resumed", paused_s, engines=engines, reason=cause)
         _log_resumption(call, logging.INFO, "answer resumed", cause, engines, paused_s)
         return taken
 
@@ -284,13 +287,18 @@ class EngineStages:
         Raises:
             ServiceError: the engine refused or failed.
         """
-        engine, source = reservation.engine, None
+        engine, source, span = reservation.engine, None, None
         request = engine_request(call, reservation)
+        call.record.note("sent", engine=engine.id)
+        if call.span and call.span.is_recording:
+            attributes = {"ullage.engine": engine.id, "server.address": engine.address}
+            span = call.span.child("engine", kind="client", attributes=attributes)
         try:
-            source = self._open(call, reservation, request)
+            source = self._open(call, reservation, request, span)
             engine.watchdog.watch(source)
             accepted = (await expect(source)).accepted
             engine.on_accepted(reservation.credit)
+            call.record.note("admitted", engine=engine.id)
             call.progress.on_accepted(accepted, request.stop.max_tokens)
             first = await expect(source)
             if first.HasField("finished"):
@@ -302,14 +310,20 @@ class EngineStages:
             if isinstance(error, ServiceError):
                 engine.on_failure(reservation.credit, error)
             engine.release(reservation.credit)
+            if span:
+                span.end(error=error.reason if isinstance(error, ServiceError) else "CANCELLED")
             raise
         engine.on_first_token(reservation.credit)
         if accepted.degraded:
             call.decision = call.decision.lowered(accepted.degraded)
-        return OnEngine(call, reservation, source, accepted, first)
+        return OnEngine(call, reservation, source, accepted, first, span)
 
     def _open(
-        self, call: Call, reservation: Reservation, request: inference_pb2.GenerateRequest
+        self,
+        call: Call,
+        reservation: Reservation,
+        request: inference_pb2.GenerateRequest,
+        span: Span | None,
     ) -> Source:
         engine = reservation.engine
         flow = self._unary_flow
@@ -317,7 +331,7 @@ class EngineStages:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
         if not call.is_growing:
             flow = without_stalls(flow)
-        metadata = call.metadata
+        metadata = span.metadata if span else call.metadata
         if self._signer:
             metadata = (*metadata, self._signer.sign_request(engine.id, request))
         return engine.generate(request, max(0.001, call.deadline.remaining_s), metadata, flow)
@@ -407,6 +421,8 @@ class Generation:
 
     def _finish(self, finished: inference_pb2.Finished) -> None:
         self._num_counted = finished.usage.completion_tokens
+        reason = inference_pb2.FinishReason.Name(finished.reason)
+        self._call.record.finish = reason.removeprefix("FINISH_REASON_").lower()
         finished.resumes += len(self._resumed_on)
         finished.resumed_on.extend(self._resumed_on)
         if self._resumed_on:
@@ -471,6 +487,7 @@ def _log_resumption(
 ) -> None:
     extra: dict[str, object] = {
         "request_id": call.record.request_id,
+        "event": "resumed" if paused_s is not None else "lost",
         "reason": cause,
         "engine": engine,
         "output_tokens": call.progress.num_tokens,

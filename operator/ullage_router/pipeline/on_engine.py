@@ -8,6 +8,7 @@ import math
 import grpc
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.process.tracing import Span
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
 from ullage_router.admission.admission import Reservation
@@ -85,6 +86,7 @@ class OnEngine:
         source: Source,
         accepted: inference_pb2.Accepted,
         first: Event,
+        span: Span | None = None,
     ) -> None:
         self.accepted = accepted
         self.is_over = False
@@ -98,6 +100,8 @@ class OnEngine:
         self._source = source
         self._first: Event | None = first
         self._is_closed = False
+        self._span = span
+        self._failure = ""
 
     async def read(self) -> Event:
         """The next event; the last is Finished.
@@ -119,6 +123,7 @@ class OnEngine:
             else:
                 self._take_ending(event)
         except ServiceError as error:
+            self._failure = error.reason
             event = self._after(error)
         return event
 
@@ -161,6 +166,8 @@ class OnEngine:
             engine.watchdog.forget(self._source)
             self._source.cancel()
             engine.release(self._reservation.credit)
+            if self._span:
+                self._span.end(error="" if self.is_over else self._failure or "CANCELLED")
 
 
 async def expect(source: Source) -> Event:

@@ -28,6 +28,7 @@ from types import TracebackType
 from msgspec.structs import replace
 
 from ullage_common.config.router import RouterConfig
+from ullage_common.process.tracing import Tracer
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.validation import check_task, validate_request
 from ullage_router import errors
@@ -36,6 +37,7 @@ from ullage_router.engines.engines import Engines
 from ullage_router.policy.cascade import estimated_tokens
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
+from ullage_router.telemetry.spans import begin_span, end_span
 from ullage_router.tenants import TenantSession
 
 _CANCELLED = (asyncio.CancelledError, GeneratorExit)
@@ -55,6 +57,7 @@ class RequestPipeline:
     Args:
         handler: the chain.
         on_end: called with every record once its request is over.
+        tracer: makes the requests' spans; None: nothing is traced.
 
     inflight
         requests that are being served
@@ -62,9 +65,15 @@ class RequestPipeline:
         new requests are refused
     """
 
-    def __init__(self, handler: Handler, on_end: Callable[[RequestRecord], None]) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        on_end: Callable[[RequestRecord], None],
+        tracer: Tracer | None = None,
+    ) -> None:
         self._handler = handler
         self._on_end = on_end
+        self._tracer = tracer
         self.inflight = 0
         self.is_draining = False
 
@@ -78,21 +87,31 @@ class RequestPipeline:
         Raises:
             ServiceError: the request is refused or failed before the first token.
         """
+        if self._tracer:
+            call.span = begin_span(self._tracer, call.record, call.metadata, call.request)
+            call.metadata = call.span.metadata
         return _Serving(self, self._handler, self._on_end, call)
 
     def refuse(
-        self, record: RequestRecord, error: ServiceError, tenant: TenantSession | None = None
+        self,
+        record: RequestRecord,
+        error: ServiceError,
+        tenant: TenantSession | None = None,
+        trace: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Counts a request that was refused before it became a Call.
 
         Args:
             tenant: its session; None where it is not known.
+            trace: the client's trace context (`trace_context`).
         """
         _copy_error(record, error)
         if tenant:
             record.tenant, record.limits = tenant.name, tenant.limit_headers
             tenant.count_refusals(record.status, 1)
         record.ended = time.monotonic()
+        if self._tracer:
+            end_span(begin_span(self._tracer, record, trace), record)
         self._on_end(record)
 
 
@@ -122,6 +141,7 @@ class _Serving:
                 raise errors.draining()
             stream = self._stream = await self._handler(call)
             record.ttft_s = time.monotonic() - record.arrived
+            record.note("first_token")
             record.cached = cached_tokens(stream.accepted)
             _copy_decision(call)
         except BaseException as error:
@@ -155,7 +175,10 @@ class _Serving:
             record.ended = time.monotonic()
             call.tenant.close_request(record)
             # After the answer's last bytes, which leave at the end of this turn.
-            asyncio.get_running_loop().call_soon(self._on_end, record)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._on_end, record)
+            if call.span:
+                loop.call_soon(end_span, call.span, record, call.request)
 
 
 def _copy_decision(call: Call) -> None:
@@ -230,7 +253,10 @@ class CommonStages:
         name = call.adapter or self._config.model
         call.decision = replace(call.decision, model=name)
         check_task(call.request, model.description.task, name)
+        began = time.monotonic()
         call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
+        num_tokens = len(call.prompt.token_ids)
+        call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
         call.decision = replace(call.decision, degraded=call.prompt.degraded)
         return await proceed(call)
 

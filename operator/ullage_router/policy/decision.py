@@ -93,6 +93,8 @@ class Decision(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     predicted_bytes: int | None = None
     """KV bytes that the request is predicted to take; None until they are predicted."""
+    available_bytes: int | None = None
+    """KV bytes that the engine had, or the best one of the pool; None where nobody asked."""
     degraded: tuple[str, ...] = ()
     """What was taken from the request, such as `max_tokens=64`."""
     trail: tuple[str, ...] = ()

@@ -1,12 +1,15 @@
 """Puts the router's parts together and shows what they hold."""
 
+import asyncio
 import functools
 import logging
+import socket
 import time
 from pathlib import Path
 
 from ullage_common.config.router import IdempotencySection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
+from ullage_common.process.tracing import start_tracing
 from ullage_router import metric_names as names
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
@@ -107,7 +110,8 @@ class RouterService:
         self.observers = [self.stats.on_end, self.load_reporter.on_end, self.metrics.on_end]
         self._is_leaving = self._has_served = False
         self.stages, last = self._stages()
-        self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end)
+        self.tracer = start_tracing(config.tracing, "ullage-router", _identity(place))
+        self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end, self.tracer)
         self._watch()
 
     def _stages(self) -> tuple[list[Stage], Handler]:
@@ -175,6 +179,8 @@ class RouterService:
         await self.tenants.close()
         await self.tls.close()
         self._threads.close()
+        if self.tracer:
+            await asyncio.to_thread(self.tracer.close)
 
     @property
     def is_ready(self) -> bool:
@@ -269,7 +275,11 @@ class RouterService:
             observe(record)
         if log.isEnabledFor(logging.INFO):
             decision = record.decision
-            more = {"pred_kv_mb": decision.predicted_mib, "admission_action": decision.action}
+            more = {
+                "event": "refused" if record.error and record.ttft_s is None else "finished",
+                "pred_kv_mb": decision.predicted_mib,
+                "admission_action": decision.action,
+            }
             log.info("answered", extra={MORE_FIELDS: record.as_json() | more})
 
     def _watch(self) -> None:
@@ -325,6 +335,12 @@ def _breaker_json(breaker: Breaker) -> dict[str, object]:
 
 def _process_json(config: RouterConfig, place: ProcessSlot | None) -> dict[str, object]:
     return {"process": place.index, "processes": config.processes} if place else {}
+
+
+def _identity(place: ProcessSlot | None) -> dict[str, str]:
+    """Returns what tells this process from others in traces."""
+    pod = socket.gethostname()
+    return {"service.instance.id": f"{pod}/{place.index}" if place else pod}
 
 
 def _idempotency(section: IdempotencySection, place: ProcessSlot | None) -> IdempotencyKeys | None:

@@ -13,6 +13,8 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
+KEPT_MOMENTS = 64
+"""Entries of a timeline: a request that many engines lose goes on without more."""
 DEVICE = "device"
 """Name of the tier from which nothing is loaded."""
 
@@ -39,12 +41,24 @@ def cached_tokens(
     return (CachedTokens(DEVICE, num_tokens, 0.0),) if num_tokens else ()
 
 
+class Moment(NamedTuple):
+    """Something that was done for a request, or happened to it."""
+
+    event: str
+    """tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
+    at_s: float
+    """Unix time at which it was over."""
+    seconds: float
+    """How long it took; 0 where it took no time worth telling."""
+    fields: Mapping[str, object]
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """What is logged and counted of one request.
 
-    Protocols make it, and only `RequestPipeline` writes to it: when the answer begins and when the
-    request is over. Everybody else reads.
+    Protocols make it. Whoever does something for the request adds that to the timeline; all else
+    only `RequestPipeline` writes: when the answer begins and when the request is over.
     """
 
     request_id: str
@@ -72,7 +86,22 @@ class RequestRecord:
     cached: tuple[CachedTokens, ...] = ()
     """Prompt tokens whose KV the engine had when the answer began."""
     output_tokens: int = 0
+    finish: str = ""
+    """Why the answer ended, in OpenAI's word; empty where it did not, or several did."""
+    timeline: list[Moment] = field(default_factory=list)
+    """What was done, oldest first."""
     ended: float | None = None
+
+    def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
+        """Adds to the timeline what is over now and took so long."""
+        if len(self.timeline) < KEPT_MOMENTS:
+            self.timeline.append(Moment(event, time.time(), seconds, fields))
+
+    def note_queued(self, seconds: float, pool: str) -> None:
+        """Adds a wait in the queue; one that goes on with the wait before is one with it."""
+        if self.timeline and self.timeline[-1].event == "queued":
+            seconds += self.timeline.pop().seconds
+        self.note("queued", seconds, pool=pool)
 
     @property
     def duration_s(self) -> float:
@@ -95,6 +124,7 @@ class RequestRecord:
             "cached_tokens": {each.tier: each.num_tokens for each in self.cached},
             "cached_s": {each.tier: round(each.seconds, 4) for each in self.cached},
             "predicted_bytes": decision.predicted_bytes,
+            "available_bytes": decision.available_bytes,
             "action": decision.action,
             "route": decision.route,
             "reason": decision.reason,
@@ -117,7 +147,14 @@ class RequestRecord:
             "coalesced_with": decision.coalesced_with,
             "tokens_per_second": speed and round(speed, 2),
             "duration_s": round(self.duration_s, 4),
+            "finish": self.finish,
+            "timeline": [self._moment_json(moment) for moment in self.timeline],
         }
+
+    def _moment_json(self, moment: Moment) -> dict[str, object]:
+        after_s = round(moment.at_s - self.arrived_unix, 5)
+        own = {"event": moment.event, "after_s": after_s, **moment.fields}
+        return own | {"seconds": round(moment.seconds, 5)} if moment.seconds else own
 
 
 class Stats:

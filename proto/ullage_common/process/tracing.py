@@ -73,9 +73,10 @@ class TracingSection(Strict, frozen=True, kw_only=True):
 class Span:
     """A span that has begun; its methods do nothing where its trace is not sampled."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_span", "_tracer")
 
-    def __init__(self, span: Any) -> None:
+    def __init__(self, tracer: "Tracer", span: Any) -> None:
+        self._tracer = tracer
         self._span = span
 
     @property
@@ -95,6 +96,23 @@ class Span:
         parent = ("traceparent", self.traceparent)
         state = self._span.get_span_context().trace_state.to_header()
         return (parent, ("tracestate", state)) if state else (parent,)
+
+    def child(
+        self,
+        name: str,
+        *,
+        kind: SpanKind = "internal",
+        start_unix_s: float | None = None,
+        attributes: Mapping[str, Value] | None = None,
+    ) -> "Span":
+        """Begins a span inside of this one; see `Tracer.span`."""
+        return self._tracer.span(
+            name, parent=self, kind=kind, start_unix_s=start_unix_s, attributes=attributes
+        )
+
+    def rename(self, name: str) -> None:
+        """Gives it another name, as where that is known only at the end."""
+        self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
         """Adds attributes, or replaces them."""
@@ -152,13 +170,14 @@ class Tracer:
             start_unix_s: when it began; now by default.
         """
         return Span(
+            self,
             self._tracer.start_span(
                 name,
                 context=self._context(parent),
                 kind=self._kinds[kind],
                 attributes=attributes,
                 start_time=_nanoseconds(start_unix_s),
-            )
+            ),
         )
 
     def _context(self, parent: "Span | Sequence[tuple[str, str]] | str | None") -> Any:

@@ -83,7 +83,7 @@ class EmbeddingsEndpoint:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
             refusal = as_service_error(error, record)
-            service.pipeline.refuse(record, refusal, tenant)
+            service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
             await Writer(reply, record, "input").error(refusal)
             return
         trace, room = trace_context(request.headers), self._room

@@ -201,7 +201,7 @@ class GenerateEndpoint:
         except Exception as error:
             record = RequestRecord(record_id)
             refusal = as_service_error(error, record)
-            self._pipeline.refuse(record, refusal)
+            self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
         del body  # an answer may take long and needs it no more

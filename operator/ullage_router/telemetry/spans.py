@@ -1,0 +1,116 @@
+"""The span of each request and of what was done for it.
+
+A request's span begins with it, since engines continue the trace. All inside of it but the calls of
+engines is made when the request is over, from the timeline of its record. Neither prompts nor
+answers are in any span.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.process import tracing
+from ullage_common.process.tracing import Span, Tracer, Value
+from ullage_router.telemetry.record import Moment, RequestRecord
+
+PROVIDER = "ullage"
+# Events that took time, and the names of their spans; all others are events of the request's span.
+_SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}
+
+
+def begin_span(
+    tracer: Tracer,
+    record: RequestRecord,
+    parent: Sequence[tuple[str, str]],
+    request: inference_pb2.GenerateRequest | None = None,
+) -> Span:
+    """Begins the span of a request, when that arrived.
+
+    Args:
+        parent: the client's trace context; empty: a new trace begins.
+        request: what the client asked for; None where it could not be read.
+    """
+    span = tracer.span("request", parent=parent, kind="server", start_unix_s=record.arrived_unix)
+    if span.is_recording:
+        span.set({tracing.REQUEST_ID: record.request_id, tracing.PROVIDER: PROVIDER})
+        if request is not None:
+            span.set(_asked(request))
+    return span
+
+
+def end_span(
+    span: Span, record: RequestRecord, request: inference_pb2.GenerateRequest | None = None
+) -> None:
+    """Makes the spans of what was done for a request, and ends its own."""
+    if span.is_recording:
+        for moment in record.timeline:
+            _add(span, moment)
+        span.set(_outcome(record))
+        if request is not None:
+            span.rename(f"{_operation(request)} {record.decision.model}".rstrip())
+    is_failed = record.status >= 400
+    span.end(record.arrived_unix + record.duration_s, error=record.error if is_failed else "")
+
+
+def _asked(request: inference_pb2.GenerateRequest) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        tracing.OPERATION: _operation(request),
+        tracing.REQUEST_MODEL: request.model,
+    }
+    if request.stop.HasField("max_tokens"):
+        attributes[tracing.MAX_TOKENS] = request.stop.max_tokens
+    sampling = request.sampling
+    for name, field in ((tracing.TEMPERATURE, "temperature"), (tracing.TOP_P, "top_p")):
+        if sampling.HasField(field):
+            attributes[name] = getattr(sampling, field)
+    return attributes
+
+
+def _operation(request: inference_pb2.GenerateRequest) -> str:
+    if request.embed:
+        return "embeddings"
+    return "chat" if request.WhichOneof("input") == "messages" else "text_completion"
+
+
+def _add(span: Span, moment: Moment) -> None:
+    attributes = _values(moment.fields)
+    began = moment.at_s - moment.seconds
+    if moment.event == "decided" or moment.event not in _SPANS:
+        span.event(moment.event, attributes, moment.at_s)
+    if name := _SPANS.get(moment.event):
+        child = span.child(name, start_unix_s=began, attributes=attributes)
+        child.end(moment.at_s)
+
+
+def _outcome(record: RequestRecord) -> dict[str, Value]:
+    decision = record.decision
+    return _values(
+        {
+            tracing.RESPONSE_MODEL: decision.model or None,
+            tracing.STATUS: record.status,
+            tracing.INPUT_TOKENS: decision.prompt_tokens or None,
+            tracing.OUTPUT_TOKENS: record.output_tokens,
+            tracing.CACHED_TOKENS: sum(each.num_tokens for each in record.cached),
+            tracing.FINISH_REASONS: [record.finish] if record.finish else None,
+            tracing.FIRST_CHUNK_S: record.ttft_s,
+            "pred_kv_mb": decision.predicted_mib,
+            "admission_action": decision.action,
+            "route": decision.route,
+            "reason": decision.reason,
+            "needed_bytes": decision.predicted_bytes,
+            "available_bytes": decision.available_bytes,
+            "ullage.engine": decision.engine or None,
+            "ullage.degraded": list(decision.degraded) or None,
+            "ullage.trail": list(decision.trail) or None,
+            "ullage.tenant": record.tenant or None,
+            "ullage.coalesced_with": decision.coalesced_with or None,
+        }
+    )
+
+
+def _values(fields: Mapping[str, object]) -> dict[str, Value]:
+    """Returns the fields that are known, as OpenTelemetry takes them."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, str | bool | int | float | list)
+    }
