@@ -194,8 +194,6 @@ def _copy_error(record: RequestRecord, error: BaseException) -> None:
     if isinstance(error, ServiceError):
         record.status, record.error = errors.http_status(error), error.reason
         record.retry_after_s = errors.retry_after_s(error)
-        if available_bytes := error.metadata.get("available_bytes"):
-            record.available_bytes = int(available_bytes)
     elif isinstance(error, _CANCELLED):
         record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
     else:

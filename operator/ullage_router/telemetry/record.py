@@ -75,8 +75,6 @@ class RequestRecord:
     """Reason of the error that the client got."""
     retry_after_s: int | None = None
     """Seconds after which the client was told to come back; None where it was told nothing."""
-    available_bytes: int | None = None
-    """KV bytes that were to be had where a refusal says how many; None elsewhere."""
     is_cancelled: bool = False
     """Whether it ended because its client left, or got an error of another request."""
     priority: int = 0
@@ -138,7 +136,6 @@ class RequestRecord:
             "status": self.status,
             "error": self.error,
             "retry_after_s": self.retry_after_s,
-            "available_bytes": self.available_bytes,
             "priority": self.priority,
             "queued_s": round(decision.queued_s, 4),
             "held_s": round(self.held_s, 4),
