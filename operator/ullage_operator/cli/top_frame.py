@@ -1,0 +1,225 @@
+"""What `ullage top` shows at one moment, worked out of two samples of a router. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+Document = Mapping[str, Any]
+PREFIX = "ullage_router_"
+MAX_LATEST = 50
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A router at one moment."""
+
+    at: float
+    """Seconds on the monotonic clock."""
+    stats: Document
+    """/stats, of the process that was asked."""
+    totals: Mapping[tuple[str, ...], float]
+    """/metrics without the prefix of their names, added up over the router's processes: by name,
+    and values of the labels in the order of their names."""
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine. Bytes are of its KV pool."""
+
+    id: str
+    pool: str
+    route: str
+    state: str
+    trouble: str
+    pressure_level: int = 0
+    pool_bytes: int = 0
+    used_bytes: int = 0
+    """Of running sequences."""
+    committed_bytes: int = 0
+    """Promised to admitted requests and not taken yet."""
+    reclaimable_bytes: int = 0
+    """Cached, and to be had for new requests."""
+    headroom_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    """Speed of all running sequences together."""
+    restarts: int = 0
+    """Of its workers and its server."""
+
+
+class DecisionRow(msgspec.Struct, frozen=True):
+    """Decisions of one kind since the router's start."""
+
+    action: str
+    reason: str
+    """Empty where several processes have only the action in common."""
+    total: int
+    per_s: float
+
+
+class LatestRow(msgspec.Struct, frozen=True):
+    """A request that ended."""
+
+    request_id: str
+    arrived: float
+    """Unix time."""
+    action: str
+    reason: str
+    route: str
+    engine: str
+    status: int
+    retry_after_s: int | None
+    predicted_bytes: int | None
+    available_bytes: int | None
+    queued_s: float
+    ttft_s: float | None
+    output_tokens: int
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """All that is shown at one moment."""
+
+    model: str
+    ready: bool
+    processes: int
+    """Number of the router's processes; engines and the latest requests are those of one."""
+    requests_per_s: float
+    tokens_per_s: float
+    """Speed of all running sequences of all engines."""
+    answered_tokens_per_s: float
+    """Tokens of answers that ended."""
+    refused_per_s: float
+    inflight: int
+    queue_requests: int
+    queue_max_requests: int
+    queue_bytes: int
+    queue_oldest_s: float
+    """The longest wait in the process that was asked, seconds."""
+    retry_after_s: tuple[int, int] | None
+    """Least and most that refusals among the latest requests said; None where there are none."""
+    engines: tuple[EngineRow, ...]
+    decisions: tuple[DecisionRow, ...]
+    """Most frequent first."""
+    latest: tuple[LatestRow, ...]
+    """Newest first."""
+
+
+def read_metrics(text: str) -> dict[tuple[str, ...], float]:
+    """Returns `Sample.totals` of Prometheus' text."""
+    totals: dict[tuple[str, ...], float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        if family.type not in ("counter", "gauge"):
+            continue
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                labels = {k: v for k, v in sample.labels.items() if k != "process"}
+                values = (labels[name] for name in sorted(labels))
+                totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
+    return dict(totals)
+
+
+def make_frame(before: Sample | None, now: Sample) -> Frame:
+    """Returns what is to be shown; rates are 0 without a sample before."""
+    stats, queue = now.stats, now.stats["queue"]
+    processes = stats.get("processes", 1)
+    engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
+    latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
+    waits = [row.retry_after_s for row in latest if row.retry_after_s is not None]
+    decisions = _decisions(before, now)
+    return Frame(
+        model=stats["model"],
+        ready=stats["ready"],
+        processes=processes,
+        requests_per_s=_rate(before, now, "requests_total"),
+        tokens_per_s=round(sum(engine.tokens_per_s for engine in engines), 2),
+        answered_tokens_per_s=_rate(before, now, "output_tokens_total"),
+        refused_per_s=round(sum(row.per_s for row in decisions if row.action == "reject"), 2),
+        inflight=int(_total(now, "inflight_requests")),
+        queue_requests=int(_total(now, "queue_requests")),
+        queue_max_requests=queue["max_requests"] * processes,
+        queue_bytes=int(_total(now, "queue_bytes")),
+        queue_oldest_s=queue.get("oldest_s", 0.0),
+        retry_after_s=(min(waits), max(waits)) if waits else None,
+        engines=engines,
+        decisions=decisions,
+        latest=latest,
+    )
+
+
+def _engine(engine: Document) -> EngineRow:
+    names = ("id", "pool", "route", "state", "trouble")
+    named = {name: engine[name] for name in names}
+    if "kv_pool_bytes" not in engine:  # it has not reported yet
+        return EngineRow(**named)
+    pool, free, reclaimable = (
+        engine[f"kv_{name}_bytes"] for name in ("pool", "free", "reclaimable")
+    )
+    return EngineRow(
+        **named,
+        pressure_level=engine["pressure_level"],
+        pool_bytes=pool,
+        used_bytes=max(0, pool - free - reclaimable),
+        committed_bytes=engine["kv_committed_bytes"],
+        # What is committed is taken of what is free before caches go.
+        reclaimable_bytes=max(0, reclaimable - max(0, engine["kv_committed_bytes"] - free)),
+        headroom_bytes=engine["headroom_bytes"],
+        running=engine["requests_running"],
+        waiting=engine["requests_waiting"],
+        tokens_per_s=round(engine["requests_running"] * engine["decode_tokens_per_second"], 2),
+        restarts=engine.get("worker_restarts", 0) + engine["reports"]["restarts"],
+    )
+
+
+def _latest(record: Document) -> LatestRow:
+    is_refused = record["status"] >= 400
+    reason = record["error"] if is_refused and record["error"] else record["reason"]
+    return msgspec.convert({**record, "reason": reason}, LatestRow)
+
+
+def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
+    counts, earlier = _counts(now), _counts(before) if before else {}
+    rows = [
+        DecisionRow(action, reason, count, _per_s(before, now, count - earlier.get(key, 0)))
+        for key, count in counts.items()
+        for action, reason in [key]
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.per_s, -row.total, row.action, row.reason)))
+
+
+def _counts(sample: Sample) -> dict[tuple[str, str], int]:
+    """Returns decisions by action and reason. Of several processes only what their metrics say can
+    be added up: the action, and of refusals the reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    if sample.stats.get("processes", 1) == 1:
+        for each in sample.stats["decisions"]:
+            counts[each["action"], each["reason"]] += each["count"]
+        return dict(counts)
+    for (name, *labels), value in sample.totals.items():
+        if name == "decisions_total" and labels[0] != "reject":
+            counts[labels[0], ""] += int(value)
+        if name == "refusals_total":
+            counts["reject", labels[0]] += int(value)
+    return dict(counts)
+
+
+def _total(sample: Sample, name: str) -> float:
+    return sum(value for key, value in sample.totals.items() if key[0] == name)
+
+
+def _rate(before: Sample | None, now: Sample, name: str) -> float:
+    return _per_s(before, now, _total(now, name) - _total(before, name)) if before else 0.0
+
+
+def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
+    """Returns the growth a second; 0 where a router that began anew counts less than before."""
+    if before is None or now.at <= before.at:
+        return 0.0
+    return round(max(0.0, grown) / (now.at - before.at), 2)
+
+
+def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
+    """Returns the headroom and the size of all KV pools, bytes."""
+    rows = list(engines)
+    return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)
