@@ -47,6 +47,12 @@ OTHER_WORDS = {"auto", "none", "error", "info", "debug", "bfloat16", "cuda", "ul
 OTHER_WORDS |= {"queue", "route", "reject", "true", "false", "in", "vllm", "native"}
 """Values in small letters that are also words of requests, headers, logs and engines' files."""
 
+LOOKS = re.compile(
+    r"kubectl (--namespace \S+ )?(get|describe|logs|port-forward|auth can-i|exec POD -- nvidia-smi)"
+    r"|curl -s |ullage (trace|top) "
+)
+"""Commands that change nothing."""
+
 MENTIONED = re.compile(r"\b((?:docs|dev)/[\w/-]+\.md)\b")
 SOURCES = ["operator", "engine", "proto", "charts", "crds", "docker", "examples", "scripts"]
 TEXT = {".py", ".yaml", ".yml", ".proto", ".sh", ".txt", ".tpl"}
@@ -188,6 +194,21 @@ def test_every_field_of_the_api_that_a_page_names_exists() -> None:
             if not field.endswith(".py") and not has_field(service, full):
                 unknown.append(f"{page.relative_to(ROOT)}: {field}")
     assert not unknown, "\n".join(unknown)
+
+
+def test_runbooks_confirm_each_alert_and_their_commands_only_look() -> None:
+    """A section without a query or a command says nothing of how to tell whether it applies."""
+    wrong = []
+    for page in sorted((ROOT / "docs" / "runbooks").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            if not re.search(r"^```(promql|console)$", section, re.MULTILINE):
+                wrong.append(f"{page.name}: {section.splitlines()[0]}")
+        for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            wrong += [
+                f"{page.name}: {each}" for each in block.splitlines() if not LOOKS.match(each)
+            ]
+    assert not wrong, "\n".join(wrong)
 
 
 def enumerations(schema: dict[str, Any], name: str = "") -> Iterator[tuple[str, str]]:
