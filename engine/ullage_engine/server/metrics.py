@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
@@ -58,15 +58,14 @@ class EngineMetrics:
         self._gauge(names.SERVER_RESIDENT).set_function(_resident_bytes)
         self._steps = self._counter(names.STEPS)
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS)
-        self._generation_tokens = self._counter(names.GENERATION_TOKENS)
         self.worker_restarts = self._counter(names.WORKER_RESTARTS)
         self.collective_errors = self._counter(names.COLLECTIVE_ERRORS)
         self._requests = Series(names.REQUESTS.register(native), self._values)
         self._degraded = Series(names.DEGRADED.register(native), self._values)
-        self._ttft = self._histogram(names.TTFT)
-        self._inter_token = self._histogram(names.INTER_TOKEN)
-        self._per_token = self._histogram(names.PER_TOKEN)
-        self._e2e = self._histogram(names.E2E)
+        # Counted at every token, for which the client's own classes take too long.
+        self._num_generated = 0
+        self._ttft, self._inter_token, self._per_token, self._e2e = (Tally() for _ in range(4))
+        native.register(_AtScrape(self._collect_requests))
 
     def watch_certificates(self, certificates: Certificates) -> None:
         """Exports the state of the server's certificate from now on."""
@@ -133,14 +132,15 @@ class EngineMetrics:
         if not num_tokens:
             return
         now = time.monotonic()
-        self._generation_tokens.inc(num_tokens)
+        self._num_generated += num_tokens
         if entry.last_token_at is None:
             self._count_degraded(entry)
-            self._ttft.observe(now - entry.accepted_at)
+            self._ttft.observe(names.TTFT.buckets, now - entry.accepted_at)
             # All samples have one prompt.
             self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
-            self._inter_token.observe((now - entry.last_token_at) / num_tokens)
+            seconds = (now - entry.last_token_at) / num_tokens
+            self._inter_token.observe(names.INTER_TOKEN.buckets, seconds)
         entry.last_token_at = now
 
     def _count_degraded(self, entry: JournalEntry) -> None:
@@ -151,7 +151,7 @@ class EngineMetrics:
     def embedding(self, entry: JournalEntry) -> None:
         """Counts a request whose embedding is there."""
         entry.last_token_at = time.monotonic()
-        self._ttft.observe(entry.last_token_at - entry.accepted_at)
+        self._ttft.observe(names.TTFT.buckets, entry.last_token_at - entry.accepted_at)
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
@@ -160,9 +160,9 @@ class EngineMetrics:
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return
         took = entry.last_token_at - entry.accepted_at
-        self._e2e.observe(took)
+        self._e2e.observe(names.E2E.buckets, took)
         if num_tokens := len(entry.output_ids) - entry.num_restored:
-            self._per_token.observe(took / num_tokens)
+            self._per_token.observe(names.PER_TOKEN.buckets, took / num_tokens)
 
     def refused(self, outcome: str) -> None:
         """Counts a request that never had a journal entry."""
@@ -174,8 +174,14 @@ class EngineMetrics:
     def _counter(self, name: CounterName) -> Counter:
         return name.register(self._native).labels(*self._values)
 
-    def _histogram(self, name: HistogramName) -> Histogram:
-        return name.register(self._native).labels(*self._values)
+    def _collect_requests(self) -> Iterable[Metric]:
+        generated = names.GENERATION_TOKENS.family()
+        generated.add_metric(self._values, self._num_generated)
+        yield generated
+        yield _histogram(names.TTFT, self._ttft, self._values)
+        yield _histogram(names.INTER_TOKEN, self._inter_token, self._values)
+        yield _histogram(names.PER_TOKEN, self._per_token, self._values)
+        yield _histogram(names.E2E, self._e2e, self._values)
 
 
 class _AtScrape(Collector):
@@ -232,7 +238,7 @@ class _WorkerCollector(Collector):
             counter.add_metric(self._values, count)
             yield counter
         for histogram_name, tally in tallies.items():
-            yield self._histogram(histogram_name, tally)
+            yield _histogram(histogram_name, tally, self._values)
         directions = names.BATCH_SIZE_CHANGES.family()
         for direction, count in zip(("grow", "shrink"), changes, strict=True):
             directions.add_metric((*self._values, direction), count)
@@ -256,13 +262,13 @@ class _WorkerCollector(Collector):
         changes = (grown + state.figures.num_grown, shrunk + state.figures.num_shrunk)
         return counts, tallies, changes
 
-    def _histogram(self, name: HistogramName, tally: Tally) -> HistogramMetricFamily:
-        family = name.family()
-        counts = tally.counts or [0] * (len(name.buckets) + 1)
-        bounds = (*map(floatToGoString, name.buckets), "+Inf")
-        buckets = list(zip(bounds, accumulate(counts), strict=True))
-        family.add_metric(self._values, buckets, tally.total)
-        return family
+
+def _histogram(name: HistogramName, tally: Tally, values: tuple[str, ...]) -> HistogramMetricFamily:
+    family = name.family()
+    counts = tally.counts or [0] * (len(name.buckets) + 1)
+    bounds = (*map(floatToGoString, name.buckets), "+Inf")
+    family.add_metric(values, list(zip(bounds, accumulate(counts), strict=True)), tally.total)
+    return family
 
 
 class _WithAliases(Collector):

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,6 +27,9 @@ SECONDS = (
     *(120.0, 300.0),
 )
 """Bounds of the routers' histograms of time, which rules about objectives read, too."""
+
+# Gauges beside all counters and histograms that say when they began, which Prometheus ignores.
+disable_created_metrics()
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
