@@ -5,13 +5,18 @@ The tables of the worker's, of tiers' and of peers' say where each figure is rea
 
 from collections.abc import Callable
 
-from ullage_common.process.metrics import CounterName, GaugeName, HistogramName, MetricName
+from ullage_common.process.metrics import (
+    CounterName,
+    GaugeName,
+    HistogramName,
+    MetricName,
+    Tally,
+)
 from ullage_engine.protocol.figures import (
     QUEUE_SECONDS,
     STEP_SECONDS,
     STEP_SEQUENCES,
     STEP_TOKENS,
-    Tally,
 )
 from ullage_engine.protocol.messages import WorkerState
 from ullage_kv import TierStats

@@ -3,9 +3,10 @@ and the server exports: by buckets that both know, so that a report has the same
 a million steps."""
 
 import time
-from bisect import bisect_left
 
 import msgspec
+
+from ullage_common.process.metrics import Tally
 
 STEP_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
@@ -19,34 +20,6 @@ QUEUE_SECONDS = (
     *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-
-
-class Tally(msgspec.Struct, array_like=True):
-    """Observations by bucket."""
-
-    counts: list[int] = []
-    """Observations up to each bound and above the one before, those above all bounds last; empty
-    before the first."""
-    total: float = 0.0
-    """Sum of all observations."""
-
-    def observe(self, bounds: tuple[float, ...], value: float) -> None:
-        """Counts one observation among the same bounds as ever."""
-        if not self.counts:
-            self.counts = [0] * (len(bounds) + 1)
-        self.counts[bisect_left(bounds, value)] += 1
-        self.total += value
-
-    def copy(self) -> "Tally":
-        """Returns a tally that later observations do not change."""
-        return Tally(self.counts.copy(), self.total)
-
-    def __add__(self, other: "Tally") -> "Tally":
-        """Returns the observations of both."""
-        if not (self.counts and other.counts):
-            return self if self.counts else other
-        counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
-        return Tally(counts, self.total + other.total)
 
 
 class Figures(msgspec.Struct, array_like=True):

@@ -6,27 +6,24 @@ counts since its own start; what is exported goes on through every restart.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from ullage_common.process.metrics import (
+    AtScrape,
     CounterName,
     GaugeName,
     HistogramName,
-    Series,
+    Tally,
 )
 from ullage_common.wire.tls import Certificates
 from ullage_engine import metric_names as names
-from ullage_engine.protocol.figures import Tally
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_kv import TierStats
@@ -56,16 +53,17 @@ class EngineMetrics:
         self._block_bytes = 1
         self._ranks = names.RANK_LAYERS.register(native)
         self._gauge(names.SERVER_RESIDENT).set_function(_resident_bytes)
-        self._steps = self._counter(names.STEPS)
+        self._steps = names.STEPS.counts(native, *self._values)
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS)
         self.worker_restarts = self._counter(names.WORKER_RESTARTS)
         self.collective_errors = self._counter(names.COLLECTIVE_ERRORS)
-        self._requests = Series(names.REQUESTS.register(native), self._values)
-        self._degraded = Series(names.DEGRADED.register(native), self._values)
-        # Counted at every token, for which the client's own classes take too long.
-        self._num_generated = 0
-        self._ttft, self._inter_token, self._per_token, self._e2e = (Tally() for _ in range(4))
-        native.register(_AtScrape(self._collect_requests))
+        self._requests = names.REQUESTS.counts(native, *self._values)
+        self._degraded = names.DEGRADED.counts(native, *self._values)
+        self._generation_tokens = names.GENERATION_TOKENS.counts(native, *self._values)
+        self._ttft = names.TTFT.tallies(native, *self._values)
+        self._inter_token = names.INTER_TOKEN.tallies(native, *self._values)
+        self._per_token = names.PER_TOKEN.tallies(native, *self._values)
+        self._e2e = names.E2E.tallies(native, *self._values)
 
     def watch_certificates(self, certificates: Certificates) -> None:
         """Exports the state of the server's certificate from now on."""
@@ -114,7 +112,7 @@ class EngineMetrics:
                 missed.add_metric((*self._values, *tier_and_reason), count)
             yield from (info, failures, missed)
 
-        self._native.register(_AtScrape(collect))
+        self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
         """Exports what other engines read and write here, read when it is asked for."""
@@ -122,36 +120,36 @@ class EngineMetrics:
         def collect() -> Iterable[Metric]:
             return _families(names.PEERS.items(), [(self._values, stats())])
 
-        self._native.register(_AtScrape(collect))
+        self._native.register(AtScrape(collect))
 
     def step_done(self) -> None:
-        self._steps.inc()
+        self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
         """Counts new tokens of a request; call it before the entry appends them."""
         if not num_tokens:
             return
         now = time.monotonic()
-        self._num_generated += num_tokens
+        self._generation_tokens[()] += num_tokens
         if entry.last_token_at is None:
             self._count_degraded(entry)
-            self._ttft.observe(names.TTFT.buckets, now - entry.accepted_at)
+            self._ttft.observe(now - entry.accepted_at)
             # All samples have one prompt.
             self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
             seconds = (now - entry.last_token_at) / num_tokens
-            self._inter_token.observe(names.INTER_TOKEN.buckets, seconds)
+            self._inter_token.observe(seconds)
         entry.last_token_at = now
 
     def _count_degraded(self, entry: JournalEntry) -> None:
         for change in entry.job.degraded:
             what = change.partition("=")[0]
-            self._degraded[what].inc()
+            self._degraded[what] += 1
 
     def embedding(self, entry: JournalEntry) -> None:
         """Counts a request whose embedding is there."""
         entry.last_token_at = time.monotonic()
-        self._ttft.observe(names.TTFT.buckets, entry.last_token_at - entry.accepted_at)
+        self._ttft.observe(entry.last_token_at - entry.accepted_at)
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
@@ -160,41 +158,19 @@ class EngineMetrics:
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return
         took = entry.last_token_at - entry.accepted_at
-        self._e2e.observe(names.E2E.buckets, took)
+        self._e2e.observe(took)
         if num_tokens := len(entry.output_ids) - entry.num_restored:
-            self._per_token.observe(names.PER_TOKEN.buckets, took / num_tokens)
+            self._per_token.observe(took / num_tokens)
 
     def refused(self, outcome: str) -> None:
         """Counts a request that never had a journal entry."""
-        self._requests[outcome].inc()
+        self._requests[outcome] += 1
 
     def _gauge(self, name: GaugeName) -> Gauge:
         return name.register(self._native).labels(*self._values)
 
     def _counter(self, name: CounterName) -> Counter:
         return name.register(self._native).labels(*self._values)
-
-    def _collect_requests(self) -> Iterable[Metric]:
-        generated = names.GENERATION_TOKENS.family()
-        generated.add_metric(self._values, self._num_generated)
-        yield generated
-        yield _histogram(names.TTFT, self._ttft, self._values)
-        yield _histogram(names.INTER_TOKEN, self._inter_token, self._values)
-        yield _histogram(names.PER_TOKEN, self._per_token, self._values)
-        yield _histogram(names.E2E, self._e2e, self._values)
-
-
-class _AtScrape(Collector):
-    """A collector of what a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
-
-    def describe(self) -> Iterable[Metric]:
-        return []
 
 
 def _families(
@@ -238,7 +214,7 @@ class _WorkerCollector(Collector):
             counter.add_metric(self._values, count)
             yield counter
         for histogram_name, tally in tallies.items():
-            yield _histogram(histogram_name, tally, self._values)
+            yield histogram_name.family({self._values: tally})
         directions = names.BATCH_SIZE_CHANGES.family()
         for direction, count in zip(("grow", "shrink"), changes, strict=True):
             directions.add_metric((*self._values, direction), count)
@@ -261,14 +237,6 @@ class _WorkerCollector(Collector):
         grown, shrunk = self._changes
         changes = (grown + state.figures.num_grown, shrunk + state.figures.num_shrunk)
         return counts, tallies, changes
-
-
-def _histogram(name: HistogramName, tally: Tally, values: tuple[str, ...]) -> HistogramMetricFamily:
-    family = name.family()
-    counts = tally.counts or [0] * (len(name.buckets) + 1)
-    bounds = (*map(floatToGoString, name.buckets), "+Inf")
-    family.add_metric(values, list(zip(bounds, accumulate(counts), strict=True)), tally.total)
-    return family
 
 
 class _WithAliases(Collector):

@@ -21,8 +21,9 @@ from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
+from ullage_common.process.metrics import exposition
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status, internal, method_not_allowed
 from ullage_router.http.messages import Endpoint, Reply, Request, Routes
@@ -92,7 +93,7 @@ def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, 
     """Returns the pages of this process."""
 
     async def metrics() -> tuple[str, bytes]:
-        return CONTENT_TYPE_LATEST, generate_latest(registry)
+        return CONTENT_TYPE_LATEST, exposition(registry)
 
     async def report() -> tuple[str, bytes]:
         return JSON, msgspec.json.encode([measures.report()])

@@ -1,15 +1,14 @@
 """The router's Prometheus metrics; every label has few values."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from ullage_common.config.router import OTHER_TENANTS
-from ullage_common.process.metrics import CounterName, GaugeName, Series
+from ullage_common.process.metrics import AtScrape, CounterName, GaugeName
 from ullage_router import metric_names as names
 from ullage_router.errors import CLIENT_CLOSED, REPLACED
 from ullage_router.policy.decision import Attempt
@@ -27,25 +26,25 @@ class Metrics:
         self._named = frozenset(named)
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._decisions = Series(names.DECISIONS.register(registry))
-        self._requests = Series(names.REQUESTS.register(registry))
-        self._refusals = Series(names.REFUSALS.register(registry))
-        self._ttft = names.TTFT.register(registry)
-        self._e2e = names.E2E.register(registry)
-        self._queue_wait = Series(names.QUEUE_WAIT.register(registry))
-        self._stream_speed = names.STREAM_SPEED.register(registry)
-        self._early_stops = Series(names.EARLY_STOPS.register(registry))
+        self._decisions = names.DECISIONS.counts(registry)
+        self._requests = names.REQUESTS.counts(registry)
+        self._refusals = names.REFUSALS.counts(registry)
+        self._ttft = names.TTFT.tallies(registry)
+        self._e2e = names.E2E.tallies(registry)
+        self._queue_wait = names.QUEUE_WAIT.tallies(registry)
+        self._stream_speed = names.STREAM_SPEED.tallies(registry)
+        self._early_stops = names.EARLY_STOPS.counts(registry)
         self._early_stop_tokens = names.EARLY_STOP_TOKENS.register(registry)
         self._resumptions = names.RESUMPTIONS.register(registry)
         self._coalesced = names.COALESCED.register(registry)
         self._replaced = names.REPLACED.register(registry)
-        self._cached_tokens = Series(names.CACHED_TOKENS.register(registry))
+        self._cached_tokens = names.CACHED_TOKENS.counts(registry)
         self._compressions = names.COMPRESSIONS.register(registry)
         self._saved_tokens = names.SAVED_TOKENS.register(registry)
         self._attempts = names.CASCADE_ATTEMPTS.register(registry)
         self._confidence = names.CASCADE_CONFIDENCE.register(registry)
         self._discarded = names.CASCADE_DISCARDED.register(registry)
-        self._sides = Series(names.REVISION_REQUESTS.register(registry))
+        self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
         """Pools that may sleep; how many requests want one is read when it is scraped."""
@@ -59,7 +58,13 @@ class Metrics:
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
         """A counter that its owner keeps and that is read when it is scraped."""
-        self.registry.register(_OwnedCounter(name, read))
+
+        def families() -> Iterable[CounterMetricFamily]:
+            family = name.family()
+            family.add_metric((), read())
+            return [family]
+
+        self.registry.register(AtScrape(families))
 
     def on_attempt(self, attempt: Attempt) -> None:
         """A step of the cascade was tried."""
@@ -81,18 +86,18 @@ class Metrics:
         """A request is over."""
         status, decision = str(record.status), record.decision
         if decision.action:
-            self._decisions[decision.action, decision.route].inc()
-        self._requests[status].inc()
+            self._decisions[decision.action, decision.route] += 1
+        self._requests[status] += 1
         if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
-            self._early_stops["no" if record.ttft_s is None else "yes"].inc()
+            self._early_stops["no" if record.ttft_s is None else "yes"] += 1
             self._early_stop_tokens.observe(record.output_tokens)
         if decision.side:
-            self._sides[decision.side, status].inc()
+            self._sides[decision.side, status] += 1
         if decision.coalesced_with:
             self._coalesced.inc()
         else:
             for each in record.cached:
-                self._cached_tokens[each.tier].inc(each.num_tokens)
+                self._cached_tokens[each.tier] += each.num_tokens
         if record.error == REPLACED:
             self._replaced.inc()
         if record.ttft_s is not None:
@@ -103,9 +108,9 @@ class Metrics:
             self._e2e.observe(record.duration_s)
         if decision.queued_s:
             tenant = record.tenant if record.tenant in self._named else OTHER_TENANTS
-            self._queue_wait[tenant, _band(record.priority)].observe(decision.queued_s)
+            self._queue_wait.observe(decision.queued_s, tenant, _band(record.priority))
         if decision.action == "reject":
-            self._refusals[decision.reason].inc()
+            self._refusals[decision.reason] += 1
 
 
 class TenantMetrics:
@@ -117,8 +122,8 @@ class TenantMetrics:
 
     def __init__(self, registry: CollectorRegistry, named: Collection[str]) -> None:
         self._named = frozenset(named)
-        self._requests = Series(names.TENANT_REQUESTS.register(registry))
-        self._tokens = Series(names.TENANT_TOKENS.register(registry))
+        self._requests = names.TENANT_REQUESTS.counts(registry)
+        self._tokens = names.TENANT_TOKENS.counts(registry)
         self._limited = names.TENANT_LIMITED.register(registry)
         self._refused = names.AUTH_FAILURES.register(registry)
 
@@ -127,9 +132,9 @@ class TenantMetrics:
     ) -> None:
         """Requests ended, which together had so many tokens."""
         label = self._label(tenant)
-        self._requests[label, str(status)].inc(count)
-        self._tokens[label, "prompt"].inc(prompt_tokens)
-        self._tokens[label, "output"].inc(output_tokens)
+        self._requests[label, str(status)] += count
+        self._tokens[label, "prompt"] += prompt_tokens
+        self._tokens[label, "output"] += output_tokens
 
     def on_limit(self, tenant: str, limit: str) -> None:
         self._limited.labels(self._label(tenant), limit).inc()
@@ -139,19 +144,6 @@ class TenantMetrics:
 
     def _label(self, tenant: str) -> str:
         return tenant if tenant in self._named else OTHER_TENANTS
-
-
-class _OwnedCounter(Collector):
-    def __init__(self, name: CounterName, read: Callable[[], float]) -> None:
-        self._name, self._read = name, read
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = self._name.family()
-        family.add_metric((), self._read())
-        yield family
-
-    def describe(self) -> list[CounterMetricFamily]:
-        return [self._name.family()]
 
 
 def _band(priority: int) -> str:

@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 import msgspec
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, start_http_server
+
+from ullage_common.process.metrics import exposition
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 MORE_FIELDS = "more_fields"
@@ -114,8 +116,7 @@ def serve_metrics(
     With `is_ready` also /readyz, 200 or 503.
     """
     server, thread = start_http_server(port, addr=host, registry=registry)
-    if is_ready is not None:
-        server.set_app(_with_readiness(server.get_app(), is_ready))
+    server.set_app(_pages(registry, is_ready))
 
     def stop() -> None:
         server.shutdown()
@@ -125,12 +126,15 @@ def serve_metrics(
     return stop
 
 
-def _with_readiness(metrics: Any, is_ready: Callable[[], bool]) -> Any:
+def _pages(registry: CollectorRegistry, is_ready: Callable[[], bool] | None) -> Any:
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        if environ["PATH_INFO"] != "/readyz":
-            return metrics(environ, start_response)
-        status, text = ("200 OK", b"ready\n") if is_ready() else (_NOT_READY, b"not ready\n")
-        start_response(status, [("Content-Type", "text/plain")])
-        return [text]
+        status, kind = "200 OK", CONTENT_TYPE_LATEST
+        if environ["PATH_INFO"] != "/readyz" or is_ready is None:
+            body = exposition(registry)
+        else:
+            kind = "text/plain"
+            status, body = ("200 OK", b"ready\n") if is_ready() else (_NOT_READY, b"not ready\n")
+        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
 
     return answer

@@ -4,10 +4,15 @@ Each process keeps its metrics' in one module, `metric_names.py`; its code regis
 them, and `scripts/metrics_reference.py` writes docs/metrics.md from them.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from functools import lru_cache
+from itertools import accumulate
+from typing import ClassVar
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,7 +25,9 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0),
@@ -29,27 +36,35 @@ SECONDS = (
 """Bounds of the routers' histograms of time, which rules about objectives read, too."""
 
 # Gauges beside all counters and histograms that say when they began, which Prometheus ignores.
-disable_created_metrics()
-
-_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Series(dict[str | tuple[str, ...], _Metric], Generic[_Metric]):
-    """The series of a metric by the values of its labels, made when they are first asked for.
+class Tally(msgspec.Struct, array_like=True):
+    """Observations by bucket, which one process may send to another."""
 
-    Prometheus' client takes longer to look one up than to count.
-    """
+    counts: list[int] = []
+    """Observations up to each bound and above the one before, those above all bounds last; empty
+    before the first."""
+    total: float = 0.0
+    """Sum of all observations."""
 
-    def __init__(self, metric: _Metric, first: tuple[str, ...] = ()) -> None:
-        """`first`: values of the first labels, the same for all series."""
-        super().__init__()
-        self._metric = metric
-        self._first = first
+    def observe(self, bounds: tuple[float, ...], value: float) -> None:
+        """Counts one observation among the same bounds as ever."""
+        if not self.counts:
+            self.counts = [0] * (len(bounds) + 1)
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
 
-    def __missing__(self, values: str | tuple[str, ...]) -> _Metric:
-        others = (values,) if isinstance(values, str) else values
-        series = self[values] = self._metric.labels(*self._first, *others)
-        return series
+    def copy(self) -> "Tally":
+        """Returns a tally that later observations do not change."""
+        return Tally(self.counts.copy(), self.total)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Returns the observations of both."""
+        if not (self.counts and other.counts):
+            return self if self.counts else other
+        counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        return Tally(counts, self.total + other.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,10 @@ class CounterName(MetricName):
     def register(self, registry: CollectorRegistry) -> Counter:
         return Counter(self.name, self.text, self.labels, registry=registry)
 
+    def counts(self, registry: CollectorRegistry, *first: str) -> "Counts":
+        """Registers counts that cost hardly anything; `first`: as of `Counts`."""
+        return Counts(self, registry, first)
+
     def family(self) -> CounterMetricFamily:
         """Returns a family without samples, for a collector that adds them at a scrape."""
         return CounterMetricFamily(self.name, self.text, labels=self.labels)
@@ -105,9 +124,109 @@ class HistogramName(MetricName):
     def register(self, registry: CollectorRegistry) -> Histogram:
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets, registry=registry)
 
-    def family(self) -> HistogramMetricFamily:
-        """Returns a family without samples, for a collector that adds them at a scrape."""
-        return HistogramMetricFamily(self.name, self.text, labels=self.labels)
+    def tallies(self, registry: CollectorRegistry, *first: str) -> "Tallies":
+        """Registers tallies that cost hardly anything; `first`: as of `Tallies`."""
+        return Tallies(self, registry, first)
+
+    def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
+        """Returns the family of these tallies by values of labels."""
+        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+        bounds = (*map(floatToGoString, self.buckets), "+Inf")
+        for values, tally in tallies.items():
+            counts = tally.counts or [0] * len(bounds)
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric(values, buckets, tally.total)
+        return family
+
+
+class AtScrape(Collector):
+    """A collector of what a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
+
+
+class Counts(dict[str | tuple[str, ...], float]):
+    """Counts by the values of a counter's labels, where Prometheus' own class costs too much.
+
+    Use: `counts[value] += 1`, or with a tuple for several labels.
+    """
+
+    def __init__(
+        self, name: CounterName, registry: CollectorRegistry, first: tuple[str, ...] = ()
+    ) -> None:
+        """`first`: values of the first labels, the same for all counts."""
+        super().__init__()
+        self._name = name
+        self._first = first
+        if len(first) == len(name.labels):
+            self[()] = 0.0
+        registry.register(AtScrape(self._families))
+
+    def __missing__(self, values: str | tuple[str, ...]) -> float:
+        return 0.0
+
+    def _families(self) -> Iterable[Metric]:
+        family = self._name.family()
+        for values, count in list(self.items()):
+            others = (values,) if isinstance(values, str) else values
+            family.add_metric((*self._first, *others), count)
+        yield family
+
+
+class Tallies:
+    """A histogram by the values of its labels, where Prometheus' own class costs too much."""
+
+    def __init__(
+        self, name: HistogramName, registry: CollectorRegistry, first: tuple[str, ...] = ()
+    ) -> None:
+        """`first`: values of the first labels, the same for all series."""
+        self._name = name
+        self._bounds = name.buckets
+        self._first = first
+        self._tallies = defaultdict[tuple[str, ...], Tally](Tally)
+        if len(first) == len(name.labels):
+            self._tallies[()] = Tally()
+        registry.register(AtScrape(self._families))
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Counts an observation of the series that has these values of labels."""
+        self._tallies[labels].observe(self._bounds, value)
+
+    def _families(self) -> Iterable[Metric]:
+        tallies = list(self._tallies.items())
+        yield self._name.family({(*self._first, *labels): tally for labels, tally in tallies})
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """Returns what Prometheus scrapes, in its text format; in half the client's own time."""
+    parts: list[str] = []
+    for family in registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        text = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+        parts.append(f"# HELP {name} {text}\n# TYPE {name} {family.type}\n")
+        parts += [
+            f"{sample.name}{_label_text(tuple(sample.labels.items()))} {float(sample.value)!r}\n"
+            for sample in family.samples
+        ]
+    return "".join(parts).encode()
+
+
+@lru_cache(maxsize=10_000)
+def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
+    if not labels:
+        return ""
+    pairs = (
+        '{}="{}"'.format(name, value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\""))
+        for name, value in sorted(labels)
+    )
+    return f"{{{','.join(pairs)}}}"
 
 
 def metric_names(module: object) -> list[MetricName]:
