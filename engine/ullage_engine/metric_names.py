@@ -3,7 +3,7 @@
 The tables of the worker's, of tiers' and of peers' say where each figure is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ullage_common.process.metrics import (
     CounterName,
@@ -12,6 +12,7 @@ from ullage_common.process.metrics import (
     MetricName,
     Tally,
 )
+from ullage_engine.gpu.nvml import THROTTLE_REASONS, GpuSample
 from ullage_engine.protocol.figures import (
     QUEUE_SECONDS,
     STEP_SECONDS,
@@ -154,6 +155,13 @@ WORKER_GAUGES: dict[GaugeName, Callable[[WorkerState], float]] = {
     _gauge("ullage_engine_pressure_level", "Degrade level, 1 the mildest; 0 none"): lambda s: (
         s.pressure_level
     ),
+    _gauge(
+        "ullage_engine_batch_share",
+        "Share of the largest batch that may run, 0 to 1: less while memory is short or GPUs hot",
+    ): lambda s: s.batch_share,
+    _gauge(
+        "ullage_engine_boost_off", "1 while the batch is smaller because GPUs are throttled"
+    ): lambda s: s.batch_limit < 1.0,
 }
 
 WORKER_COUNTERS: dict[CounterName, Callable[[WorkerState], float]] = {
@@ -212,6 +220,78 @@ WORKER_HISTOGRAMS: dict[HistogramName, Callable[[WorkerState], Tally]] = {
     ),
     QUEUE_TIME: lambda s: s.figures.queue_seconds,
 }
+
+# GPUs, as their driver sees them ------------------------------------------------------------------
+
+
+def _gpu_gauge(name: str, text: str, *labels: str) -> GaugeName:
+    return _gauge(f"ullage_gpu_{name}", text, "gpu", "uuid", *labels)
+
+
+def _gpu_counter(name: str, text: str, *labels: str) -> CounterName:
+    return _counter(f"ullage_gpu_{name}", text, "gpu", "uuid", *labels)
+
+
+def _throttled(sample: GpuSample) -> dict[str, float]:
+    held = sample.throttle_reasons
+    return {} if held is None else {reason: reason in held for reason in THROTTLE_REASONS}
+
+
+GPUS: dict[CounterName | GaugeName, Callable[[GpuSample], float | None]] = {
+    _gpu_gauge("memory_total_bytes", "Memory of a GPU, or of the instance of one (MIG)"): (
+        lambda s: s.memory_total_bytes
+    ),
+    _gpu_gauge("memory_used_bytes", "Memory that all its processes use"): (
+        lambda s: s.memory_used_bytes
+    ),
+    _gpu_gauge("memory_free_bytes", "Memory that is free"): lambda s: s.memory_free_bytes,
+    _gpu_gauge("memory_reserved_bytes", "Memory that the driver keeps for itself"): (
+        lambda s: s.memory_reserved_bytes
+    ),
+    _gpu_gauge("power_watts", "Power that the GPU draws"): lambda s: s.power_watts,
+    _gpu_gauge("power_limit_watts", "Power that the GPU may draw"): lambda s: s.power_limit_watts,
+    _gpu_gauge("temperature_celsius", "Temperature of the GPU"): lambda s: s.temperature_celsius,
+    _gpu_gauge("sm_clock_hertz", "Clock of the multiprocessors"): lambda s: s.sm_clock_hertz,
+    _gpu_gauge("memory_clock_hertz", "Clock of the memory"): lambda s: s.memory_clock_hertz,
+    _gpu_gauge("utilization_ratio", "Share of time in which a kernel ran, 0 to 1"): (
+        lambda s: s.utilization_ratio
+    ),
+    _gpu_gauge("memory_utilization_ratio", "Share of time in which memory was accessed, 0 to 1"): (
+        lambda s: s.memory_utilization_ratio
+    ),
+    _gpu_gauge("row_remap_pending", "1 while a row of memory waits for a reset to be replaced"): (
+        lambda s: s.row_remap_pending
+    ),
+    _gpu_gauge("row_remap_failed", "1 if a row of memory could not be replaced"): (
+        lambda s: s.row_remap_failed
+    ),
+    _gpu_gauge("nvlinks_active", "NVLinks that are up"): lambda s: s.nvlinks_active,
+    _gpu_counter(
+        "ecc_uncorrected_errors", "Uncorrected errors of memory since the driver was loaded"
+    ): lambda s: s.ecc_uncorrected_errors,
+    _gpu_counter("pcie_replays", "Packets that were sent again over PCIe"): (
+        lambda s: s.pcie_replays
+    ),
+}
+GPU_PARTS: dict[CounterName | GaugeName, Callable[[GpuSample], Mapping[str, float]]] = {
+    _gpu_gauge(
+        "throttled", "1 while the driver slows the GPU down for this reason", "reason"
+    ): _throttled,
+    _gpu_counter("remapped_rows", "Rows of memory that were replaced", "cause"): (
+        lambda s: s.remapped_rows
+    ),
+    _gpu_counter("nvlink_errors", "Errors of all NVLinks of the GPU", "kind"): (
+        lambda s: s.nvlink_errors
+    ),
+    _gpu_counter("failed_calls", "Questions that the driver could not answer", "error"): (
+        lambda s: s.failed_calls
+    ),
+}
+"""Those with one more label, by its values."""
+GPU_XID_ERRORS = _gpu_counter(
+    "xid_errors", "Errors that the driver reported since the engine started", "xid"
+)
+GPU_DRIVER_SILENT = _gauge("ullage_gpu_driver_silent", "1 while the driver does not answer")
 
 # KV in tiers outside the device ------------------------------------------------------------------
 

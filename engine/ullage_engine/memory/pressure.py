@@ -69,16 +69,29 @@ class PressureController:
         self._levels = ordered_levels(section)
         self._hysteresis = section.hysteresis
         self._number = 0
+        self._batch_limit = 1.0
 
     @property
     def batch_share(self) -> float:
-        """Share of the largest batch that may run at the present level."""
+        """Share of the largest batch that may run: of the present level, or less if the server
+        says so."""
         level = self._levels[self._number - 1] if self._number else None
-        return 1.0 if level is None or level.batch_share is None else level.batch_share
+        share = 1.0 if level is None or level.batch_share is None else level.batch_share
+        return min(share, self._batch_limit)
+
+    def limit_batch(self, share: float) -> None:
+        """Bounds the share of the largest batch, whatever the level; 1 is no bound."""
+        self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """The state with the level that holds under it."""
-        return msgspec.structs.replace(state, pressure_level=self.update(headroom_share(state)))
+        """The state with the level that holds under it, and with the batch that it leaves."""
+        level = self.update(headroom_share(state))
+        return msgspec.structs.replace(
+            state,
+            pressure_level=level,
+            batch_share=self.batch_share,
+            batch_limit=self._batch_limit,
+        )
 
     def update(self, headroom_share: float) -> int:
         """The level that holds from now on: 0 is none, 1 the mildest."""

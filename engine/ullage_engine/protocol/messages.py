@@ -151,6 +151,14 @@ class Fault(Message, frozen=True, kw_only=True):
     after_steps: int
 
 
+class LimitBatch(Message, frozen=True, kw_only=True):
+    """Command: start no more sequences than a share of `batching.max_sequences`, beside what memory
+    says; it holds until the next one."""
+
+    share: float
+    """From 0 to 1, which is no bound."""
+
+
 class KvGranted(Message, frozen=True, kw_only=True):
     """Slots for blocks that were offered; those without one are stored already, or not wanted."""
 
@@ -277,6 +285,10 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on; empty until measured."""
     pressure_level: int = 0
     """Degrade level that holds, counted from 1, the mildest; 0 is none."""
+    batch_share: float = 1.0
+    """Share of `batching.max_sequences` that may run at once, 0 to 1."""
+    batch_limit: float = 1.0
+    """The bound of it that the server gave last; 1 is none."""
     num_oom_events: int
     """torch.OutOfMemoryError caught since the worker started."""
     num_nonfinite_logits: int = 0
@@ -461,7 +473,7 @@ class KvDamaged(Message, frozen=True, kw_only=True):
     """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each; None: all blocks."""
 
 
-ToWorker = Submit | Cancel | Fault | KvGranted | KvFound | Shutdown
+ToWorker = Submit | Cancel | Fault | LimitBatch | KvGranted | KvFound | Shutdown
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
 """What the scheduler says of KV outside the device."""
 ToServer = (

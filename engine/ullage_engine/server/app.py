@@ -27,6 +27,8 @@ from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
+from ullage_engine.gpu.monitor import GpuMonitor
+from ullage_engine.gpu.throttling import BoostState
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.tiers import KvTiers
@@ -123,12 +125,14 @@ class EngineApp:
             kv = await self._open_tiers(launch)
             supervising = asyncio.create_task(self._supervisor.run(launch, kv))
             following = asyncio.create_task(self._follow_health())
+            watching = asyncio.create_task(self._watch_gpus())
             try:
                 await _first_of(stop.wait(), supervising)
                 if not supervising.done():
                     await self._drain(hurry)
             finally:
                 following.cancel()
+                watching.cancel()
                 await self._health.set_ready(False)
                 await self._supervisor.stop()
                 try:
@@ -358,6 +362,27 @@ class EngineApp:
             )
             await self._health.set_live(self._engine_status.live)
             await self._engine_status.changed(within_s=60.0)
+
+    async def _watch_gpus(self) -> None:
+        """Watches the GPUs of this node, once a worker has said that it computes on any."""
+        if self._config.device == "cpu":
+            return
+        while (ready := self._engine_status.ready) is None:
+            await self._engine_status.changed(within_s=60.0)
+        if not any(place.device.startswith("cuda") for place in ready.ranks):
+            return
+        throttling = self._config.degrade.throttling
+        monitor = GpuMonitor(self._config.num_local_ranks, throttling, self._on_boost)
+        self._metrics.watch_gpus(monitor)
+        monitor.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            monitor.close()
+
+    def _on_boost(self, boost: BoostState) -> None:
+        self._engine_status.set_throttle_reasons(boost.reasons)
+        self._supervisor.limit_batch(boost.batch_share)
 
 
 def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:

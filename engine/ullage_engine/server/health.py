@@ -275,6 +275,8 @@ class EngineStatus:
         """Whether one more worker may help; False when only a new pod can."""
         self.created = int(time.time())
         self.step_limits = StepLimits()
+        self.throttle_reasons: frozenset[str] = frozenset()
+        """Why boost is off; empty while it is not."""
         self.tiers: Callable[[], list[TierStats]] = list
         """Returns the figures of KV tiers outside the device."""
         self._health = HealthScore()
@@ -307,6 +309,10 @@ class EngineStatus:
         self.state = state
         for _ in range(num_survived):
             self._health.fault(time.monotonic(), _OOM_FACTOR)
+        self._wake()
+
+    def set_throttle_reasons(self, reasons: frozenset[str]) -> None:
+        self.throttle_reasons = reasons
         self._wake()
 
     def worker_lost(self) -> None:

@@ -24,6 +24,7 @@ from ullage_common.process.metrics import (
 )
 from ullage_common.wire.tls import Certificates
 from ullage_engine import metric_names as names
+from ullage_engine.gpu.monitor import GpuMonitor
 from ullage_engine.protocol.messages import Ready, WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_kv import TierStats
@@ -122,6 +123,26 @@ class EngineMetrics:
 
         self._native.register(AtScrape(collect))
 
+    def watch_gpus(self, monitor: GpuMonitor) -> None:
+        """Exports the driver's latest answers, read when they are asked for."""
+
+        def collect() -> Iterable[Metric]:
+            gpus = [((*self._values, gpu.index, gpu.uuid), gpu) for gpu in monitor.samples]
+            yield from _families(names.GPUS.items(), gpus)
+            for name, parts_of in names.GPU_PARTS.items():
+                family = name.family()
+                for labels, gpu in gpus:
+                    for part, value in parts_of(gpu).items():
+                        family.add_metric((*labels, part), value)
+                yield family
+            xids, silent = names.GPU_XID_ERRORS.family(), names.GPU_DRIVER_SILENT.family()
+            for (index, uuid, number), count in monitor.xid_errors.items():
+                xids.add_metric((*self._values, index, uuid, str(number)), count)
+            silent.add_metric(self._values, monitor.is_silent)
+            yield from (xids, silent)
+
+        self._native.register(AtScrape(collect))
+
     def step_done(self) -> None:
         self._steps[()] += 1
 
@@ -174,14 +195,16 @@ class EngineMetrics:
 
 
 def _families(
-    table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float]]],
+    table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yields a table's metrics with a sample of every owner, which has its labels beside it."""
+    """Yields a table's metrics with a sample of every owner that has one; an owner's labels stand
+    beside it."""
     for name, read in table:
         family = name.family()
         for labels, owner in owners:
-            family.add_metric(labels, read(owner))
+            if (value := read(owner)) is not None:
+                family.add_metric(labels, value)
         yield family
 
 

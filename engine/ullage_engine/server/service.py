@@ -388,6 +388,8 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             worker_restarts=engine_status.worker_restarts,
             headroom_bytes=engine_status.headroom_bytes,
             max_sequences=self._config.batching.max_sequences,
+            batch_share=1.0,
+            throttle_reasons=sorted(engine_status.throttle_reasons),
             kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
             step_limit_s=engine_status.step_limits.shortest_s,
         )
@@ -422,6 +424,8 @@ def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:
     headroom.prefill_tokens_per_second = state.prefill_tokens_per_second
     headroom.step_seconds.extend(state.step_seconds)
     headroom.pressure_level = state.pressure_level
+    headroom.batch_share = state.batch_share
+    headroom.max_sequences = max(1, int(headroom.max_sequences * state.batch_share))
     soonest = sorted(state.releases, key=lambda release: release.after_s)[:MAX_RELEASES]
     for release in soonest:
         after_ms = max(0, round(release.after_s * 1000))

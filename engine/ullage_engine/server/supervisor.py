@@ -29,6 +29,7 @@ from ullage_engine.protocol.messages import (
     KvRead,
     KvWanted,
     KvWritten,
+    LimitBatch,
     Loading,
     Ready,
     Rejected,
@@ -119,6 +120,7 @@ class WorkerSupervisor:
         self._kv: KvTiers | None = None
         self._suspect: Submission | None = None
         """The request that runs alone until it has a token; everything else waits for that."""
+        self._batch_limit = 1.0
         self._stopping = asyncio.Event()
 
     @property
@@ -137,6 +139,12 @@ class WorkerSupervisor:
         if self._worker and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             self._worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
+
+    def limit_batch(self, share: float) -> None:
+        """Bounds the batch of this worker and of those after it to a share of the largest."""
+        self._batch_limit = share
+        if self._worker and self._worker.ready_at is not None:
+            self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
         """Makes a coming step of the worker run out of memory; returns its process id, if any."""
@@ -335,6 +343,8 @@ class WorkerSupervisor:
         log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
         self._engine_status.worker_ready(ready)
+        if self._batch_limit < 1.0:  # before it starts any request
+            worker.link.post(LimitBatch(share=self._batch_limit))
         self._send_waiting(worker)
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:

@@ -46,6 +46,7 @@ from ullage_engine.protocol.messages import (
     KvFound,
     KvGranted,
     KvSlot,
+    LimitBatch,
     Loading,
     Ready,
     Rejected,
@@ -286,6 +287,8 @@ class Worker:
                 self._engine.tiers.on_found(message)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
+            case LimitBatch(share=share):
+                self._pressure.limit_batch(share)
             case Shutdown():
                 self._is_stopping = True
 

@@ -379,6 +379,8 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         "headroom_age_s": round(engine.age_s, 3),
         "health": round(report.health, 4),
         "pressure_level": report.pressure_level,
+        "batch_share": round(report.batch_share, 4),
+        "throttle_reasons": list(report.throttle_reasons),
         "headroom_bytes": report.headroom_bytes,
         "kv_pool_bytes": report.kv_pool_bytes,
         "kv_free_bytes": report.kv_free_bytes,

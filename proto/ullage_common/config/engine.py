@@ -376,12 +376,31 @@ class DegradeLevel(Strict, frozen=True, kw_only=True):
     """Share of `batching.max_sequences` that run at once."""
 
 
+class ThrottlingSection(Strict, frozen=True, kw_only=True):
+    """When fewer sequences run at once because the driver slows GPUs down."""
+
+    enabled: bool = True
+    power_cap: bool = False
+    """Whether the power limit counts as heat does. Many GPUs reach it at full load in good
+    health."""
+    after: Seconds = 10.0
+    """Seconds of throttling after which the batch shrinks by `batch_step`, and again after as many
+    more."""
+    recover_after: Seconds = 30.0
+    """Seconds without any throttling after which it grows by `batch_step`."""
+    batch_step: Share = 0.25
+    """Share of `batching.max_sequences` that one step takes or gives back."""
+    min_batch_share: Share = 0.25
+    """Share of `batching.max_sequences` that run at once whatever the heat."""
+
+
 class DegradeSection(Strict, frozen=True, kw_only=True):
     change_sampling: bool = True
     """Levels may lower temperature and top_p."""
     hysteresis: float = 0.05
     levels: tuple[DegradeLevel, ...] = ()
     """Levels in any order; of those whose `below` exceeds the headroom the smallest holds."""
+    throttling: ThrottlingSection = ThrottlingSection()
 
 
 class ServerSection(Strict, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from ullage_engine.protocol.messages import (
     Embedding,
     EngineRequest,
     Fault,
+    LimitBatch,
     Loading,
     Ready,
     Rejected,
@@ -176,6 +177,9 @@ class FakeWorker:
                 adapter = f" {requests[0].adapter}" if requests[0].adapter else ""
                 self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}{adapter}")
                 self._submit(requests)
+            case LimitBatch(share=share):
+                self._pressure.limit_batch(share)
+                self._send(StateReport(state=self._state()))
             case Cancel(request_id=request_id):
                 self._trace(f"cancel {request_id}")
                 self._sequences.pop(request_id, None)

@@ -1,0 +1,186 @@
+"""Follows the engine's GPUs: samples for metrics, and the batch that their heat leaves.
+
+A thread asks the driver about once a second. Nothing waits for that thread: where a call does not
+return, the event loop goes on, says so, and shows no gauges of the past.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ullage_common.config.engine import ThrottlingSection
+from ullage_engine.gpu.nvml import Gpu, GpuSample, Nvml, NvmlUnavailableError, XidEvents
+from ullage_engine.gpu.throttling import BoostState, advance, counted_reasons
+
+log = logging.getLogger("ullage.engine.gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorTimes:
+    """How often the driver is asked, in seconds."""
+
+    interval_s: float = 1.0
+    links_every_s: float = 10.0
+    """Between two looks at NVLinks, whose counters take a call for each link and kind."""
+    silent_s: float = 10.0
+    """After so long without an answer the driver hangs."""
+
+
+class GpuMonitor:
+    """The GPUs of one engine on one node; belongs to the event loop that started it.
+
+    Args:
+        num_gpus: GPUs that the engine uses here.
+        throttling: when boost is off.
+        on_boost: called with the state whenever the share of the batch changes.
+    """
+
+    def __init__(
+        self,
+        num_gpus: int,
+        throttling: ThrottlingSection,
+        on_boost: Callable[[BoostState], None],
+        times: MonitorTimes = MonitorTimes(),
+    ) -> None:
+        self._num_gpus = num_gpus
+        self._throttling = throttling
+        self._on_boost = on_boost
+        self._times = times
+        self._boost = BoostState()
+        self._sampled_at = time.monotonic()
+        self._silence: asyncio.TimerHandle | None = None
+        self.is_silent = False
+        """Whether the driver hangs."""
+        self._stopping = threading.Event()
+        self.samples: Sequence[GpuSample] = ()
+        """The latest samples; none before the first and while the driver hangs."""
+        self.xid_errors: Counter[tuple[str, str, int]] = Counter()
+        """Xid errors since the start, by the GPU's index and uuid and the number of the error."""
+
+    def start(self) -> None:
+        """Begins to ask the driver."""
+        self._loop = asyncio.get_running_loop()
+        self._await_answer()
+        # A daemon: the process may end while a call hangs.
+        threading.Thread(target=self._ask_driver, name="nvml", daemon=True).start()
+
+    def close(self) -> None:
+        """Lets the thread end, and does not wait for it."""
+        self._stopping.set()
+        if self._silence is not None:
+            self._silence.cancel()
+
+    # in the thread -------------------------------------------------------------------------------
+
+    def _ask_driver(self) -> None:
+        try:
+            nvml = Nvml()
+            gpus = nvml.gpus(os.environ, self._num_gpus)
+        except NvmlUnavailableError as error:
+            self._tell(self._on_unavailable, str(error))
+            return
+        events = self._open_events(nvml, gpus)
+        links_at = sampled_at = time.monotonic()
+        with_links = True
+        while not self._stopping.is_set():
+            self._tell(self._on_samples, [gpu.sample(with_links=with_links) for gpu in gpus])
+            events = self._pause(events, sampled_at + self._times.interval_s)
+            sampled_at = time.monotonic()
+            with_links = sampled_at - links_at >= self._times.links_every_s
+            links_at = sampled_at if with_links else links_at
+
+    def _open_events(self, nvml: Nvml, gpus: list[Gpu]) -> XidEvents | None:
+        try:
+            return XidEvents(nvml, gpus)
+        except NvmlUnavailableError as error:
+            log.info("Xid errors are not told here: %s", error)
+            return None
+
+    def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
+        """Takes Xid errors until it is time for the next sample; returns what sends more."""
+        while events is not None and (left_s := until - time.monotonic()) > 0:
+            try:
+                event = events.wait(left_s)
+            except NvmlUnavailableError as error:
+                log.warning("no more Xid errors are told: %s", error)
+                events = None
+            else:
+                if event is not None:
+                    self._tell(self._on_xid, *event)
+        self._stopping.wait(max(0.0, until - time.monotonic()))
+        return events
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls a function in the event loop, unless that has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            self._stopping.set()
+
+    # in the event loop ---------------------------------------------------------------------------
+
+    def _await_answer(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = self._loop.call_later(self._times.silent_s, self._on_silence)
+
+    def _on_silence(self) -> None:
+        self.is_silent, self.samples = True, ()
+        log.error(
+            "the GPU driver does not answer; the engine goes on without figures of its GPUs",
+            extra={"seconds": self._times.silent_s},
+        )
+
+    def _on_unavailable(self, reason: str) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        log.info("GPUs are not watched: %s", reason)
+
+    def _on_xid(self, gpu: Gpu, number: int) -> None:
+        if self._stopping.is_set():
+            return
+        key = (gpu.index, gpu.uuid, number)
+        if not self.xid_errors[key]:  # a fault may come back a thousand times
+            extra = {"gpu": gpu.index, "uuid": gpu.uuid, "xid": number}
+            log.error("the GPU reports Xid error %d", number, extra=extra)
+        self.xid_errors[key] += 1
+
+    def _on_samples(self, samples: list[GpuSample]) -> None:
+        if self._stopping.is_set():
+            return
+        self._await_answer()
+        if self.is_silent:
+            log.info("the GPU driver answers again")
+        self.is_silent = False
+        for sample, before in zip(samples, self.samples, strict=False):
+            for error in sample.failed_calls.keys() - before.failed_calls.keys():
+                extra = {"gpu": sample.index, "uuid": sample.uuid, "error": error}
+                log.warning("the GPU driver fails", extra=extra)
+        self.samples = samples
+        now = time.monotonic()
+        elapsed_s, self._sampled_at = now - self._sampled_at, now
+        if self._throttling.enabled:
+            self._judge(samples, elapsed_s)
+
+    def _judge(self, samples: Iterable[GpuSample], elapsed_s: float) -> None:
+        before = self._boost
+        reasons = counted_reasons(self._throttling, (each.throttle_reasons for each in samples))
+        self._boost = advance(self._throttling, before, reasons, elapsed_s)
+        if self._boost.batch_share == before.batch_share:
+            return
+        extra = {
+            "batch_share": round(self._boost.batch_share, 3),
+            "reasons": sorted(self._boost.reasons or before.reasons),
+        }
+        if self._boost.batch_share < before.batch_share:
+            log.warning("boost off: GPUs are throttled, so fewer sequences run", extra=extra)
+        elif self._boost.is_off:
+            log.info("GPUs are not throttled any more, so more sequences run", extra=extra)
+        else:
+            log.info("boost on: GPUs are not throttled any more", extra=extra)
+        self._on_boost(self._boost)

@@ -1,0 +1,322 @@
+"""What NVIDIA's driver says of GPUs, through NVML (the package nvidia-ml-py).
+
+Every call may fail in its own way: what a GPU, an instance of one (MIG), a driver or a container
+does not offer is None, and any other failure is None and counted. A call to a driver that hangs
+does not return: leave all of it to one thread that nothing waits for.
+"""
+
+import importlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+THROTTLE_REASONS: Mapping[str, int] = {
+    "power_cap": 0x4,
+    "hw_slowdown": 0x8,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "hw_power_brake": 0x80,
+}
+"""Bits of the clocks' event reasons that slow a GPU down, by DCGM's names for them."""
+
+NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
+"""Kinds of errors of NVLinks, each at the number that NVML has for it."""
+
+
+class NvmlUnavailableError(Exception):
+    """There is no driver to ask, or no GPU that this engine uses; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """What the driver said of one GPU at one moment; None where it does not say."""
+
+    index: str
+    """Number of the GPU in the driver's order."""
+    uuid: str
+    memory_total_bytes: float | None
+    memory_used_bytes: float | None
+    memory_free_bytes: float | None
+    memory_reserved_bytes: float | None
+    """Memory that the driver keeps for itself, which is not used."""
+    power_watts: float | None
+    power_limit_watts: float | None
+    temperature_celsius: float | None
+    sm_clock_hertz: float | None
+    memory_clock_hertz: float | None
+    utilization_ratio: float | None
+    """Share of the last moment in which a kernel ran, 0 to 1."""
+    memory_utilization_ratio: float | None
+    """Share of the last moment in which memory was read or written, 0 to 1."""
+    throttle_reasons: frozenset[str] | None
+    """Those of `THROTTLE_REASONS` that hold."""
+    ecc_uncorrected_errors: float | None
+    """Errors since the driver was loaded."""
+    remapped_rows: Mapping[str, int]
+    """Rows of memory that were replaced, by cause: corrected or uncorrected."""
+    row_remap_pending: float | None
+    """1 while a row waits for a reset of the GPU to be replaced."""
+    row_remap_failed: float | None
+    """1 if a row could not be replaced."""
+    nvlinks_active: float | None
+    nvlink_errors: Mapping[str, int]
+    """Errors of all links together, by kind."""
+    pcie_replays: float | None
+    failed_calls: Mapping[str, int]
+    """Calls that failed so far, by the error."""
+
+
+class Nvml:
+    """The library, opened.
+
+    Raises:
+        NvmlUnavailableError: there is no driver, or no bindings.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.module: Any = importlib.import_module("pynvml")
+        except ImportError as error:
+            raise NvmlUnavailableError("the package nvidia-ml-py is not installed") from error
+        module = self.module
+        self.not_offered = {
+            module.NVML_ERROR_NOT_SUPPORTED,
+            module.NVML_ERROR_FUNCTION_NOT_FOUND,
+            module.NVML_ERROR_INVALID_ARGUMENT,
+            module.NVML_ERROR_NO_PERMISSION,
+            module.NVML_ERROR_NOT_FOUND,
+        }
+        try:
+            module.nvmlInit()
+        except module.NVMLError as error:
+            raise NvmlUnavailableError(f"NVML says {self.name_of(error)}") from error
+
+    def name_of(self, error: Any) -> str:
+        """Returns an error's name, such as GpuIsLost; asks no driver."""
+        name: str = type(error).__name__.removeprefix("NVMLError_")
+        return name if name != "NVMLError" else f"error {error.value}"
+
+    def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
+        """Returns what the first function that is there answers, and None if it fails.
+
+        Args:
+            errors: counts failures, but not what is simply not offered.
+            names: a function, and those that bindings or drivers of earlier years have instead.
+        """
+        for name in names:
+            function = getattr(self.module, name, None)
+            if function is None:
+                continue
+            try:
+                return function(*arguments)
+            except self.module.NVMLError as error:
+                if error.value not in self.not_offered:
+                    errors[self.name_of(error)] += 1
+                    return None
+        return None
+
+    def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
+        """Returns the first `limit` GPUs that CUDA sees in an environment.
+
+        CUDA numbers GPUs by their speed unless told otherwise and NVML by their bus: the two are
+        the same on nodes of equal GPUs.
+
+        Raises:
+            NvmlUnavailableError: there is none.
+        """
+        handles = itertools.islice(self._visible(environment.get("CUDA_VISIBLE_DEVICES")), limit)
+        if gpus := [Gpu(self, handle, number) for number, handle in enumerate(handles)]:
+            return gpus
+        raise NvmlUnavailableError("the driver shows no GPU that this engine may use")
+
+    def _visible(self, listed: str | None) -> Iterator[Any]:
+        count = self._ask("nvmlDeviceGetCount") or 0
+        entries = [str(n) for n in range(count)] if listed is None else listed.split(",")
+        for entry in entries:
+            handle = self._find(entry.strip(), count)
+            if handle is None:  # to CUDA, what follows an unknown one is not visible either
+                return
+            yield handle
+
+    def _find(self, entry: str, count: int) -> Any:
+        """Returns the GPU that an entry of CUDA_VISIBLE_DEVICES means; None: no such GPU."""
+        if entry.isdecimal():
+            handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
+            return handle and self._first_instance(handle)
+        if entry.startswith("MIG-"):
+            return self._ask("nvmlDeviceGetHandleByUUID", entry)
+        for number in range(count if entry else 0):  # CUDA takes the beginning of a UUID, too
+            handle = self._ask("nvmlDeviceGetHandleByIndex", number)
+            if handle and str(self._ask("nvmlDeviceGetUUID", handle)).startswith(entry):
+                return self._first_instance(handle)
+        return None
+
+    def _first_instance(self, handle: Any) -> Any:
+        """Returns the instance that CUDA uses of a GPU that is divided; of others the GPU."""
+        mode = self._ask("nvmlDeviceGetMigMode", handle)
+        if not mode or not mode[0]:
+            return handle
+        for number in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            instance = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            if instance:
+                return instance
+        return None
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        return self.query(Counter(), name, arguments=arguments)
+
+
+class Gpu:
+    """One GPU, or an instance of one: its own memory, and all else of the GPU it is part of."""
+
+    def __init__(self, nvml: Nvml, handle: Any, number: int) -> None:
+        """`number`: among the engine's GPUs, where the driver does not say its own."""
+        self._nvml = nvml
+        self._handle = handle
+        self._failed: Counter[str] = Counter()
+        whole = nvml.query(
+            Counter(), "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", arguments=(handle,)
+        )
+        self._whole = whole or handle
+        index = self._ask("nvmlDeviceGetIndex")
+        self.index = str(number if index is None else index)
+        self.uuid = str(self._query("nvmlDeviceGetUUID", arguments=(handle,)))
+        self._num_links: int | None = None
+        self._nvlink_errors: dict[str, int] = {}
+
+    def sample(self, *, with_links: bool) -> GpuSample:
+        """Asks for everything; for NVLinks only `with_links`, since they take many calls."""
+        module = self._nvml.module
+        if with_links:
+            self._ask_links()
+        memory = self._memory()
+        rates = self._ask("nvmlDeviceGetUtilizationRates")
+        rows = self._ask("nvmlDeviceGetRemappedRows")
+        return GpuSample(
+            index=self.index,
+            uuid=self.uuid,
+            memory_total_bytes=memory and memory.total,
+            memory_used_bytes=memory and memory.used,
+            memory_free_bytes=memory and memory.free,
+            memory_reserved_bytes=getattr(memory, "reserved", None),
+            power_watts=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
+            power_limit_watts=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            temperature_celsius=self._temperature(),
+            sm_clock_hertz=self._clock(module.NVML_CLOCK_SM),
+            memory_clock_hertz=self._clock(module.NVML_CLOCK_MEM),
+            utilization_ratio=_scaled(rates and rates.gpu, 0.01),
+            memory_utilization_ratio=_scaled(rates and rates.memory, 0.01),
+            throttle_reasons=self._throttle_reasons(),
+            ecc_uncorrected_errors=self._ask(
+                "nvmlDeviceGetTotalEccErrors",
+                module.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                module.NVML_VOLATILE_ECC,
+            ),
+            remapped_rows={} if rows is None else {"corrected": rows[0], "uncorrected": rows[1]},
+            row_remap_pending=rows and rows[2],
+            row_remap_failed=rows and rows[3],
+            nvlinks_active=self._num_links,
+            nvlink_errors=dict(self._nvlink_errors),
+            pcie_replays=self._ask("nvmlDeviceGetPcieReplayCounter"),
+            failed_calls=dict(self._failed),
+        )
+
+    def register_xid_events(self, event_set: Any) -> bool:
+        """Has Xid errors of the GPU sent to a set of events; False: it has none."""
+        module = self._nvml.module
+        try:
+            module.nvmlDeviceRegisterEvents(
+                self._whole, module.nvmlEventTypeXidCriticalError, event_set
+            )
+        except module.NVMLError:
+            return False
+        return True
+
+    def _query(self, *names: str, arguments: tuple[Any, ...]) -> Any:
+        return self._nvml.query(self._failed, *names, arguments=arguments)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        return self._query(name, arguments=(self._whole, *arguments))
+
+    def _memory(self) -> Any:
+        module = self._nvml.module
+        name = "nvmlDeviceGetMemoryInfo"
+        memory = self._query(name, arguments=(self._handle, module.nvmlMemory_v2))
+        # The first version, of older drivers, counts what is reserved as used.
+        return memory or self._query(name, arguments=(self._handle,))
+
+    def _temperature(self) -> float | None:
+        names = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
+        sensor = self._nvml.module.NVML_TEMPERATURE_GPU
+        return _scaled(self._query(*names, arguments=(self._whole, sensor)), 1.0)
+
+    def _clock(self, kind: int) -> float | None:
+        return _scaled(self._ask("nvmlDeviceGetClockInfo", kind), 1e6)
+
+    def _throttle_reasons(self) -> frozenset[str] | None:
+        bits = self._query(
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            "nvmlDeviceGetCurrentClocksThrottleReasons",
+            arguments=(self._whole,),
+        )
+        if bits is None:
+            return None
+        return frozenset(name for name, bit in THROTTLE_REASONS.items() if bits & bit)
+
+    def _ask_links(self) -> None:
+        states = self._link_states()
+        active = [link for link, is_active in enumerate(states) if is_active]
+        self._num_links = len(active) if states else None
+        for kind, name in enumerate(NVLINK_ERRORS):
+            counts = [self._ask("nvmlDeviceGetNvLinkErrorCounter", n, kind) for n in active]
+            if said := [count for count in counts if count is not None]:
+                self._nvlink_errors[name] = sum(said)
+
+    def _link_states(self) -> list[int]:
+        """Returns the state of every link that the GPU has."""
+        links = range(self._nvml.module.NVML_NVLINK_MAX_LINKS)
+        states = (self._ask("nvmlDeviceGetNvLinkState", link) for link in links)
+        return list(itertools.takewhile(lambda state: state is not None, states))
+
+
+class XidEvents:
+    """Xid errors as the driver sends them.
+
+    Raises:
+        NvmlUnavailableError: it sends none.
+    """
+
+    def __init__(self, nvml: Nvml, gpus: list[Gpu]) -> None:
+        self._module = module = nvml.module
+        self._gpus = {gpu.index: gpu for gpu in gpus}
+        try:
+            self._events = module.nvmlEventSetCreate()
+        except module.NVMLError as error:
+            raise NvmlUnavailableError(nvml.name_of(error)) from error
+        self._nvml = nvml
+        # Of each GPU, even if one does not send any.
+        if not sum(gpu.register_xid_events(self._events) for gpu in gpus):
+            module.nvmlEventSetFree(self._events)
+            raise NvmlUnavailableError("no GPU sends events")
+
+    def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
+        """Waits for the next Xid error; None: there was none in time.
+
+        Raises:
+            NvmlUnavailableError: no more of them will come.
+        """
+        module = self._module
+        try:
+            event = module.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
+            gpu = self._gpus.get(str(module.nvmlDeviceGetIndex(event.device)))
+        except module.NVMLError as error:
+            if error.value == module.NVML_ERROR_TIMEOUT:
+                return None
+            raise NvmlUnavailableError(self._nvml.name_of(error)) from error
+        return None if gpu is None else (gpu, event.eventData)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
