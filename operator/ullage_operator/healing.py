@@ -282,6 +282,36 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
 
 
+def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
+    """Returns how many engines of a pool run smaller batches because their GPUs are throttled.
+
+    Args:
+        before: what the service's status says, which holds until an engine has reported.
+    """
+    reports = [engine.report for engine in engines if engine.report]
+    return sum(bool(each.throttle_reasons) for each in reports) if reports else before
+
+
+def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
+    """Returns Events for pools in which more engines run smaller batches than before, or none any
+    more, from the service's status before and after."""
+    notes = []
+    for name, pool in after.get("pools", {}).items():
+        count = pool.get("boostOff", 0)
+        previous = before.get("pools", {}).get(name, {}).get("boostOff", 0)
+        if count > previous:
+            engines = "an engine runs" if count == 1 else f"{count} engines run"
+            message = (
+                f"pool {name}: {engines} smaller batches because GPUs are throttled; "
+                "ullage_gpu_throttled names the GPUs and why"
+            )
+            notes.append(EventNote("BoostOff", "Observe", message, warning=True))
+        elif previous and not count:
+            message = f"pool {name}: its GPUs are not throttled any more, and batches are whole"
+            notes.append(EventNote("BoostOn", "Observe", message))
+    return notes
+
+
 def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
     """Returns Events for workers that were started again, from the service's status before and
     after."""

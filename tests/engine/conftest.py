@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ullage_testing.fake_device import Rig
+from ullage_testing.fake_nvml import FakeNvml, compile_library
 from ullage_testing.scheduler_bench import Bench
 
 if TYPE_CHECKING:
@@ -28,6 +29,19 @@ def seed() -> int:
     value = 20_261
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(scope="session")
+def nvml_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a library that processes take for NVIDIA's."""
+    folder = tmp_path_factory.mktemp("nvml")
+    compile_library(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpus(nvml_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> FakeNvml:
+    return FakeNvml(nvml_dir, tmp_path_factory.mktemp("gpus") / "state")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
-from ullage_engine.gpu.monitor import GpuMonitor
+from ullage_engine.gpu.monitor import GpuMonitor, MonitorTimes
 from ullage_engine.gpu.throttling import BoostState
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
@@ -75,9 +75,14 @@ class EngineApp:
     """One engine: its services, supervisor and health. An instance runs once."""
 
     def __init__(
-        self, config: EngineConfig, choose_launch: ChooseLaunch, policy: RestartPolicy
+        self,
+        config: EngineConfig,
+        choose_launch: ChooseLaunch,
+        policy: RestartPolicy,
+        gpu_times: MonitorTimes = MonitorTimes(),  # noqa: B008 - immutable
     ) -> None:
         self._config = config
+        self._gpu_times = gpu_times
         self._choose_launch = choose_launch
         self._engine_status = EngineStatus()
         self._journal = Journal()
@@ -371,8 +376,12 @@ class EngineApp:
             await self._engine_status.changed(within_s=60.0)
         if not any(place.device.startswith("cuda") for place in ready.ranks):
             return
-        throttling = self._config.degrade.throttling
-        monitor = GpuMonitor(self._config.num_local_ranks, throttling, self._on_boost)
+        monitor = GpuMonitor(
+            self._config.num_local_ranks,
+            self._config.degrade.throttling,
+            self._on_boost,
+            self._gpu_times,
+        )
         self._metrics.watch_gpus(monitor)
         monitor.start()
         try:

@@ -28,7 +28,7 @@ from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, re
 from ullage_operator.conditions.events import EventNote, clipped, transitions
 from ullage_operator.conditions.pod_problems import PodProblem
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
-from ullage_operator.healing import worker_restart_notes
+from ullage_operator.healing import boost_notes, worker_restart_notes
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
@@ -298,6 +298,7 @@ class Applier:
         previous = manifest.get("status", {})
         notes = transitions(previous.get("conditions", ()), status["conditions"])
         notes += scaling_notes(previous, status) + worker_restart_notes(previous, status)
+        notes += boost_notes(previous, status)
         self._recorder.record(manifest, notes)
 
     async def apply(

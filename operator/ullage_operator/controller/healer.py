@@ -254,6 +254,9 @@ class HeadroomStreams(Generic[Key]):
         before = stream.report
         has_new_restart = before is not None and before.worker_restarts < report.worker_restarts
         stream.reported_at, stream.report = self._clock_s, report
+        has_boost_changed = bool(before and before.throttle_reasons) != bool(
+            report.throttle_reasons
+        )
         was_ill, was_silent = stream.unhealthy_at is not None, stream.is_silent
         is_ill = report.health < stream.target.min_health
         if not is_ill:
@@ -261,7 +264,7 @@ class HeadroomStreams(Generic[Key]):
         elif not was_ill:
             stream.unhealthy_at = self._clock_s
         stream.is_silent = False
-        if was_silent or is_ill != was_ill or has_new_restart:
+        if was_silent or is_ill != was_ill or has_new_restart or has_boost_changed:
             self._on_news(key)
         self._report_if_due(key)
 

@@ -470,6 +470,8 @@ RULES = [
     rule("prompts.compress.share", "must be at least 0.05", value=0),
     rule("degrade.levels[0].maxTopP", "at least 0.01", {LEVELS: [MILD | {"maxTopP": 0}]}),
     rule("degrade.levels[0].batchShare", "at least 0.05", {LEVELS: [MILD | {"batchShare": 0}]}),
+    rule("degrade.throttling.batchStep", "at least 0.05", value=0),
+    rule("degrade.throttling.minBatchShare", "at least 0.05", value=0),
     rule("tenants.defaults.weight", "0.01", {"tenants": TENANTS | {"defaults": {"weight": 0}}}),
     rule("tenants.defaults.tokensPerSecond", "must be at least 0.1", PACE),
     rule("tenants.named", "two tenants have one name", {"tenants": TENANTS | {"named": TWINS}}),

@@ -8,6 +8,8 @@ from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage_operator.controller.plan import Observed, ServicePlan
 from ullage_operator.healing import (
     EngineHealth,
+    boost_notes,
+    boost_off_engines,
     pressure_by_pool,
     worker_restart_notes,
     worker_restarts,
@@ -38,6 +40,23 @@ def test_only_another_restart_is_an_event() -> None:
     [note] = worker_restart_notes(status(single=4, large=0), status(single=6, large=0))
     assert note.reason == "WorkerRestarted" and note.warning
     assert note.message.startswith("pool single: 2 workers")
+
+
+def test_engines_without_boost_are_counted_and_each_more_of_them_is_an_event() -> None:
+    hot, cool = Headroom(throttle_reasons=["hw_thermal"]), Headroom()
+    engines = [EngineHealth(pool="single", report=report) for report in (hot, cool, None)]
+    assert boost_off_engines(engines, before=7) == 1
+    assert boost_off_engines([EngineHealth(pool="single")], before=7) == 7
+
+    def notes(before: int, after: int) -> list[tuple[str, bool]]:
+        old, new = ({"pools": {"single": {"boostOff": count}}} for count in (before, after))
+        return [(note.reason, note.warning) for note in boost_notes(old, new)]
+
+    assert notes(0, 1) == notes(1, 2) == [("BoostOff", True)]
+    assert notes(2, 0) == [("BoostOn", False)]
+    assert notes(2, 1) == notes(1, 1) == notes(0, 0) == []
+    [note] = boost_notes({}, {"pools": {"large": {"boostOff": 2}}})
+    assert note.message.startswith("pool large: 2 engines run smaller batches")
 
 
 def test_the_status_names_the_level_alone(make_plan: Callable[..., ServicePlan]) -> None:

@@ -156,7 +156,7 @@ def test_the_engines_pressure_is_in_the_status(world, played, operator, engines)
     until(lambda: "Created" in events(world), "an Event tells of the object", LONG_S)
 
 
-def test_a_restarted_worker_is_in_the_status_and_an_event(world, played, start, engines) -> None:
+def test_what_engines_report_is_in_the_status_and_an_event(world, played, start, engines) -> None:
     first = start()
     world.create(pools={"single": {"replicas": 1}})
     converged(world)
@@ -172,6 +172,10 @@ def test_a_restarted_worker_is_in_the_status_and_an_event(world, played, start, 
     until(lambda: restarts() == 1, "its status tells", LONG_S)
     note = until(lambda: events(world).get("WorkerRestarted"), "an Event tells", LONG_S)
     assert note.startswith("pool single: a worker of its engines ended unasked and started again")
+    engines.change(engine, throttle_reasons=["hw_thermal"])
+    note = until(lambda: events(world).get("BoostOff"), "an Event tells of hot GPUs", LONG_S)
+    assert note.startswith("pool single: an engine runs smaller batches")
+    assert world.service()["status"]["pools"]["single"]["boostOff"] == 1
     assert first.stop() == 0
     engines.change(engine, worker_restarts=3)
     start()

@@ -8,7 +8,12 @@ import msgspec
 import pytest
 import yaml
 
-from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
+from ullage_common.config.engine import (
+    DegradeLevel,
+    DegradeSection,
+    EngineConfig,
+    ThrottlingSection,
+)
 from ullage_common.config.router import AffinitySection, RetrySection, RouterConfig
 from ullage_engine.memory.pressure import ordered_levels
 from ullage_engine.server.worker_process import worker_env
@@ -99,13 +104,18 @@ def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:
         {"below": 0.4, "maxOutputTokens": 99},
         {"below": 0, "maxTemperature": 0, "maxTopP": 0.5, "batchShare": 1},
     ]
-    plan = make_plan(degrade={"changeSampling": False, "hysteresis": 0.1, "levels": levels})
+    heat = {"enabled": False, "powerCap": True, "after": "1m", "minBatchShare": 0.5}
+    wanted = {"changeSampling": False, "hysteresis": 0.1, "levels": levels, "throttling": heat}
+    plan = make_plan(degrade=wanted)
     assert engine_config(plan).degrade == DegradeSection(
         change_sampling=False,
         hysteresis=0.1,
         levels=(
             DegradeLevel(below=0.4, max_output_tokens=99),
             DegradeLevel(below=0, max_temperature=0, max_top_p=0.5, batch_share=1),
+        ),
+        throttling=ThrottlingSection(
+            enabled=False, power_cap=True, after=60.0, min_batch_share=0.5
         ),
     )
 

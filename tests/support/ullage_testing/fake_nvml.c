@@ -2,7 +2,7 @@
  *
  * FAKE_NVML names the file. Each line is a key, a blank and a value:
  *   gpus 2                           number of GPUs
- *   temperature 85                   of all GPUs; `1.temperature 90` is of GPU 1 alone
+ *   temperature 85                   of all GPUs; `1.temperature 90`, as any key, is of GPU 1 alone
  *   nvmlDeviceGetPowerUsage 15       status that a function returns instead of answering
  *   hang.nvmlDeviceGetPowerUsage 1   the call does not return while this is so
  *   xid 79, xid_number 1             an event is sent when its number changes
@@ -41,15 +41,16 @@ static ull value_of(device handle, const char *key, ull otherwise) {
     return number_of(own, number_of(key, otherwise));
 }
 
-static int status_of(const char *function) {
+static int status_of(device handle, const char *function) {
     char key[128];
     snprintf(key, sizeof key, "hang.%s", function);
     while (number_of(key, 0)) usleep(5000);
-    return (int)number_of(function, OK);
+    return (int)value_of(handle, function, OK);
 }
 
-#define CALL() do { int status = status_of(__func__); if (status) return status; } while (0)
-#define PHYSICAL(handle) do { CALL(); if (is_mig(handle)) return NOT_SUPPORTED; } while (0)
+#define CALL_OF(handle) do { int status = status_of(handle, __func__); if (status) return status; } while (0)
+#define CALL() CALL_OF(NULL)
+#define PHYSICAL(handle) do { CALL_OF(handle); if (is_mig(handle)) return NOT_SUPPORTED; } while (0)
 
 int nvmlInitWithFlags(uint flags) { CALL(); return OK; }
 int nvmlShutdown(void) { return OK; }
@@ -204,7 +205,7 @@ int nvmlEventSetWait_v2(void *set, struct event *event, uint milliseconds) {
     CALL();
     for (uint waited = 0; waited <= milliseconds; waited += 5) {
         ull number = number_of("xid_number", 0);
-        if (number != sent) {
+        if (number && number != sent) {
             sent = number;
             *event = (struct event){.handle = (device)1, .kind = 8, .data = number_of("xid", 0)};
             return OK;

@@ -25,6 +25,7 @@ from ullage_engine.protocol.messages import (
     Fault,
     LimitBatch,
     Loading,
+    RankPlace,
     Ready,
     Rejected,
     ReleaseState,
@@ -76,6 +77,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     task: str = "generate"
     has_kv: bool = True
     """Whether the model has KV, as an encoder has not."""
+    device: str = "cpu"
     degrade: DegradeSection = DegradeSection()
     """Each sequence takes 2 % of the pool's headroom."""
 
@@ -281,7 +283,21 @@ class FakeWorker:
             vocab_size=49152,
             dtype="float32",
             task=self._options.task,
+            ranks=[self._place()],
             state=self._state(),
+        )
+
+    def _place(self) -> RankPlace:
+        return RankPlace(
+            rank=0,
+            stage=0,
+            tensor_rank=0,
+            device=self._options.device,
+            first_layer=0,
+            num_layers=1,
+            num_attention_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
         )
 
     @property

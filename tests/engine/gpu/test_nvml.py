@@ -1,0 +1,100 @@
+"""What NVIDIA's bindings say of GPUs whose library these tests compile."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ullage_testing.fake_nvml import FakeNvml
+
+PROGRAM = """
+import dataclasses, json, os, sys
+from ullage_engine.gpu.nvml import Nvml, NvmlUnavailableError
+try:
+    for visible in json.loads(sys.argv[1]):
+        own = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        for gpu in Nvml().gpus(own, 2):
+            sample = dataclasses.asdict(gpu.sample(with_links=True))
+            print(json.dumps(sample | {"visible": visible}, default=sorted))
+except NvmlUnavailableError as error:
+    print(json.dumps({"unavailable": str(error)}))
+"""
+
+
+def ask(gpus: FakeNvml, *visible: str | None) -> list[dict[str, object]]:
+    """Samples of the first two GPUs under each value of CUDA_VISIBLE_DEVICES."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(visible)]
+    done = subprocess.run(
+        command, env=gpus.environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def gpus(gpus: FakeNvml) -> FakeNvml:
+    """Three GPUs, each time anew."""
+    gpus.reset({"gpus": 3})
+    return gpus
+
+
+def test_everything_comes_in_base_units_and_what_a_gpu_lacks_is_none(gpus: FakeNvml) -> None:
+    gpus.set({"reasons": 0x4 | 0x40 | 0x1, "nvlinks": 4, "nvlink_down": 2, "nvlink_replays": 5})
+    gpus.set({"1.temperature": 91, "ecc_errors": 2, "uncorrected_rows": 1, "remap_pending": 1})
+    gpus.set({"1.nvmlDeviceGetPowerUsage": 15, "nvmlDeviceGetUtilizationRates": 3})
+    first, second = ask(gpus, None)
+    assert first == {
+        "index": "0",
+        "uuid": "GPU-00000000-aaaa",
+        "memory_total_bytes": 80_000_000_000,
+        "memory_used_bytes": 40_000_000_000,
+        "memory_free_bytes": 39_400_000_000,
+        "memory_reserved_bytes": 600_000_000,
+        "power_watts": 312.5,
+        "power_limit_watts": 700.0,
+        "temperature_celsius": 55.0,  # of a driver without nvmlDeviceGetTemperatureV
+        "sm_clock_hertz": 1.98e9,
+        "memory_clock_hertz": 2.619e9,
+        "utilization_ratio": None,
+        "memory_utilization_ratio": None,
+        "throttle_reasons": ["hw_thermal", "power_cap"],
+        "ecc_uncorrected_errors": 2,
+        "remapped_rows": {"corrected": 0, "uncorrected": 1},
+        "row_remap_pending": 1,
+        "row_remap_failed": 0,
+        "nvlinks_active": 3,
+        "nvlink_errors": {"replay": 15, "recovery": 0},
+        "pcie_replays": 0,
+        "failed_calls": {},
+        "visible": None,
+    }
+    assert second["temperature_celsius"] == 91.0
+    assert (second["power_watts"], second["failed_calls"]) == (None, {"GpuIsLost": 1})
+
+
+def test_only_gpus_that_cuda_sees_are_asked(gpus: FakeNvml) -> None:
+    chosen = ["2,0,1", "GPU-00000001", "1,7,0", "MIG-00000002-aaaa,1"]
+    found: dict[object, list[object]] = {}
+    for sample in ask(gpus, *chosen):
+        found.setdefault(sample["visible"], []).append(sample["uuid"])
+    assert found == {
+        "2,0,1": ["GPU-00000002-aaaa", "GPU-00000000-aaaa"],
+        "GPU-00000001": ["GPU-00000001-aaaa"],
+        "1,7,0": ["GPU-00000001-aaaa"],  # what follows one that is not there is not visible
+        "MIG-00000002-aaaa,1": ["MIG-00000002-aaaa", "GPU-00000001-aaaa"],
+    }
+    [nothing] = ask(gpus, "")
+    assert nothing == {"unavailable": "the driver shows no GPU that this engine may use"}
+
+
+def test_an_instance_has_its_own_memory_and_the_heat_of_its_gpu(gpus: FakeNvml) -> None:
+    gpus.set({"mig": 1, "temperature": 77, "reasons": 0x20})
+    [sample, _] = ask(gpus, None)
+    assert (sample["index"], sample["uuid"]) == ("0", "MIG-00000000-aaaa")
+    assert sample["memory_total_bytes"] == 80_000_000_000
+    assert (sample["temperature_celsius"], sample["throttle_reasons"]) == (77.0, ["sw_thermal"])
+    assert (sample["utilization_ratio"], sample["failed_calls"]) == (None, {})
+
+
+def test_a_driver_that_is_not_loaded_is_no_error(gpus: FakeNvml) -> None:
+    gpus.set({"nvmlInitWithFlags": 9})
+    assert ask(gpus, None) == [{"unavailable": "NVML says DriverNotLoaded"}]
