@@ -7,6 +7,7 @@ import socket
 import time
 from pathlib import Path
 
+from ullage.headroom.v1 import headroom_pb2
 from ullage_common.config.router import IdempotencySection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import start_tracing
@@ -400,17 +401,18 @@ def _engine_json(engine: Engine) -> dict[str, object]:
             }
             for line in report.ledger
         ],
-        "kv_tiers": [
-            {
-                "name": tier.name,
-                "backend": tier.backend,
-                "capacity_bytes": tier.capacity_bytes,
-                "used_bytes": tier.used_bytes,
-                "blocks": tier.blocks,
-                "hits": tier.hits,
-                "misses": tier.misses,
-                "queued": tier.queued,
-            }
-            for tier in report.tiers
-        ],
+        "kv_tiers": [_tier_json(tier) for tier in report.tiers],
+    }
+
+
+def _tier_json(tier: headroom_pb2.KvTier) -> dict[str, object]:
+    return {
+        "name": tier.name,
+        "backend": tier.backend,
+        "capacity_bytes": tier.capacity_bytes,
+        "used_bytes": tier.used_bytes,
+        "blocks": tier.blocks,
+        "hits": tier.hits,
+        "misses": tier.misses,
+        "queued": tier.queued,
     }
