@@ -100,7 +100,8 @@ def rule_groups(service: Service, settings: Settings) -> list[Rule]:
     parts = (slo_alerts, budget_alerts, router_alerts, connection_alerts, engine_alerts)
     rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
-        {"name": f"{name}-slo", "rules": burn_rates(service)},
+        # Not more often, as windows of days cost Prometheus most.
+        {"name": f"{name}-slo", "interval": "1m", "rules": burn_rates(service)},
         {"name": name, "rules": rules},
     ]
 
