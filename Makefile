@@ -74,8 +74,13 @@ $(VENV)/.prometheus: | $(VENV)/bin/python
 	-@$(BIN)/python tests/charts/get_prometheus.py
 	@touch $@
 
+# So are those of the console's page where Debian's chromium cannot be.
+$(VENV)/.chromium: | $(VENV)/bin/python
+	-@$(BIN)/python tests/router/http/get_chromium.py
+	@touch $@
+
 install: $(VENV)/.run       ## what serving needs, and the demo's model
-install-dev: $(VENV)/.dev $(VENV)/.helm $(VENV)/.prometheus   ## what tests and checks need, too
+install-dev: $(VENV)/.dev $(VENV)/.helm $(VENV)/.prometheus $(VENV)/.chromium   ## what tests and checks need, too
 
 install-vllm: $(VLLM)/.run  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
 
