@@ -57,15 +57,15 @@ def overload(page: Page, url: str) -> None:
     """Brings the console to the moment at which requests are refused."""
     page.goto(f"{url}/console")
     expect(page.locator(".engine")).to_have_count(2)
-    page.fill("#text", "In one sentence: why is memory what limits a language model server?")
     page.fill("#max-tokens", "48")
+    page.fill("#text", "What is a ledger? Answer in one sentence.")
     page.click("#send")
-    expect(page.locator(".said.answer .trace")).to_be_visible(timeout=REFUSED_TIMEOUT_MS)
+    answer = page.locator(".said.answer .trace")
+    expect(answer).to_be_visible(timeout=REFUSED_TIMEOUT_MS)
     page.click("#overload button")
-    tally = page.locator("#tally-text")
-    expect(tally).to_contain_text("retry in", timeout=REFUSED_TIMEOUT_MS)
-    time.sleep(7)  # more of the minute's decisions, and refusals after a wait
-    page.locator("#chat").evaluate("element => { element.scrollTop = 0; }")
+    expect(page.locator("#tally-text")).to_contain_text("retry in", timeout=REFUSED_TIMEOUT_MS)
+    time.sleep(6)  # until some have waited as long as they may
+    page.locator("#decisions .more").first.click()
 
 
 def main() -> int:

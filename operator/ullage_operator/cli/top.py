@@ -399,7 +399,7 @@ def latest_table(rows: tuple[LatestRow, ...]) -> Table:
             f"{row.status}{retry}",
             row.engine or row.route,
             size(row.predicted_bytes),
-            size(row.available_bytes),
+            size(row.available_bytes and max(0, row.available_bytes)),
             f"{row.queued_s:.2f} s" if row.queued_s else "",
             f"{row.ttft_s:.2f} s" if row.ttft_s is not None else "",
             row.request_id,

@@ -91,6 +91,11 @@ async def sees_an_answer(page: Page) -> None:
     request_id = trace.removeprefix("ullage trace ")
     row = page.locator("#decisions tr").filter(has_text=request_id)
     await expect(row).to_contain_text("FITS")
+    await row.locator(".more").click()
+    story = page.locator("tr.detail li")
+    await expect(story.first).to_contain_text("tokenised")
+    await expect(story.last).to_contain_text("finished")
+    await row.locator(".more").click()
 
 
 async def sees_refusals(page: Page, service: "Service") -> None:

@@ -340,10 +340,20 @@ function onDecisions({ records, skipped: more }) {
   for (const record of fresh) {
     seen.add(`${record.request_id} ${record.arrived}`);
     countOverload(record);
+    undecided.get(record.request_id)?.(headersOf(record));
+    undecided.delete(record.request_id);
   }
   if (seen.size > 5000) seen.clear();
   held = [...held, ...fresh].slice(-KEPT_ROWS);
   if (!paused) showDecisions();
+}
+
+function headersOf(record) {
+  return new Map([
+    ["x-ullage-action", record.action], ["x-ullage-route", record.route], ["x-ullage-engine", record.engine],
+    ["x-ullage-predicted-kv-bytes", record.predicted_bytes], ["x-ullage-degraded", record.degraded.join(", ")],
+    ["x-ullage-trail", record.trail.join(", ")],
+  ]);
 }
 
 function showDecisions() {
@@ -364,6 +374,31 @@ function note(...words) {
   return text && make("small", "", text);
 }
 
+/** The time of a request; a click on it shows below its row what happened when. */
+function timeline(record) {
+  const text = new Date(1000 * record.arrived).toLocaleTimeString([], { hour12: false });
+  const button = make("button", "more", text);
+  button.type = "button";
+  button.title = "Shows what happened when";
+  button.setAttribute("aria-expanded", "false");
+  button.addEventListener("click", () => {
+    const tr = button.closest("tr");
+    const isOpen = button.getAttribute("aria-expanded") === "true";
+    button.setAttribute("aria-expanded", `${!isOpen}`);
+    if (isOpen) { tr.nextElementSibling.remove(); return; }
+    const moments = [...record.timeline, { event: record.status === 200 ? "finished" : "ended", after_s: record.duration_s, reason: record.finish || record.error }];
+    const items = moments.map((moment) => {
+      const after = moment.after_s < 1 ? `${(1000 * moment.after_s).toFixed(1)} ms` : `${moment.after_s.toFixed(2)} s`;
+      const words = [moment.admission_action, moment.reason, moment.engine].filter(Boolean).join(" ");
+      return make("li", "", make("b", "", moment.event), ` ${after}`, words ? make("small", "", words) : "");
+    });
+    const td = make("td", "", make("ol", "", ...items));
+    td.colSpan = 6;
+    tr.after(make("tr", `detail ${tr.classList.contains("refused") ? "refused" : ""} ${tr.classList.contains("changed") ? "changed" : ""}`, td));
+  });
+  return button;
+}
+
 function row(record) {
   const action = record.action || (record.status < 400 ? "" : "reject");
   const isRefused = record.action === "reject" || record.status >= 400 && record.status !== 499;
@@ -373,11 +408,11 @@ function row(record) {
   const available = record.available_bytes;
   const [needs, tokens] = [bytes(record.predicted_bytes), record.output_tokens];
   return make("tr", `new ${isRefused ? "refused" : ""} ${isChanged ? "changed" : ""}`,
-    cell("time", new Date(1000 * record.arrived).toLocaleTimeString([], { hour12: false })),
+    cell("time", timeline(record)),
     cell("action", make("span", `pill ${action}`, action || "–"),
       note(`${record.status}`, record.retry_after_s && `retry in ${record.retry_after_s} s`)),
-    cell("why", make("code", "", reason), note(MEANINGS[reason], ...record.degraded), note(trail)),
-    cell("kv", needs, note(available !== null && `${bytes(available)} available`)),
+    cell("why", make("code", "", reason), note(MEANINGS[reason], ...record.degraded, trail)),
+    cell("kv", needs, note(available !== null && `${bytes(Math.max(0, available))} available`)),
     cell("times", record.ttft_s && `first token ${seconds(record.ttft_s)}`,
       note(record.queued_s && `queued ${seconds(record.queued_s)}`, tokens && `${tokens} tokens`)),
     cell("id", traceButton(record.request_id, record.request_id), note(record.engine || record.route)));
@@ -425,9 +460,12 @@ function say(role, text) {
   return said;
 }
 
-/** What was decided about an answer, of its headers. */
-function decision(response) {
-  const header = (name) => response.headers.get(name) || "";
+/** Calls for records of answers whose headers left before anything was decided, by request. */
+const undecided = new Map();
+
+/** What was decided about an answer, of its headers, or of its record in the form of headers. */
+function decision(headers) {
+  const header = (name) => headers.get(name) || "";
   const action = header("x-ullage-action");
   const needs = header("x-ullage-predicted-kv-bytes");
   const words = [
@@ -458,8 +496,10 @@ async function ask(text) {
       method: "POST", headers: authorized({ "content-type": "application/json" }), body: JSON.stringify(body),
     });
     const id = response.headers.get("x-request-id");
-    const meta = make("div", "meta", ...decision(response));
+    const meta = make("div", "meta", ...decision(response.headers));
     said.append(meta);
+    // A stream that waits long begins with comments that keep the connection, and says no more.
+    if (response.ok && !response.headers.has("x-ullage-action")) undecided.set(id, (headers) => meta.prepend(...decision(headers)));
     if (response.ok) {
       await eachEvent(response, (name, data) => {
         if (data === "[DONE]") return;
@@ -568,7 +608,8 @@ function showTally() {
   const open = requests - served - refused - failed;
   const why = Object.entries(reasons).map(([reason, count]) => `${count} ${reason}`).join(", ");
   const words = [`${served} served`, `${refused} refused with 429${why ? ` (${why})` : ""}`];
-  if (retry.length) words.push(`retry in ${Math.min(...retry)}–${Math.max(...retry)} s`);
+  const [least, most] = [Math.min(...retry), Math.max(...retry)];
+  if (retry.length) words.push(`retry in ${least === most ? least : `${least}–${most}`} s`);
   if (failed) words.push(`${failed} failed`);
   if (open) words.push(`${open} under way`);
   set($("tally-text"), words.join(" · "));

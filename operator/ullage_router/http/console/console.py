@@ -236,7 +236,7 @@ class Console:
         if self._overload and not self._overload.done():
             raise console_busy("an overload is under way; wait until it has ended")
         assert self._app
-        prefix = f"overload-{secrets.token_hex(4)}"
+        prefix = f"overload-{secrets.token_hex(2)}"
         self._overload = asyncio.create_task(
             asked.send(self._app, prefix, request.headers.get("authorization", ""))
         )
