@@ -56,6 +56,8 @@ class GpuMonitor:
         self._silence: asyncio.TimerHandle | None = None
         self.is_silent = False
         """Whether the driver hangs."""
+        self._failures: set[tuple[str, str]] = set()
+        """Failures that the log has, by the GPU's index and the error."""
         self._stopping = threading.Event()
         self.samples: Sequence[GpuSample] = ()
         """The latest samples; none before the first and while the driver hangs."""
@@ -157,15 +159,21 @@ class GpuMonitor:
         if self.is_silent:
             log.info("the GPU driver answers again")
         self.is_silent = False
-        for sample, before in zip(samples, self.samples, strict=False):
-            for error in sample.failed_calls.keys() - before.failed_calls.keys():
-                extra = {"gpu": sample.index, "uuid": sample.uuid, "error": error}
-                log.warning("the GPU driver fails", extra=extra)
         self.samples = samples
+        self._tell_failures(samples)
         now = time.monotonic()
         elapsed_s, self._sampled_at = now - self._sampled_at, now
         if self._throttling.enabled:
             self._judge(samples, elapsed_s)
+
+    def _tell_failures(self, samples: Iterable[GpuSample]) -> None:
+        """Logs each kind of failure of a GPU once."""
+        for sample in samples:
+            for error in sample.failed_calls:
+                if (sample.index, error) not in self._failures:
+                    self._failures.add((sample.index, error))
+                    extra = {"gpu": sample.index, "uuid": sample.uuid, "error": error}
+                    log.warning("the GPU driver fails: %s", error, extra=extra)
 
     def _judge(self, samples: Iterable[GpuSample], elapsed_s: float) -> None:
         before = self._boost

@@ -5,6 +5,7 @@ does not offer is None, and any other failure is None and counted. A call to a d
 does not return: leave all of it to one thread that nothing waits for.
 """
 
+import ctypes
 import importlib
 import itertools
 from collections import Counter
@@ -186,6 +187,11 @@ class Gpu:
         self._num_links: int | None = None
         self._nvlink_errors: dict[str, int] = {}
 
+    @property
+    def address(self) -> int | None:
+        """The driver's own identity of the whole GPU, which events have, too."""
+        return _address(self._whole)
+
     def sample(self, *, with_links: bool) -> GpuSample:
         """Asks for everything; for NVLinks only `with_links`, since they take many calls."""
         module = self._nvml.module
@@ -290,7 +296,7 @@ class XidEvents:
 
     def __init__(self, nvml: Nvml, gpus: list[Gpu]) -> None:
         self._module = module = nvml.module
-        self._gpus = {gpu.index: gpu for gpu in gpus}
+        self._gpus = {gpu.address: gpu for gpu in gpus}
         try:
             self._events = module.nvmlEventSetCreate()
         except module.NVMLError as error:
@@ -310,12 +316,17 @@ class XidEvents:
         module = self._module
         try:
             event = module.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
-            gpu = self._gpus.get(str(module.nvmlDeviceGetIndex(event.device)))
         except module.NVMLError as error:
             if error.value == module.NVML_ERROR_TIMEOUT:
                 return None
             raise NvmlUnavailableError(self._nvml.name_of(error)) from error
+        # Not by its index: a GPU that is lost, of which Xid 79 tells, no longer says it.
+        gpu = self._gpus.get(_address(event.device))
         return None if gpu is None else (gpu, event.eventData)
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -46,6 +46,16 @@ def test_the_batch_shrinks_with_the_level_that_holds() -> None:
     assert shares == [1.0, 1.0, 0.75, 0.5, 1.0]
 
 
+def test_the_smaller_of_level_and_bound_holds() -> None:
+    pressure = PressureController(SECTION)
+    shares = []
+    for headroom, limit in ((1.0, 0.6), (0.1, 0.6), (0.01, 0.6), (0.01, 0.25), (1.0, 1.0)):
+        pressure.limit_batch(limit)
+        pressure.update(headroom)
+        shares.append(pressure.batch_share)
+    assert shares == [0.6, 0.6, 0.5, 0.25, 1.0]
+
+
 def test_numbers_name_levels_in_any_order_of_configuration() -> None:
     assert [level.below for level in ordered_levels(SECTION)] == [0.3, 0.15, 0.05]
     assert level_at(SECTION, 0) is None

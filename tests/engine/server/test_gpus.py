@@ -131,6 +131,7 @@ def test_figures_are_exported(engine: EngineProcess, gpu: FakeNvml) -> None:
     assert samples['ullage_gpu_throttled{gpu="0",reason="hw_thermal"}'] == 0
     assert samples['ullage_gpu_failed_calls_total{error="Unknown",gpu="0"}'] >= 1
     assert not any("ecc" in name for name in samples)
+    assert engine.messages().count("the GPU driver fails: Unknown") == 1
     assert samples["ullage_engine_boost_off"] == samples["ullage_gpu_driver_silent"] == 0
 
 
@@ -149,7 +150,8 @@ def test_a_driver_that_hangs_stops_nothing_and_is_told(
 
 
 def test_xid_errors_are_counted_and_told(engine: EngineProcess, gpu: FakeNvml) -> None:
-    gpu.set({"xid": 79, "xid_number": 1})
+    # The GPU fell off the bus, so nothing else is known of it.
+    gpu.set({"xid": 79, "xid_number": 1, "nvmlDeviceGetIndex": 15})
     name = 'ullage_gpu_xid_errors_total{gpu="0",xid="79"}'
     engine.until(lambda: engine.metrics().get(name) == 1)
     gpu.set({"xid_number": 2})
