@@ -265,11 +265,10 @@ class Service:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._router = state["metrics_url"]
-        (engine,) = state["engines"]
-        self._engine = engine["metrics_url"]
+        self._engines = [engine["metrics_url"] for engine in state["engines"]]
 
     def counts(self) -> dict[str, float]:
-        router, engine = read(self._router), read(self._engine)
+        router, engine = read(self._router), read(*self._engines)
         return {
             "requests": router["ullage_router_requests_total"],
             "router_s": router["process_cpu_seconds_total"],
@@ -280,14 +279,15 @@ class Service:
         }
 
 
-def read(url: str) -> dict[str, float]:
+def read(*urls: str) -> dict[str, float]:
     """Returns the sums of all samples by name."""
-    with urllib.request.urlopen(url, timeout=10) as response:
-        text = response.read().decode()
     sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums
 
 
