@@ -61,6 +61,8 @@ sum(rate(ullage_router_stream_tokens_per_second_bucket{le="4.0"}[5m]))
   / sum(rate(ullage_router_stream_tokens_per_second_count[5m]))
 ```
 
+[What they cost](benchmarks.md#metrics) is far below 1 % of a request, a token or a step.
+
 `python scripts/metrics_reference.py` writes this page from the modules named below, from which the
 code registers its metrics, too.
 """
